@@ -1,0 +1,41 @@
+# `make demo` and `make test` work on a fresh clone; both reuse .venv until pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+VENV_PYTHON := $(VENV)/bin/python
+PYTEST_ARGS ?=
+
+.PHONY: demo test test-fast lint format clean
+
+demo: $(VENV)/.installed
+	$(VENV_PYTHON) -P -m context_compressors.demo
+
+test: $(VENV)/.installed-dev
+	$(VENV_PYTHON) -P -m pytest $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.installed-dev
+	$(VENV_PYTHON) -P -m pytest -m "not slow" $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(VENV_PYTHON) -P -m ruff check .
+	$(VENV_PYTHON) -P -m ruff format --check .
+
+format: $(VENV)/.installed-dev
+	$(VENV_PYTHON) -P -m ruff check --fix .
+	$(VENV_PYTHON) -P -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# The stamp, not the interpreter, says that the environment is whole: an interrupted creation is started anew.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, and $(PYTHON) is %d.%d: name another one, as in `make PYTHON=python3.12 demo`" % v[:2])'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/.created
+	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
+	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $(VENV)/.installed $@

@@ -1,0 +1,45 @@
+"""Soft context compressors: read a long context once, keep a few vectors, answer from those.
+
+Public names are imported from their module at first use, so that `import context_compressors` alone loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "CompressorConfig": "configuration.configuration_compressor",
+    "MeanPoolingConfig": "configuration.configuration_mean_pooling",
+    "CompressorModel": "modeling.modeling_compressor",
+    "CompressorForCausalLM": "modeling.modeling_compressor",
+    "MeanPoolingModel": "modeling.modeling_mean_pooling",
+    "MeanPoolingForCausalLM": "modeling.modeling_mean_pooling",
+    "CompressedContext": "modeling.compressed_context",
+    "mean_pool": "modeling.pooling",
+    "encoder_position_ids": "modeling.position_layout",
+    "decoder_position_ids": "modeling.position_layout",
+    "generate_document": "training.generated",
+    "CompressionCollator": "training.collators",
+    "CompressionTrainer": "training.trainers",
+    "DistillationTrainer": "training.trainers",
+    "model_card": "hub_cards.cards",
+    "language_model_card": "hub_cards.cards",
+}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module at first use."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,342 @@
+"""The commands `compress` (documents in, memory files out) and `ask` (questions in, answers out)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import NearestNameParser, positive_int
+from .documents import Document, read_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .modeling.compressed_context import CompressedContext
+
+_MEMORY_SUFFIX = ".safetensors"
+
+_COMPRESS_EXAMPLES = """\
+examples:
+  context-compressors compress checkpoints/mean_pooling report.txt minutes.txt --output memories
+  context-compressors compress checkpoints/mean_pooling articles.parquet --column text --ratio 4 --ratio 16
+  cat report.txt | context-compressors compress checkpoints/mean_pooling --output memories"""
+
+_ASK_EXAMPLES = """\
+examples:
+  context-compressors ask checkpoints/mean_pooling memories/report.safetensors --question "Who wrote it?"
+  context-compressors ask checkpoints/mean_pooling report.txt minutes.txt --ratio 8
+  context-compressors ask checkpoints/mean_pooling memories/*.safetensors < questions.txt"""
+
+
+def compress_main(argv: Sequence[str] | None = None) -> int:
+    """Run `context-compressors compress`.
+
+    Args:
+        argv: the arguments after the command's name; `sys.argv[1:]` when None.
+
+    Returns:
+        the exit code, 0; wrong options exit with 2.
+
+    Raises:
+        ValueError: a document, model, ratio or memory file that cannot be used, or files that would be overwritten.
+    """
+    parser = _parser("compress", "Read documents once, and keep each as a memory file.", _COMPRESS_EXAMPLES)
+    parser.add_argument("model", help="Hub id or folder of a compressor")
+    parser.add_argument(
+        "documents",
+        nargs="*",
+        help="text files, .jsonl or .parquet files (one document a row), or - for standard input, the default",
+    )
+    parser.add_argument("--output", default="memories", help="folder of the memory files (default: %(default)s)")
+    parser.add_argument(
+        "--ratio",
+        type=positive_int,
+        action="append",
+        help="context tokens per slot; give it again for several ratios from one reading (default: the model's first)",
+    )
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="documents at once (default: %(default)s)")
+    parser.add_argument("--force", action="store_true", help="overwrite memory files")
+    _add_document_options(parser)
+    _add_model_options(parser)
+    _compress(parser.parse_args(argv))
+    return 0
+
+
+def ask_main(argv: Sequence[str] | None = None) -> int:
+    """Run `context-compressors ask`.
+
+    Args:
+        argv: the arguments after the command's name; `sys.argv[1:]` when None.
+
+    Returns:
+        the exit code, 0; wrong options exit with 2.
+
+    Raises:
+        ValueError: a document, model, ratio or memory file that cannot be used.
+    """
+    parser = _parser("ask", "Answer questions from memory files or documents.", _ASK_EXAMPLES)
+    parser.add_argument("model", help="Hub id or folder of a compressor")
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        help="memory files (.safetensors), and documents, which are compressed first; read together, in this order",
+    )
+    parser.add_argument(
+        "--question",
+        action="append",
+        help="a question; give it again for several. Without it, questions are read line by line from standard input",
+    )
+    parser.add_argument("--ratio", type=positive_int, help="for documents: context tokens per slot")
+    parser.add_argument(
+        "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
+    )
+    _add_document_options(parser)
+    _add_model_options(parser)
+    _ask(parser.parse_args(argv))
+    return 0
+
+
+def load_compressor(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, device: str = "auto", dtype: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a compressor and its tokenizer for inference.
+
+    Args:
+        name: Hub id or folder.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: allow a checkpoint of a method that this package does not have to run its own code.
+        device: where to put it; "auto" takes an accelerator if there is one.
+        dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
+
+    Raises:
+        ValueError: no such checkpoint, no compressor, or one whose code is not trusted.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    importlib.import_module(".modeling", __package__)  # makes the Auto classes know this package's methods
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    except OSError as error:
+        raise ValueError(f"there is no model {name!r}: {error}") from error
+    method = fields.get("model_type")
+    if "compression_ratios" not in fields:
+        raise ValueError(f"{name} is a model of type {method!r}, not a context compressor")
+    # This package's own methods run this package's code, whatever the checkpoint brings along.
+    is_ours = method in CONFIG_MAPPING
+    if not is_ours and not trust_remote_code:
+        raise ValueError(f"{name} has a method of its own, {method!r}: read its code, then pass --trust-remote-code")
+    options = {"revision": revision, "trust_remote_code": not is_ours}
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    if device == "auto":
+        device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(name, **options)
+
+
+def _parser(command: str, description: str, examples: str) -> NearestNameParser:
+    return NearestNameParser(prog=f"context-compressors {command}", description=description, epilog=examples)
+
+
+def _add_document_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--column", default="context", help="column of .jsonl and .parquet files with the text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive_int, help="keep only so many tokens of each document (default: all of them)"
+    )
+    parser.add_argument(
+        "--allow-untrained-ratio", action="store_true", help="go on with a ratio that the model was not trained for"
+    )
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="allow a checkpoint of a method that this package does not have to run its own code",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="such as cpu or cuda:0 (default: an accelerator if there is one)"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: as saved)"
+    )
+
+
+def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_compressor(
+        arguments.model, arguments.revision, arguments.trust_remote_code, arguments.device, arguments.dtype
+    )
+
+
+def _compress(arguments: argparse.Namespace) -> None:
+    if not arguments.documents and sys.stdin.isatty():
+        raise ValueError("give documents: files, or text on standard input")
+    documents = read_documents(arguments.documents or ["-"], arguments.column)
+    # Wrong names are found before the model is loaded; the default ratio alone needs no part in the names.
+    ratios = list(dict.fromkeys(arguments.ratio or []))
+    paths = _memory_paths(documents, ratios, Path(arguments.output), arguments.force)
+    model, tokenizer = _load(arguments)
+    ratios = ratios or [model.config.compression_ratios[0]]
+    num_tokens = num_slots = num_bytes = 0
+    for index, memories in _compress_all(model, tokenizer, documents, ratios, arguments.batch_size, arguments):
+        num_tokens += int(memories[0].num_context_tokens)
+        for path, memory in zip(paths[index], memories, strict=True):
+            memory.save(path)
+            num_slots += int(memory.num_slots)
+            num_bytes += memory.nbytes
+            print(path)
+    print(
+        f"{len(documents)} documents with {num_tokens:,} tokens: {num_slots:,} slots in {num_bytes:,} bytes, "
+        f"ratio {', '.join(map(str, ratios))}",
+        file=sys.stderr,
+    )
+
+
+def _memory_paths(documents: list[Document], ratios: list[int], folder: Path, force: bool) -> list[list[Path]]:
+    """The memory files of each document, one for each ratio."""
+    endings = [f".x{ratio}{_MEMORY_SUFFIX}" for ratio in ratios] if len(ratios) > 1 else [_MEMORY_SUFFIX]
+    paths = [[folder / f"{document.name}{ending}" for ending in endings] for document in documents]
+    seen: set[Path] = set()
+    for document, (first, *_) in zip(documents, paths, strict=True):
+        if first in seen:
+            raise ValueError(f"two documents have the name {document.name!r}: rename one, or compress them apart")
+        seen.add(first)
+    existing = [str(path) for of_document in paths for path in of_document if path.exists()]
+    if existing and not force:
+        raise ValueError(f"{existing[0]} and {len(existing) - 1} more exist: pass --force to overwrite memory files")
+    return paths
+
+
+def _compress_all(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: list[Document],
+    ratios: list[int],
+    batch_size: int,
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[int, list[CompressedContext]]]:
+    """Compress documents in batches of similar length, with a progress bar.
+
+    Yields:
+        a document's index, and its memories, one for each ratio.
+    """
+    import torch
+    from tqdm.auto import tqdm
+
+    from .training.data import encode
+
+    ids = [encode(tokenizer, document.text) for document in documents]
+    limit = arguments.max_tokens
+    num_cut = sum(len(row) > limit for row in ids) if limit else 0
+    if num_cut:
+        print(f"cut {num_cut} of {len(ids)} documents to their first {limit} tokens", file=sys.stderr)
+    ids = [row[:limit] for row in ids]
+    # Longest first: whatever does not fit is found at once.
+    order = sorted(range(len(ids)), key=lambda index: -len(ids[index]))
+    with tqdm(total=len(ids), desc="compressing", unit="document", disable=not sys.stderr.isatty()) as progress:
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            length = len(ids[batch[0]])
+            input_ids = torch.tensor([ids[index] + [0] * (length - len(ids[index])) for index in batch])
+            attention_mask = torch.tensor([[1] * len(ids[i]) + [0] * (length - len(ids[i])) for i in batch])
+            try:
+                with torch.inference_mode():
+                    memories = model.compress(
+                        input_ids=input_ids.to(model.device),
+                        attention_mask=attention_mask.to(model.device),
+                        ratio=ratios,
+                        allow_untrained_ratio=arguments.allow_untrained_ratio,
+                    )
+            except ValueError as error:
+                raise ValueError(f"document {documents[batch[0]].name!r} ({length} tokens): {error}") from error
+            for row, index in enumerate(batch):
+                yield index, [memory.rows(row) for memory in memories]
+            progress.update(len(batch))
+
+
+def _ask(arguments: argparse.Namespace) -> None:
+    if "-" in arguments.sources and not arguments.question:
+        raise ValueError("standard input is a document here, so that questions must be given with --question")
+    is_memory = [source.endswith(_MEMORY_SUFFIX) for source in arguments.sources]
+    if arguments.ratio and all(is_memory):
+        raise ValueError("--ratio is for documents: a memory file has its ratio already")
+    for source in itertools.compress(arguments.sources, is_memory):
+        if not Path(source).is_file():
+            raise ValueError(f"there is no memory file {source}")
+    documents = {
+        source: read_documents([source], arguments.column)
+        for source, memory in zip(arguments.sources, is_memory, strict=True)
+        if not memory
+    }
+    model, tokenizer = _load(arguments)
+    memory = _gather_memory(model, tokenizer, documents, arguments)
+    for question in arguments.question or _questions():
+        print(_answer(model, tokenizer, memory, question, arguments.max_new_tokens), flush=True)
+
+
+def _gather_memory(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: dict[str, list[Document]],
+    arguments: argparse.Namespace,
+) -> CompressedContext:
+    """One memory of all sources, in the order given."""
+    # The class beside the model's own: a checkpoint with code of its own has its own.
+    parts = importlib.import_module(f"{type(model).__module__.rpartition('.')[0]}.compressed_context")
+    ratios = [arguments.ratio or model.config.compression_ratios[0]]
+    memories = []
+    for source in arguments.sources:
+        if source in documents:
+            texts = documents[source]
+            compressed = dict(_compress_all(model, tokenizer, texts, ratios, 1, arguments))
+            memories.extend(compressed[index][0] for index in range(len(texts)))
+        else:
+            stored = parts.CompressedContext.load(source, device=model.device, dtype=model.dtype)
+            memories.extend(stored.rows(row) for row in range(stored.batch_size))
+    return parts.CompressedContext.concatenate(memories) if len(memories) > 1 else memories[0]
+
+
+def _questions() -> Iterator[str]:
+    """Questions from standard input, one a line, until it ends."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print("question> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    memory: CompressedContext,
+    question: str,
+    max_new_tokens: int,
+) -> str:
+    import torch
+
+    from .training.data import encode, start_token_id
+    from .training.prompts import format_prompt
+
+    ids = [start_token_id(tokenizer), *encode(tokenizer, format_prompt("question_answering", question))]
+    input_ids = torch.tensor([ids], device=model.device)
+    output = model.generate(
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        memory=memory,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+    )
+    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()

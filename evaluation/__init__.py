@@ -1,0 +1,1 @@
+"""Evaluation: metrics, reports, plots and the evaluate command."""

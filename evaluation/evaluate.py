@@ -1,0 +1,342 @@
+"""Evaluation of a compressor beside its two bounds, no context and full context, and the `evaluate` command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..training.data import start_token_id
+from ..training.prompts import TASKS
+from ..training.suggestions import check_choice, nearest
+from .plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
+from .report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, EvaluationRow, ratio_condition
+from .samples import EvaluationDataset, SampleBuilder, load_dataset_source
+from .scoring import Condition, Scorer
+from .settings import DEFAULT_TASKS, EvaluationSettings
+
+_EXAMPLES = """\
+examples:
+  # Generated documents and a file, at two ratios, ten samples each:
+  context-compressors evaluate my-compressor --data generated squad_dev.parquet --ratios 4 8 --max-samples 10
+
+  # Two groups of data sets against a fine-tuned teacher, with a result file and pictures:
+  context-compressors evaluate my-compressor --teacher my-teacher --data squad=rajpurkar/squad@validation \\
+      --out-of-domain quail_dev.parquet --tasks question_answering --output results.json --plots plots
+
+  # Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
+  context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
+      --context-tokens 256 --reconstruction-bleu
+"""
+
+
+def evaluate_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    datasets: Sequence[EvaluationDataset],
+    settings: EvaluationSettings | None = None,
+    *,
+    teacher: PreTrainedModel | None = None,
+    model_name: str | None = None,
+    progress: bool = True,
+) -> EvaluationReport:
+    """Score a compressor on data sets: without context, with full context, and at every ratio.
+
+    All conditions see the same samples and the same prompt, the first template of each task. Answers and summaries are
+    written greedily; reconstructions and continuations are scored token by token given the right text before.
+
+    Args:
+        model: a compressor's `...ForCausalLM`.
+        tokenizer: the tokenizer saved with it.
+        datasets: what to score; a data set takes part in the tasks that its columns allow.
+        settings: options, see `EvaluationSettings`.
+        teacher: language model of the two bounds; the compressor's own decoder as a plain language model when `None`.
+        model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
+        progress: whether to show a progress bar.
+
+    Returns:
+        The report, a row for each data set, task and condition.
+
+    Raises:
+        TypeError: the model is not a compressor.
+        ValueError: a ratio that the checkpoint was not trained for, a task that no data set serves, two data sets of
+            one name, a teacher with another vocabulary, or a context that does not fit and may not be cut.
+    """
+    settings = settings or EvaluationSettings()
+    if not callable(getattr(model, "compress", None)):
+        raise TypeError(f"model must be a compressor with a compress method, got {type(model).__name__}")
+    work = _work(datasets, settings)
+    ratios = _ratios(model.config, settings)
+    conditions = _conditions(model, teacher, ratios, settings)
+    builder = SampleBuilder(
+        tokenizer,
+        _max_positions([model.config] if teacher is None else [model.config, teacher.config]),
+        settings.max_new_tokens,
+        settings.context_tokens,
+        settings.continuation_tokens,
+        settings.truncate_context,
+        settings.seed,
+    )
+    # All samples are made before anything is scored, so that a data set that does not fit is refused at once.
+    samples = [(dataset, task, builder.build(dataset, task, settings.max_samples)) for dataset, task in work]
+    scorer = Scorer(
+        model,
+        tokenizer,
+        conditions,
+        start_token_id(tokenizer),
+        _task_start_ids(model.config),
+        settings.allow_untrained_ratio,
+    )
+    report = EvaluationReport(
+        model=model_name or model_label(model.name_or_path or type(model).__name__),
+        bounds="own_decoder" if teacher is None else "teacher",
+        num_parameters=model.num_parameters(),
+        settings={**asdict(settings), "ratios": ratios, "dtype": str(model.dtype), "device": model.device.type},
+    )
+    models = [model] if teacher is None else [model, teacher]
+    modes = [entry.training for entry in models]
+    bar = tqdm(total=sum(len(entries) for *_, entries in samples), desc="evaluate", disable=not progress)
+    try:
+        for entry in models:
+            entry.eval()
+        for dataset, task, entries in samples:
+            bar.set_postfix_str(f"{dataset.name}, {task}")
+            scores = scorer.score(
+                task,
+                entries,
+                settings.batch_size,
+                settings.max_new_tokens.get(task),
+                settings.reconstruction_bleu,
+                bar.update,
+            )
+            truncated = sum(sample.truncated for sample in entries)
+            for name, metrics in scores.items():
+                report.add(
+                    EvaluationRow(
+                        dataset.name, dataset.domain, task, name, metrics, len(entries), settings.seed, truncated
+                    )
+                )
+    finally:
+        bar.close()
+        for entry, mode in zip(models, modes, strict=True):
+            entry.train(mode)
+    return report
+
+
+def model_label(name: str) -> str:
+    """A model's name for reports: a Hub id as it is, of a folder only the last part."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_absolute() or path.exists() else name
+
+
+def _work(datasets: Sequence[EvaluationDataset], settings: EvaluationSettings) -> list[tuple[EvaluationDataset, str]]:
+    if not datasets:
+        raise ValueError("datasets are empty: there is nothing to evaluate on")
+    names = [dataset.name for dataset in datasets]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"data sets must have different names, got {doubled} more than once")
+    work = [(dataset, task) for task in settings.tasks for dataset in datasets if task in dataset.tasks()]
+    if missing := [task for task in settings.tasks if task not in {task for _, task in work}]:
+        raise ValueError(f"no data set has the columns for {missing}; the data sets: {names}")
+    return work
+
+
+def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int]:
+    trained = [int(ratio) for ratio in config.compression_ratios]
+    ratios = list(settings.ratios or trained)
+    untrained = [ratio for ratio in ratios if ratio not in trained]
+    if untrained and not settings.allow_untrained_ratio:
+        raise ValueError(
+            f"the checkpoint was not trained for the ratios {untrained}, only for {trained}; allow_untrained_ratio "
+            "(--allow-untrained-ratio) evaluates them all the same"
+        )
+    return ratios
+
+
+def _conditions(
+    model: PreTrainedModel, teacher: PreTrainedModel | None, ratios: list[int], settings: EvaluationSettings
+) -> list[Condition]:
+    if teacher is not None and teacher.config.get_text_config().vocab_size < model.config.vocab_size:
+        raise ValueError(
+            f"the teacher's vocabulary of {teacher.config.get_text_config().vocab_size} tokens is smaller than the "
+            f"model's of {model.config.vocab_size}: the teacher must use the same tokenizer"
+        )
+    reader = model if teacher is None else teacher
+    conditions = [Condition(NO_CONTEXT, reader), Condition(FULL_CONTEXT, reader, with_context=True)]
+    if settings.zero_shot:
+        base = model.base_language_model
+        conditions += [
+            Condition("zero_shot_no_context", model, active=base),
+            Condition("zero_shot_full_context", model, with_context=True, active=base),
+        ]
+    return conditions + [Condition(ratio_condition(ratio), model, ratio=ratio) for ratio in ratios]
+
+
+def _max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:
+    texts = [config.get_text_config(decoder=True) for config in configs]
+    limits = [getattr(config, "max_position_embeddings", None) for config in texts]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _task_start_ids(config: PreTrainedConfig) -> dict[str, int]:
+    """Methods with task tokens start a reconstruction with [AE] and everything else with [LM]."""
+    names = {task: "[AE]" if task == "reconstruction" else "[LM]" for task in TASKS}
+    return {task: config.task_token_ids[name] for task, name in names.items() if name in config.task_token_ids}
+
+
+def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[EvaluationReport] = ()) -> list[Path]:
+    """Draw each task's main metric by ratio, the domain gap where there are two domains, and by model size.
+
+    Args:
+        report: what to draw.
+        folder: where the pictures go; made when it is not there.
+        others: reports of other models; with any, quality by model size is drawn, too.
+
+    Returns:
+        The files, PNG.
+    """
+    folder = Path(folder)
+    paths = []
+    for task in report.tasks():
+        metric = MAIN_METRICS[task]
+        paths.append(plot_quality_by_ratio([report], task, metric, folder / f"{task}_by_ratio.png"))
+        if report.datasets(task, "in") and report.datasets(task, "out"):
+            paths.append(plot_domain_gap([report], task, metric, folder / f"{task}_domain_gap.png"))
+        if others:
+            path = folder / f"{task}_by_model_size.png"
+            paths.append(plot_quality_by_model_size([report, *others], task, metric, path))
+    return paths
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses an unknown option with the nearest right one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        for name in unknown:
+            if name.startswith("-"):
+                self.error(f"unknown option {name.partition('=')[0]}{nearest(name, self._option_string_actions)}")
+        return known, unknown
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `context-compressors evaluate`."""
+    parser = _Parser(
+        prog="context-compressors evaluate",
+        description="Score a compressor without context, with full context, and at every ratio.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", help="Hub id or folder of the compressor")
+    source = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:one_hop or generated:two_hop"
+    add(
+        "--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {source}; NAME=SOURCE names one"
+    )
+    add("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise")
+    add("--data-dir", metavar="FOLDER", help="folder that the files are relative to")
+    add("--tasks", nargs="+", default=list(DEFAULT_TASKS), metavar="TASK", help=f"among {', '.join(TASKS)}")
+    add("--ratios", nargs="+", type=int, metavar="R", help="compression ratios (default: the checkpoint's own)")
+    add("--teacher", metavar="MODEL", help="language model of the bounds (default: the compressor's own decoder)")
+    add("--zero-shot", action="store_true", help="also score the base language model with the adapters off")
+    add("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)")
+    add("--batch-size", type=int, default=8, metavar="B", help="samples per batch (default: 8)")
+    add("--max-new-tokens", type=int, metavar="N", help="most tokens to write (default: answers 32, summaries 128)")
+    add("--context-tokens", type=int, default=256, metavar="N", help="window of reconstruction and continuation")
+    add("--continuation-tokens", type=int, default=64, metavar="N", help="tokens to continue with (default: 64)")
+    add("--documents", type=int, default=100, metavar="N", help="number of generated documents (default: 100)")
+    add("--document-tokens", type=int, default=128, metavar="N", help="length of generated documents (default: 128)")
+    add("--reconstruction-bleu", action="store_true", help="also write reconstructions and score their BLEU")
+    add("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them")
+    add("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for")
+    add("--output", metavar="FILE", help="write the report as JSON")
+    add("--plots", metavar="FOLDER", help="write pictures of the report")
+    add("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size")
+    add("--seed", type=int, default=0, help="draws samples, windows and generated documents (default: 0)")
+    add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
+    add("--dtype", default="auto", help='"auto" (as saved, the default), "float32", "bfloat16" or "float16"')
+    add("--trust-remote-code", action="store_true", help="run the code that a Hub repository brings")
+    return parser
+
+
+def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings:
+    """The evaluation's options from the parsed command line; raises `ValueError` for a value that is not allowed."""
+    fields: dict[str, Any] = {
+        name: getattr(arguments, name) for name in EvaluationSettings.__dataclass_fields__ if name in arguments
+    }
+    fields["tasks"] = tuple(arguments.tasks)
+    fields["ratios"] = None if arguments.ratios is None else tuple(arguments.ratios)
+    del fields["max_new_tokens"]
+    if arguments.max_new_tokens is not None:
+        fields["max_new_tokens"] = dict.fromkeys(("question_answering", "summarisation"), arguments.max_new_tokens)
+    return EvaluationSettings(**fields)
+
+
+def _load(name: str, arguments: argparse.Namespace) -> PreTrainedModel:
+    # Importing the models registers them, so that our own checkpoints need no remote code.
+    from .. import modeling  # noqa: F401
+
+    check_choice("dtype", arguments.dtype, ("auto", "float32", "bfloat16", "float16"))
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
+    )
+    return model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `context-compressors evaluate`; returns the exit status."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if not arguments.data and not arguments.out_of_domain:
+        parser.error("give at least one data set with --data or --out-of-domain")
+    try:
+        settings = settings_from_arguments(arguments)
+        others = [EvaluationReport.load(path) for path in arguments.compare_with]
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
+        datasets = [
+            load_dataset_source(
+                source,
+                tokenizer,
+                domain=domain,
+                data_dir=arguments.data_dir,
+                seed=arguments.seed,
+                num_documents=arguments.documents,
+                document_tokens=arguments.document_tokens,
+            )
+            for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
+            for source in sources
+        ]
+        report = evaluate_model(
+            _load(arguments.model, arguments),
+            tokenizer,
+            datasets,
+            settings,
+            teacher=None if arguments.teacher is None else _load(arguments.teacher, arguments),
+            model_name=model_label(arguments.model),
+        )
+    except (OSError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.output:
+        report.save(arguments.output)
+    paths = write_plots(report, arguments.plots, others) if arguments.plots else []
+    print(report.to_markdown())
+    for path in [*([arguments.output] if arguments.output else []), *paths]:
+        print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

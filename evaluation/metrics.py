@@ -1,0 +1,188 @@
+"""Scores of answers, summaries, reconstructions and continuations.
+
+Every function is pure: lists of strings, tensors or numbers in, floats out. Scores that are shares (exact match, F1,
+ROUGE, BLEU, accuracies) run from 0 to 100. Perplexity runs from 1 up, and a teacher-normalised score is a plain
+number that is 1 at the full-context score and 0 at the no-context score.
+"""
+
+import math
+import re
+import string
+from collections.abc import Sequence
+
+import torch
+from torchmetrics.functional.text import rouge_score, sacre_bleu_score, squad
+
+_PUNCTUATION = frozenset(string.punctuation)
+# rougeLsum is left out: it needs sentence-splitting data that torchmetrics would download.
+ROUGE_KEYS = ("rouge1", "rouge2", "rougeL")
+
+
+def normalize_answer(text: str) -> str:
+    """Lower-case a text and drop punctuation, articles and extra spaces, as SQuAD's evaluation script does."""
+    kept = "".join(character for character in text.lower() if character not in _PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def squad_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Exact match and token F1 with SQuAD's normalisation, each the best over a question's references.
+
+    Args:
+        predictions: one output per question.
+        references: the accepted answers of each question, at least one.
+
+    Returns:
+        `exact_match` and `f1`, averaged over the questions, 0 to 100.
+
+    Raises:
+        ValueError: no predictions, another number of references, or a question without one.
+    """
+    _check_references(predictions, references)
+    scores = squad(
+        [{"prediction_text": prediction, "id": str(index)} for index, prediction in enumerate(predictions)],
+        [
+            {"answers": {"answer_start": [0] * len(answers), "text": list(answers)}, "id": str(index)}
+            for index, answers in enumerate(references)
+        ],
+    )
+    return {"exact_match": float(scores["exact_match"]), "f1": float(scores["f1"])}
+
+
+def substring_accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Share of outputs that contain one of their answers, both in SQuAD's normal form, 0 to 100.
+
+    An answer of which the normal form leaves nothing ("The") is only found in an output that is empty, too. The score
+    is the "substring accuracy" of the mean-pooling paper's Table 10 and the "Acc" of GMSA; an output that lists every
+    possible answer gets full marks, so read it beside exact match.
+
+    Raises:
+        ValueError: no predictions, another number of references, or a question without one.
+    """
+    _check_references(predictions, references)
+    found = 0
+    for prediction, answers in zip(predictions, references, strict=True):
+        output = normalize_answer(prediction)
+        normalized = [normalize_answer(answer) for answer in answers]
+        found += any(answer in output if answer else not output for answer in normalized)
+    return 100.0 * found / len(predictions)
+
+
+def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """ROUGE-1, ROUGE-2 and ROUGE-L F-measures without stemming, each the best over the references.
+
+    Returns:
+        `rouge1`, `rouge2` and `rougeL`, averaged over the samples, 0 to 100.
+
+    Raises:
+        ValueError: no predictions, another number of references, or a sample without one.
+    """
+    _check_references(predictions, references)
+    scores = rouge_score(
+        list(predictions), [list(texts) for texts in references], accumulate="best", rouge_keys=ROUGE_KEYS
+    )
+    return {key: 100.0 * float(scores[f"{key}_fmeasure"]) for key in ROUGE_KEYS}
+
+
+def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Corpus BLEU-4 on decoded text with sacreBLEU's 13a tokenisation, 0 to 100.
+
+    There is no smoothing: a corpus without a single matching 4-gram scores 0. It is a score of the whole corpus, not a
+    mean over samples.
+
+    Raises:
+        ValueError: no predictions, another number of references, or a sample without one.
+    """
+    _check_references(predictions, references)
+    return 100.0 * float(sacre_bleu_score(list(predictions), [list(texts) for texts in references], n_gram=4))
+
+
+def token_accuracy(predicted_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> float:
+    """Share of label tokens that are predicted exactly, 0 to 100.
+
+    Args:
+        predicted_ids: the prediction for each label, already shifted, `(batch_size, num_tokens)`.
+        labels: token ids, same shape; `ignore_index` where nothing is counted.
+
+    Raises:
+        ValueError: the shapes differ, or no label counts.
+    """
+    if predicted_ids.shape != labels.shape:
+        raise ValueError(
+            f"predicted_ids and labels must have one shape, got {tuple(predicted_ids.shape)} and {tuple(labels.shape)}"
+        )
+    counted = labels != ignore_index
+    if not counted.any():
+        raise ValueError(f"no label counts: all {labels.numel()} labels are {ignore_index}")
+    return 100.0 * float((predicted_ids[counted] == labels[counted]).double().mean())
+
+
+def summed_nll(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> tuple[float, int]:
+    """Negative log-likelihood (natural logarithm) summed over the label tokens, and their number.
+
+    Args:
+        logits: scores for each label, already shifted, `(batch_size, num_tokens, vocab_size)`.
+        labels: token ids, `(batch_size, num_tokens)`; `ignore_index` where nothing is counted.
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must agree in all but the vocabulary"
+        )
+    total = 0.0
+    # One row at a time: a float32 copy of all logits would be the largest tensor of an evaluation.
+    for row_logits, row_labels in zip(logits.flatten(0, -3), labels.flatten(0, -2), strict=True):
+        counted = row_labels != ignore_index
+        total += float(
+            torch.nn.functional.cross_entropy(row_logits[counted].float(), row_labels[counted], reduction="sum")
+        )
+    return total, int((labels != ignore_index).sum())
+
+
+def perplexity(total_nll: float, num_tokens: int) -> float:
+    """Perplexity of a data set from its summed negative log-likelihood: each token weighs the same, not each sample.
+
+    Raises:
+        ValueError: no tokens.
+    """
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
+    try:
+        return math.exp(total_nll / num_tokens)
+    except OverflowError:
+        return math.inf
+
+
+def teacher_normalized(score: float, full: float, none: float) -> float:
+    """Share of the context's worth that is kept: `(score - none) / (full - none)`.
+
+    Works for scores where lower is better, too, since the sign cancels.
+
+    Args:
+        score: the score with the compressed context.
+        full: the teacher's score with the full context.
+        none: the teacher's score without context.
+
+    Returns:
+        1 at the full-context score, 0 at the no-context score, NaN where the two are equal (then the context is worth
+        nothing and the share is not defined).
+
+    Source: mean-pooling paper, section 5.1, Metrics.
+    """
+    return math.nan if full == none else (score - none) / (full - none)
+
+
+def _check_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    for name, value in (("predictions", predictions), ("references", references)):
+        if isinstance(value, str):
+            raise TypeError(f"{name} must be a list, got the string {value!r}")
+    if not predictions:
+        raise ValueError("predictions are empty: there is nothing to score")
+    if len(predictions) != len(references):
+        raise ValueError(f"{len(predictions)} predictions do not match {len(references)} references")
+    for index, answers in enumerate(references):
+        if isinstance(answers, str):
+            raise TypeError(f"references[{index}] must be a list of strings, got the string {answers!r}")
+        if not len(answers):
+            raise ValueError(f"references[{index}] is empty: every prediction needs at least one reference")

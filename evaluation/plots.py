@@ -1,0 +1,242 @@
+"""Pictures of evaluation reports: quality by ratio, by model size, and the gap between domains.
+
+Figures are drawn on a canvas of their own: neither pyplot nor any of matplotlib's global settings is touched.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition
+
+_LABELS = {
+    "f1": "F1",
+    "exact_match": "exact match",
+    "substring_accuracy": "substring accuracy",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "bleu": "BLEU",
+    "token_accuracy": "token accuracy",
+    "perplexity": "perplexity (lower is better)",
+}
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_MARKERS = "osD^vPX"
+
+
+def plot_quality_by_ratio(
+    reports: Sequence[EvaluationReport], task: str, metric: str, path: str | os.PathLike[str]
+) -> Path:
+    """Draw a metric, averaged over data sets, against the compression ratio, one line per model.
+
+    Args:
+        reports: one per model; each must have the task with at least one ratio.
+        task: such as "question_answering".
+        metric: such as "f1".
+        path: PNG file to write; folders are made.
+
+    Returns:
+        The path. No context is drawn dotted and full context dashed, in the model's colour.
+
+    Raises:
+        ValueError: no reports, or one without the task, the metric or any ratio.
+    """
+    _check(reports, task)
+    figure, axes = _figure(f"{_title(task)} by compression ratio", _label(metric))
+    for index, report in enumerate(reports):
+        average = report.macro_average(task, metric)
+        ratios, colour = report.ratios(task), _COLOURS[index % len(_COLOURS)]
+        axes.plot(
+            ratios,
+            [average[ratio_condition(ratio)] for ratio in ratios],
+            color=colour,
+            marker=_MARKERS[index % len(_MARKERS)],
+            label=report.model,
+        )
+        for name, style in ((FULL_CONTEXT, "--"), (NO_CONTEXT, ":")):
+            if name in average:
+                label = f"{name.replace('_', ' ')} ({_bounds(report)})" if len(reports) == 1 else None
+                axes.axhline(average[name], color=colour, linestyle=style, linewidth=1.2, label=label)
+    if len(reports) > 1:
+        # One entry for all models: each bound has its model's colour.
+        axes.plot([], [], color="grey", linestyle="--", label="full context")
+        axes.plot([], [], color="grey", linestyle=":", label="no context")
+    _value_axis(axes, metric)
+    _ratio_axis(axes, {ratio for report in reports for ratio in report.ratios(task)})
+    return _save(figure, axes, path)
+
+
+def plot_quality_by_model_size(
+    reports: Sequence[EvaluationReport], task: str, metric: str, path: str | os.PathLike[str]
+) -> Path:
+    """Draw a metric, averaged over data sets, against the number of parameters, one line per ratio.
+
+    Args:
+        reports: one per model, each with `num_parameters`.
+        task: such as "question_answering".
+        metric: such as "f1".
+        path: PNG file to write; folders are made.
+
+    Returns:
+        The path; ratios that a model lacks are left out of its lines.
+
+    Raises:
+        ValueError: no reports, or one without the task, the metric, any ratio or `num_parameters`.
+    """
+    _check(reports, task)
+    if unknown := [report.model for report in reports if not report.num_parameters]:
+        raise ValueError(f"num_parameters must be known for a plot by model size; it is not for {unknown}")
+    figure, axes = _figure(f"{_title(task)} by model size", _label(metric))
+    ordered = sorted(reports, key=lambda report: report.num_parameters)
+    averages = [report.macro_average(task, metric) for report in ordered]
+    ratios = sorted({ratio for report in ordered for ratio in report.ratios(task)})
+    lines = [(FULL_CONTEXT, "full context", "black", "--", "")]
+    for index, ratio in enumerate(ratios):
+        colour, marker = _COLOURS[index % (len(_COLOURS) - 1)], _MARKERS[index % len(_MARKERS)]
+        lines.append((ratio_condition(ratio), f"{ratio}x", colour, "-", marker))
+    lines.append((NO_CONTEXT, "no context", "black", ":", ""))
+    for condition, label, colour, style, marker in lines:
+        points = [
+            (report.num_parameters, average[condition])
+            for report, average in zip(ordered, averages, strict=True)
+            if condition in average
+        ]
+        if points:
+            # A bound without a marker would be invisible for a single model.
+            marker = marker or ("_" if len(points) == 1 else "")
+            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=marker, label=label)
+    _value_axis(axes, metric)
+    _size_axis(axes, {report.num_parameters for report in ordered})
+    return _save(figure, axes, path)
+
+
+def plot_domain_gap(reports: Sequence[EvaluationReport], task: str, metric: str, path: str | os.PathLike[str]) -> Path:
+    """Draw in-domain minus out-of-domain teacher-normalised score, one group of bars per ratio, one bar per model.
+
+    Args:
+        reports: one per model, each with data sets of both domains and both bounds.
+        task: such as "question_answering".
+        metric: such as "f1".
+        path: PNG file to write; folders are made.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: no reports, or one that lacks the task, the metric, a domain or a bound.
+
+    Source: mean-pooling paper, appendix B, Figure 3b.
+    """
+    _check(reports, task)
+    label = _label(metric).partition(" (")[0]
+    figure, axes = _figure(
+        f"{_title(task)}: gap between domains", f"in-domain minus out-of-domain\n(teacher-normalised {label})"
+    )
+    ratios = sorted({ratio for report in reports for ratio in report.ratios(task)})
+    width = 0.8 / len(reports)
+    for index, report in enumerate(reports):
+        gaps = report.domain_gap(task, metric)
+        shift = (index - (len(reports) - 1) / 2) * width
+        # An undefined gap is no bar of height zero, but no bar.
+        shown = {ratio: gap for ratio, gap in gaps.items() if math.isfinite(gap)}
+        axes.bar(
+            [ratios.index(ratio) + shift for ratio in shown],
+            list(shown.values()),
+            width,
+            color=_COLOURS[index % len(_COLOURS)],
+            label=report.model,
+        )
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(ratios)), [f"{ratio}x" for ratio in ratios])
+    axes.set_xlabel("compression ratio")
+    return _save(figure, axes, path)
+
+
+def _check(reports: Sequence[EvaluationReport], task: str) -> None:
+    if not reports:
+        raise ValueError("reports are empty: there is nothing to draw")
+    for report in reports:
+        if not report.ratios(task):
+            raise ValueError(f"the report of {report.model!r} has no ratio for task {task!r}; tasks: {report.tasks()}")
+
+
+def _figure(title: str, label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.0, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.set_ylabel(label)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _value_axis(axes: Axes, metric: str) -> None:
+    low, high = axes.dataLim.intervaly
+    if metric == "perplexity" and high > 4 * low:
+        # Without context it can be a hundred times that with; on a linear axis the ratios would all lie on one line.
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _ratio_axis(axes: Axes, ratios: set[int]) -> None:
+    _log_axis(axes, sorted(ratios), lambda value: f"{value:g}x")
+    axes.set_xlabel("compression ratio (context tokens per slot)")
+
+
+def _size_axis(axes: Axes, sizes: set[int]) -> None:
+    _log_axis(axes, sorted(sizes), _size)
+    axes.set_xlabel("parameters")
+
+
+def _log_axis(axes: Axes, values: list[int], text: Callable[[float], str]) -> None:
+    axes.set_xscale("log", base=2)
+    # The margin also keeps the axis of a single value from running from 0 to infinity.
+    margin = 0.3 + 0.02 * math.log2(values[-1] / values[0])
+    octaves = math.log2(values[-1] / values[0]) + 2 * margin
+    shown: list[int] = []
+    for value in values:
+        # Labels less than a twelfth of the axis apart would be printed over each other.
+        if not shown or math.log2(value / shown[-1]) > octaves / 12:
+            shown.append(value)
+    axes.xaxis.set_major_locator(FixedLocator(shown))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    axes.set_xlim(values[0] / 2**margin, values[-1] * 2**margin)
+
+
+def _size(value: float) -> str:
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:g}"
+
+
+def _label(metric: str) -> str:
+    return _LABELS.get(metric, metric.replace("_", " "))
+
+
+def _title(task: str) -> str:
+    return task.replace("_", " ").capitalize()
+
+
+def _bounds(report: EvaluationReport) -> str:
+    return {"teacher": "teacher", "own_decoder": "own decoder"}[report.bounds]
+
+
+def _save(figure: Figure, axes: Axes, path: str | os.PathLike[str]) -> Path:
+    # Beside the axes, so that it never covers a line.
+    handles, labels = axes.get_legend_handles_labels()
+    columns = max(1, min(3, 90 // max(map(len, labels))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path

@@ -1,0 +1,377 @@
+"""Result rows of an evaluation, their averages, and the file and table that show them."""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .metrics import teacher_normalized
+
+DOMAINS = ("in", "out")
+BOUNDS = ("teacher", "own_decoder")
+NO_CONTEXT = "no_context"
+FULL_CONTEXT = "full_context"
+# One metric per task stands for it where there is room for only one, in tables of averages and in plots.
+MAIN_METRICS = {
+    "question_answering": "f1",
+    "summarisation": "rougeL",
+    "reconstruction": "token_accuracy",
+    "continuation": "perplexity",
+}
+_PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "torchmetrics", "context-compressors")
+_FORMAT_VERSION = 1
+
+
+def ratio_condition(ratio: int) -> str:
+    """Name of the condition "compressed `ratio` times", such as `ratio=4`."""
+    return f"ratio={ratio}"
+
+
+def ratio_of(condition: str) -> int | None:
+    """The ratio in a condition's name, or `None` for the conditions without compression."""
+    name, _, number = condition.partition("=")
+    return int(number) if name == "ratio" and number.isdecimal() else None
+
+
+def environment() -> dict[str, Any]:
+    """Hardware and library versions that a result was measured with; never a host name, a user or a path."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "cpu": _cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """Scores of one task on one data set under one condition.
+
+    Args:
+        dataset: name of the data set.
+        domain: "in" when the compressor was trained on the data set's training part, "out" otherwise.
+        task: what was asked, such as "question_answering".
+        condition: "no_context", "full_context", "ratio=4" and so on.
+        metrics: name -> score, as `metrics.py` defines them.
+        num_samples: number of samples behind the scores.
+        seed: the seed that drew the samples.
+        num_truncated: samples whose context was cut to fit the model.
+
+    Raises:
+        ValueError: a domain that is not allowed, no samples, or more truncated ones than there are.
+    """
+
+    dataset: str
+    domain: str
+    task: str
+    condition: str
+    metrics: dict[str, float]
+    num_samples: int
+    seed: int = 0
+    num_truncated: int = 0
+
+    def __post_init__(self) -> None:
+        if self.domain not in DOMAINS:
+            raise ValueError(f"domain must be one of {DOMAINS}, got {self.domain!r}")
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
+        if not 0 <= self.num_truncated <= self.num_samples:
+            raise ValueError(f"num_truncated must be 0 to {self.num_samples}, got {self.num_truncated}")
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What makes a row unique in a report."""
+        return self.dataset, self.task, self.condition, self.seed
+
+
+@dataclass
+class EvaluationReport:
+    """All rows of one model's evaluation, and the averages over data sets.
+
+    Scores of several seeds are averaged within a data set first. Averages over data sets are plain means ("macro"): a
+    large data set weighs no more than a small one. Teacher-normalised scores are taken **per data set and then
+    averaged**, which differs from normalising the macro average; data sets where full context and no context score the
+    same have no normalised score and are left out of its average (`undefined_datasets` names them).
+
+    Args:
+        model: name of the model (a Hub id or a folder's last part).
+        bounds: where "no_context" and "full_context" come from: "teacher" or "own_decoder".
+        rows: the scores.
+        num_parameters: the model's parameters, for plots by size.
+        settings: options of the evaluation.
+        environment: hardware and versions, see `environment`.
+
+    Raises:
+        ValueError: bounds that are not allowed, or two rows for the same data set, task, condition and seed.
+    """
+
+    model: str
+    bounds: str = "own_decoder"
+    rows: list[EvaluationRow] = field(default_factory=list)
+    num_parameters: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=environment)
+
+    def __post_init__(self) -> None:
+        if self.bounds not in BOUNDS:
+            raise ValueError(f"bounds must be one of {BOUNDS}, got {self.bounds!r}")
+        rows, self.rows = self.rows, []
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: EvaluationRow) -> None:
+        """Append a row; raises `ValueError` when there is one for its data set, task, condition and seed already."""
+        if any(row.key == other.key for other in self.rows):
+            raise ValueError(f"the report has a row for (dataset, task, condition, seed) = {row.key} already")
+        self.rows.append(row)
+
+    def tasks(self) -> list[str]:
+        """Tasks in the order of their first row."""
+        return list(dict.fromkeys(row.task for row in self.rows))
+
+    def conditions(self, task: str) -> list[str]:
+        """Conditions of a task: those without compression first, as they came, then by ascending ratio."""
+        names = dict.fromkeys(row.condition for row in self.rows if row.task == task)
+        return sorted(names, key=lambda name: ratio_of(name) or 0)
+
+    def ratios(self, task: str) -> list[int]:
+        """Compression ratios that a task was evaluated at, ascending."""
+        return [ratio for name in self.conditions(task) if (ratio := ratio_of(name)) is not None]
+
+    def datasets(self, task: str, domain: str | None = None) -> list[str]:
+        """Data sets of a task, of one domain or of both."""
+        rows = (row for row in self.rows if row.task == task and domain in (None, row.domain))
+        return list(dict.fromkeys(row.dataset for row in rows))
+
+    def score(self, dataset: str, task: str, condition: str, metric: str) -> float:
+        """A score, averaged over its seeds; raises `ValueError` when the report does not have it."""
+        values = [
+            row.metrics[metric]
+            for row in self.rows
+            if (row.dataset, row.task, row.condition) == (dataset, task, condition) and metric in row.metrics
+        ]
+        if not values:
+            raise ValueError(f"the report has no {metric!r} of {dataset!r}, task {task!r}, condition {condition!r}")
+        return math.fsum(values) / len(values)
+
+    def macro_average(self, task: str, metric: str, domain: str | None = None) -> dict[str, float]:
+        """Condition -> mean of a metric over the data sets (of one domain).
+
+        Raises:
+            ValueError: a data set lacks a condition or the metric, so that the means could not be compared.
+        """
+        datasets = self._datasets_to_average(task, domain)
+        return {
+            condition: math.fsum(self.score(dataset, task, condition, metric) for dataset in datasets) / len(datasets)
+            for condition in self.conditions(task)
+        }
+
+    def teacher_normalized(self, task: str, metric: str, domain: str | None = None) -> dict[str, float]:
+        """Condition -> teacher-normalised score per data set, then averaged (NaN where no data set defines it).
+
+        Source: mean-pooling paper, section 5.1, Metrics.
+
+        Raises:
+            ValueError: a data set lacks a condition, the metric, or one of the two bounds.
+        """
+        datasets = self._datasets_to_average(task, domain)
+        undefined = self.undefined_datasets(task, metric)
+        result = {}
+        for condition in self.conditions(task):
+            shares = [
+                teacher_normalized(
+                    self.score(dataset, task, condition, metric),
+                    full=self.score(dataset, task, FULL_CONTEXT, metric),
+                    none=self.score(dataset, task, NO_CONTEXT, metric),
+                )
+                for dataset in datasets
+                if dataset not in undefined
+            ]
+            result[condition] = math.fsum(shares) / len(shares) if shares else math.nan
+        return result
+
+    def undefined_datasets(self, task: str, metric: str) -> list[str]:
+        """Data sets where full and no context score the same, so that there is no teacher-normalised score."""
+        return [
+            dataset
+            for dataset in self.datasets(task)
+            if self.score(dataset, task, FULL_CONTEXT, metric) == self.score(dataset, task, NO_CONTEXT, metric)
+        ]
+
+    def domain_gap(self, task: str, metric: str) -> dict[int, float]:
+        """Ratio -> in-domain minus out-of-domain teacher-normalised score; positive means worse out of domain.
+
+        Source: mean-pooling paper, appendix B, Figure 3b.
+
+        Raises:
+            ValueError: a domain has no data set.
+        """
+        inside, outside = (self.teacher_normalized(task, metric, domain) for domain in DOMAINS)
+        return {
+            ratio: inside[name] - outside[name] for ratio in self.ratios(task) for name in [ratio_condition(ratio)]
+        }
+
+    def averages(self, task: str, metric: str) -> dict[str, Any]:
+        """All averages of a metric: macro, teacher-normalised, both per domain, and the gap where there are two."""
+        domains = [domain for domain in DOMAINS if self.datasets(task, domain)]
+        result: dict[str, Any] = {"macro_average": self.macro_average(task, metric)}
+        if {NO_CONTEXT, FULL_CONTEXT} <= set(self.conditions(task)):
+            result["teacher_normalized_per_dataset_then_averaged"] = self.teacher_normalized(task, metric)
+            result["undefined_datasets"] = self.undefined_datasets(task, metric)
+            if len(domains) == 2:
+                result["domain_gap"] = {
+                    ratio_condition(ratio): gap for ratio, gap in self.domain_gap(task, metric).items()
+                }
+        for domain in domains if len(domains) == 2 else ():
+            result[f"{domain}_domain"] = self.macro_average(task, metric, domain)
+        return result
+
+    def _datasets_to_average(self, task: str, domain: str | None) -> list[str]:
+        if domain is not None and domain not in DOMAINS:
+            raise ValueError(f"domain must be one of {DOMAINS} or None, got {domain!r}")
+        if not (datasets := self.datasets(task, domain)):
+            where = "" if domain is None else f" in domain {domain!r}"
+            raise ValueError(f"the report has no data set for task {task!r}{where}; tasks: {self.tasks()}")
+        return datasets
+
+    def metric_names(self, task: str) -> list[str]:
+        """Metrics of a task, in the order of their first row."""
+        return list(dict.fromkeys(name for row in self.rows if row.task == task for name in row.metrics))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values: NaN is `null`, an infinite score the string "inf"."""
+        content = {
+            "format_version": _FORMAT_VERSION,
+            "model": self.model,
+            "num_parameters": self.num_parameters,
+            "bounds": self.bounds,
+            "settings": self.settings,
+            "environment": self.environment,
+            "rows": [asdict(row) for row in self.rows],
+            "averages": {
+                task: {metric: self.averages(task, metric) for metric in self.metric_names(task)}
+                for task in self.tasks()
+            },
+        }
+        return _plain(content)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as a JSON file, folders included, and return its path."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "EvaluationReport":
+        """Read a report that `save` wrote; raises `ValueError` for any other file."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content["format_version"] != _FORMAT_VERSION:
+                raise ValueError(f"format_version must be {_FORMAT_VERSION}, got {content['format_version']!r}")
+            rows = [
+                EvaluationRow(**row | {"metrics": {name: _number(value) for name, value in row["metrics"].items()}})
+                for row in content["rows"]
+            ]
+            names = ("model", "bounds", "num_parameters", "settings", "environment")
+            return cls(rows=rows, **{name: content[name] for name in names})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not an evaluation report: {error}") from error
+
+    def to_markdown(self) -> str:
+        """The report as Markdown: per task one table of all rows and one of the averages of its main metric."""
+        parts = [f"# {self.model}", f"Bounds (no_context, full_context): {self.bounds}."]
+        for task in self.tasks():
+            parts += [f"## {task}", self._rows_table(task), self._averages_table(task)]
+        return "\n\n".join(parts) + "\n"
+
+    def _rows_table(self, task: str) -> str:
+        metrics = self.metric_names(task)
+        order = {condition: index for index, condition in enumerate(self.conditions(task))}
+        datasets = self.datasets(task)
+        rows = sorted(
+            (row for row in self.rows if row.task == task),
+            key=lambda row: (datasets.index(row.dataset), row.seed, order[row.condition]),
+        )
+        header = ["data set", "domain", "seed", "condition", "samples", "truncated", *metrics]
+        body = [
+            [row.dataset, row.domain, row.seed, row.condition, row.num_samples, row.num_truncated]
+            + [_text(row.metrics.get(metric)) for metric in metrics]
+            for row in rows
+        ]
+        return markdown_table(header, body)
+
+    def _averages_table(self, task: str) -> str:
+        metric = MAIN_METRICS.get(task, self.metric_names(task)[0])
+        averages = self.averages(task, metric)
+        undefined = averages.pop("undefined_datasets", [])
+        titles = {
+            "macro_average": "all data sets",
+            "teacher_normalized_per_dataset_then_averaged": "teacher-normalised",
+            "in_domain": "in-domain",
+            "out_domain": "out-of-domain",
+            "domain_gap": "gap (teacher-normalised)",
+        }
+        body = [
+            [condition, *(_text(values.get(condition)) for values in averages.values())]
+            for condition in self.conditions(task)
+        ]
+        lines = [f"Averages of {metric}; teacher-normalised scores are taken per data set, then averaged."]
+        if undefined:
+            lines.append(f"Without a teacher-normalised score (full context = no context): {', '.join(undefined)}.")
+        return "\n".join([*lines, "", markdown_table(["condition", *(titles[name] for name in averages)], body)])
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table that is aligned, so that it reads well as plain text, too."""
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in [header, *rows]]
+    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _text(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def _number(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value

@@ -1,0 +1,239 @@
+"""From data sources to tokenized evaluation samples; every condition sees the same ones."""
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..training.data import DataSource, encode, read_rows
+from ..training.generated import generate_document
+from ..training.prompts import TASKS, format_prompt
+from ..training.suggestions import check_choice
+from .report import DOMAINS
+
+logger = logging.getLogger(__name__)
+
+_FILE_TYPES = (".parquet", ".jsonl", ".json")
+_HOPS = {"one_hop": 1, "two_hop": 2}
+# Reading a source needs a task; this one asks for no more than a text or a context.
+_ANY_TEXT = ("reconstruction",)
+
+
+@dataclass(frozen=True)
+class EvaluationDataset:
+    """Examples under one name, grouped as in-domain or out-of-domain.
+
+    Args:
+        name: how result rows call it.
+        examples: mappings with `context`, `question` and `answers`, with `context` and `summary`, or with `text`.
+        domain: "in" when the compressor was trained on the data set's training part, "out" otherwise.
+
+    Raises:
+        ValueError: a domain that is not allowed, or no examples.
+    """
+
+    name: str
+    examples: Sequence[Mapping[str, Any]]
+    domain: str = "in"
+
+    def __post_init__(self) -> None:
+        if self.domain not in DOMAINS:
+            raise ValueError(f"domain of data set {self.name!r} must be one of {DOMAINS}, got {self.domain!r}")
+        if not len(self.examples):
+            raise ValueError(f"data set {self.name!r} has no examples")
+
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that its columns allow."""
+        columns = set(self.examples[0])
+        needs = {
+            "question_answering": {"context", "question", "answers"} <= columns,
+            "summarisation": {"context", "summary"} <= columns,
+            "continuation": bool({"text", "context"} & columns),
+            "reconstruction": bool({"text", "context"} & columns),
+        }
+        return tuple(task for task in TASKS if needs[task])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One tokenized sample: what is compressed, what follows it, and what should come out."""
+
+    context_ids: list[int]
+    prompt_ids: list[int]
+    target_ids: list[int]
+    references: list[str]
+    truncated: bool = False
+
+    def __len__(self) -> int:
+        return len(self.context_ids) + len(self.prompt_ids) + len(self.target_ids)
+
+
+def load_dataset_source(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    domain: str = "in",
+    data_dir: str | None = None,
+    seed: int = 0,
+    num_documents: int = 100,
+    document_tokens: int = 128,
+) -> EvaluationDataset:
+    """Read one data set from its description on the command line.
+
+    Args:
+        source: `FILE` (.parquet, .jsonl or .json, or a pattern of such), `HUB_NAME[:CONFIG][@SPLIT]` (split "test"
+            when none is given), or `generated`, `generated:one_hop`, `generated:two_hop` (test documents, with the
+            questions that join so many facts); `NAME=` in front gives it another name.
+        tokenizer: measures the length of generated documents.
+        domain: "in" or "out".
+        data_dir: folder that files are relative to.
+        seed: draws generated documents.
+        num_documents: number of generated documents.
+        document_tokens: length limit of generated documents.
+
+    Raises:
+        ValueError: no such file, data set or kind of question, or a data set without rows.
+    """
+    name, _, description = source.rpartition("=")
+    kind, _, questions = description.partition(":")
+    if kind == "generated":
+        if questions:
+            check_choice("kind of generated questions:", questions, _HOPS)
+        examples = _generated_examples(tokenizer, seed, num_documents, document_tokens, _HOPS.get(questions))
+        return EvaluationDataset(name or description, examples, domain)
+    path = Path(description)
+    if path.suffix in _FILE_TYPES:
+        table = read_rows(DataSource(path=description, tasks=_ANY_TEXT), data_dir, seed)
+        return EvaluationDataset(name or path.stem, table.to_pylist(), domain)
+    if (Path(data_dir or ".") / path).is_dir():
+        raise ValueError(f"{description!r} is a folder: name its files, such as {description}/*.parquet")
+    hub, _, split = description.partition("@")
+    hub_name, _, config = hub.partition(":")
+    table = read_rows(DataSource(name=hub_name, config=config or None, split=split or "test", tasks=_ANY_TEXT))
+    return EvaluationDataset(name or hub, table.to_pylist(), domain)
+
+
+def _generated_examples(
+    tokenizer: PreTrainedTokenizerBase, seed: int, num_documents: int, document_tokens: int, hops: int | None
+) -> list[dict[str, Any]]:
+    rng = random.Random(f"{seed}/evaluation")
+    examples = []
+    for _ in range(num_documents):
+        document = generate_document(
+            rng.randrange(2**31),
+            num_tokens=document_tokens,
+            split="test",
+            count_tokens=lambda text: len(encode(tokenizer, text)),
+        )
+        examples += [
+            {"context": document.text, "question": question.question, "answers": [question.answer]}
+            for question in document.questions
+            if hops in (None, question.hops)
+        ]
+    return examples
+
+
+@dataclass(frozen=True)
+class SampleBuilder:
+    """Makes the samples of a task, and keeps each within the model's positions.
+
+    Args:
+        tokenizer: makes the token ids; its EOS ends every target.
+        max_positions: number of positions of the model, `None` for no limit.
+        max_new_tokens: task -> most tokens that an answer or summary may have.
+        context_tokens: length of the windows that reconstruction and continuation take from a text.
+        continuation_tokens: length of what follows such a window in continuation.
+        truncate_context: cut contexts that do not fit, and count them, instead of raising.
+        seed: draws samples and windows.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_positions: int | None
+    max_new_tokens: Mapping[str, int]
+    context_tokens: int
+    continuation_tokens: int
+    truncate_context: bool = False
+    seed: int = 0
+
+    def build(self, dataset: EvaluationDataset, task: str, max_samples: int | None = None) -> list[Sample]:
+        """Make the samples of a task: all of them, or `max_samples` drawn by the seed.
+
+        Raises:
+            ValueError: the data set cannot serve the task, or a context does not fit and may not be cut.
+        """
+        if task not in dataset.tasks():
+            raise ValueError(f"data set {dataset.name!r} cannot serve {task}; its columns allow {dataset.tasks()}")
+        examples = _examples_of(task, dataset.examples)
+        if max_samples is not None and max_samples < len(examples):
+            rng = random.Random(f"{self.seed}/{dataset.name}/{task}")
+            examples = [examples[index] for index in sorted(rng.sample(range(len(examples)), max_samples))]
+        rng = random.Random(f"{self.seed}/{dataset.name}/{task}/windows")
+        samples = [self._sample(task, example, rng) for example in examples]
+        kept = [sample for sample in samples if sample is not None]
+        if len(kept) < len(samples):
+            logger.warning("%s: %d texts of less than two tokens left out", dataset.name, len(samples) - len(kept))
+        if not kept:
+            raise ValueError(f"data set {dataset.name!r} has no text of two tokens or more for {task}")
+        return [self._fit(task, sample, dataset.name) for sample in kept]
+
+    def _sample(self, task: str, example: Mapping[str, Any], rng: random.Random) -> Sample | None:
+        eos = self.tokenizer.eos_token_id
+        prompt_ids = encode(self.tokenizer, format_prompt(task, example.get("question", "")))
+        if task in ("question_answering", "summarisation"):
+            references = list(example["answers"])
+            target_ids = [*encode(self.tokenizer, " " + references[0]), eos]
+            return Sample(encode(self.tokenizer, example["context"]), prompt_ids, target_ids, references)
+        ids = encode(self.tokenizer, example["text"])
+        if len(ids) < 2:
+            return None
+        length = self.context_tokens + (self.continuation_tokens if task == "continuation" else 0)
+        start = rng.randrange(max(1, len(ids) - length + 1))
+        window = ids[start : start + length]
+        if task == "reconstruction":
+            return Sample(window, prompt_ids, [*window, eos], [self.tokenizer.decode(window)])
+        # A text shorter than both parts is divided as they are.
+        split = max(1, min(len(window) - 1, len(window) * self.context_tokens // length))
+        continuation = window[split:]
+        return Sample(window[:split], prompt_ids, [*continuation, eos], [self.tokenizer.decode(continuation)])
+
+    def _fit(self, task: str, sample: Sample, name: str) -> Sample:
+        if self.max_positions is None:
+            return sample
+        tail = max(len(sample.target_ids), self.max_new_tokens.get(task, 0))
+        room = self.max_positions - 1 - len(sample.prompt_ids)
+        # The target of a reconstruction is the context itself and EOS, so cutting one cuts the other.
+        room = (room - 1) // 2 if task == "reconstruction" else room - tail
+        length = len(sample.context_ids)
+        if length <= room:
+            return sample
+        if not self.truncate_context or room < 1:
+            advice = "allow truncation (--truncate-context)" if room >= 1 else "ask for fewer new tokens"
+            raise ValueError(
+                f"data set {name!r}, {task}: a context of {length} tokens with its prompt and target does not fit: "
+                f"the model's {self.max_positions} positions leave {max(room, 0)} for the context; {advice}"
+            )
+        if task == "continuation":
+            # What stands right before the continuation matters most.
+            return Sample(sample.context_ids[-room:], sample.prompt_ids, sample.target_ids, sample.references, True)
+        context_ids = sample.context_ids[:room]
+        if task == "reconstruction":
+            references = [self.tokenizer.decode(context_ids)]
+            return Sample(context_ids, sample.prompt_ids, [*context_ids, sample.target_ids[-1]], references, True)
+        return Sample(context_ids, sample.prompt_ids, sample.target_ids, sample.references, True)
+
+
+def _examples_of(task: str, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if task == "question_answering":
+        return [dict(example) for example in examples]
+    if task == "summarisation":
+        # Several summaries of one context are several rows; together they are the references of one sample.
+        references: dict[str, list[str]] = {}
+        for example in examples:
+            references.setdefault(example["context"], []).append(example["summary"])
+        return [{"context": context, "answers": summaries} for context, summaries in references.items()]
+    texts = (example.get("text") or example.get("context") or "" for example in examples)
+    return [{"text": text} for text in dict.fromkeys(texts)]

@@ -1,0 +1,1 @@
+"""Model cards: a shared template, and each method's own text."""

@@ -1,0 +1,368 @@
+"""Model cards: what a checkpoint is, what it was trained on, what it can do, and what it cannot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_FOLDER = Path(__file__).parent
+_TASK_NAMES = {
+    "reconstruction": "Reconstruction",
+    "continuation": "Continuation",
+    "question_answering": "Question answering",
+    "summarisation": "Summarisation",
+}
+_HUB_TASKS = {"question_answering": "question-answering", "summarisation": "summarization"}
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """One data set that the checkpoint was trained on.
+
+    Args:
+        name: what it is called.
+        licence: its licence.
+        hub_id: its repository on the Hub, if it has one.
+        note: what of it was used, such as "train split, 87,599 rows".
+    """
+
+    name: str
+    licence: str
+    hub_id: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """How the checkpoint was made.
+
+    Args:
+        data: all data sets; never empty.
+        steps: optimizer steps.
+        seeds: every seed, one for each run behind the scores.
+        hardware: what it was trained on, such as "1 x H200".
+        tokens: training tokens.
+        hours: wall-clock hours.
+        recipe: the recipe's file.
+        versions: library versions by name.
+    """
+
+    data: Sequence[TrainingData]
+    steps: int
+    seeds: Sequence[int]
+    hardware: str
+    tokens: int | None = None
+    hours: float | None = None
+    recipe: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("a training record names at least one data set")
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if not self.seeds:
+            raise ValueError("a training record names its seeds")
+        if not self.hardware.strip():
+            raise ValueError("a training record names its hardware")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number, with its two bounds beside it.
+
+    Args:
+        task: "reconstruction", "continuation", "question_answering" or "summarisation".
+        dataset: data set's name.
+        metric: metric's name, such as "exact match".
+        ratio: compression ratio; None for a model that reads the whole context as text.
+        value: with the compressed context, or with the whole one where there is no ratio.
+        no_context: the same questions with no context at all.
+        full_context: the same questions with the whole context.
+        split: data split.
+    """
+
+    task: str
+    dataset: str
+    metric: str
+    ratio: int | None
+    value: float
+    no_context: float | None = None
+    full_context: float | None = None
+    split: str = "test"
+
+    def __post_init__(self) -> None:
+        if self.task not in _TASK_NAMES:
+            raise ValueError(f"task must be one of {', '.join(_TASK_NAMES)}, got {self.task!r}")
+        if not math.isfinite(self.value):
+            raise ValueError(f"score {self.metric!r} on {self.dataset!r} must be a finite number, got {self.value}")
+
+
+def method_text(model_type: str) -> str:
+    """Read a method's own part of the card, its description and its citation.
+
+    Args:
+        model_type: the configuration's `model_type`.
+
+    Raises:
+        ValueError: no such method has a card.
+    """
+    name = model_type.removesuffix("_compressor")
+    available = sorted(path.stem for path in _FOLDER.glob("*.md") if not path.stem.endswith("_template"))
+    if name not in available:
+        raise ValueError(f"there is no card text for the method {name!r}; there are: {', '.join(available)}")
+    return (_FOLDER / f"{name}.md").read_text(encoding="utf-8").strip()
+
+
+def model_card(
+    config: PreTrainedConfig,
+    training: TrainingRecord,
+    scores: Sequence[Score],
+    limits: Sequence[str],
+    *,
+    model_id: str,
+    summary: str | None = None,
+    license: str = "apache-2.0",
+    language: str | Sequence[str] = "en",
+) -> str:
+    """Write the whole card of a compressor: metadata for the Hub, use, scores, training, limits, method, citation.
+
+    Args:
+        config: a compressor's configuration.
+        training: how the checkpoint was made.
+        scores: what it reached; each row stands beside its no-context and full-context bounds.
+        limits: what it cannot do, one sentence each; never empty.
+        model_id: repository or folder that the snippet loads.
+        summary: what it is, in a sentence or two; made from the configuration when None.
+        license: licence of the weights, as the Hub writes it.
+        language: ISO 639-1 code or codes.
+
+    Returns:
+        the text of `README.md`, which starts with YAML metadata.
+
+    Raises:
+        ValueError: no limits are named, the method has no card text, or a score's ratio is none of the checkpoint's.
+    """
+    ratios = tuple(config.compression_ratios)
+    for score in scores:
+        if score.ratio is not None and score.ratio not in ratios:
+            raise ValueError(f"score {score.metric!r} has ratio {score.ratio}; the checkpoint has {ratios}")
+    base = config.base_model_name_or_path
+    metadata = _metadata(model_id, training, scores, license, language)
+    # The Hub refuses a base model that is a path.
+    metadata.base_model = base if base and base.count("/") == 1 and not base.startswith((".", "/", "~")) else None
+    metadata.tags = ["context-compression", "soft-prompt", _method(config).replace(" ", "-")]
+    return _fill(
+        "compressor_template.md",
+        metadata,
+        training,
+        scores,
+        limits,
+        model_id=model_id,
+        summary=summary or _default_summary(config),
+        facts=_facts(config),
+        ratio=str(ratios[0]),
+        requirements=" and `peft`" if config.encoder_lora or config.decoder_lora else "",
+        method=method_text(config.model_type),
+    )
+
+
+def language_model_card(
+    config: PreTrainedConfig,
+    training: TrainingRecord,
+    scores: Sequence[Score],
+    limits: Sequence[str],
+    *,
+    model_id: str,
+    summary: str,
+    num_parameters: int,
+    license: str = "apache-2.0",
+    language: str | Sequence[str] = "en",
+) -> str:
+    """Write the card of a language model that compressors are built on.
+
+    Args:
+        config: the language model's configuration.
+        training: how the checkpoint was made.
+        scores: what it reached; their ratio is None.
+        limits: what it cannot do, one sentence each; never empty.
+        model_id: repository or folder that the snippet loads.
+        summary: what it is, in a sentence or two.
+        num_parameters: number of parameters.
+        license: licence of the weights, as the Hub writes it.
+        language: ISO 639-1 code or codes.
+
+    Returns:
+        the text of `README.md`, which starts with YAML metadata.
+
+    Raises:
+        ValueError: no limits are named.
+    """
+    facts = [
+        ("Architecture", config.model_type),
+        ("Parameters", f"{num_parameters:,}"),
+        ("Vocabulary", f"{config.vocab_size:,}"),
+        ("Longest input", f"{config.max_position_embeddings:,} tokens"),
+    ]
+    metadata = _metadata(model_id, training, scores, license, language)
+    metadata.tags = ["context-compression"]
+    return _fill(
+        "language_model_template.md",
+        metadata,
+        training,
+        scores,
+        limits,
+        model_id=model_id,
+        summary=summary,
+        facts=_table(facts),
+    )
+
+
+def _metadata(
+    model_id: str,
+    training: TrainingRecord,
+    scores: Sequence[Score],
+    license: str,
+    language: str | Sequence[str],
+) -> ModelCardData:
+    return ModelCardData(
+        datasets=[data.hub_id for data in training.data if data.hub_id] or None,
+        eval_results=_eval_results(scores),
+        model_name=_title(model_id),
+        language=language if isinstance(language, str) else list(language),
+        library_name="transformers",
+        license=license,
+        pipeline_tag="text-generation",
+    )
+
+
+def _fill(
+    template: str,
+    metadata: ModelCardData,
+    training: TrainingRecord,
+    scores: Sequence[Score],
+    limits: Sequence[str],
+    **fields: str,
+) -> str:
+    if not limits:
+        raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
+    text = Template((_FOLDER / template).read_text(encoding="utf-8")).substitute(
+        title=_title(fields["model_id"]),
+        scores=score_table(scores),
+        training=_training(training),
+        limits="\n".join(f"- {limit}" for limit in limits),
+        **fields,
+    )
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}"))
+
+
+def _title(model_id: str) -> str:
+    return model_id.rstrip("/").rpartition("/")[2]
+
+
+def _method(config: PreTrainedConfig) -> str:
+    return config.model_type.removesuffix("_compressor").replace("_", " ")
+
+
+def score_table(scores: Sequence[Score]) -> str:
+    """A Markdown table of scores, each beside no context and full context.
+
+    Args:
+        scores: the rows, in order.
+    """
+    if not scores:
+        return "Not measured."
+    lines = [
+        "| task | data | metric | ratio | no context | compressed | full context |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for score in scores:
+        # A model that does not compress reads the whole context.
+        compressed = (score.value, score.full_context) if score.ratio is not None else (None, score.value)
+        cells = [
+            _TASK_NAMES[score.task],
+            f"{score.dataset} ({score.split})",
+            score.metric,
+            "–" if score.ratio is None else str(score.ratio),
+            *("–" if number is None else f"{number:.2f}" for number in (score.no_context, *compressed)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _default_summary(config: PreTrainedConfig) -> str:
+    base = f" on {config.base_model_name_or_path}" if config.base_model_name_or_path else ""
+    *first, last = map(str, config.compression_ratios)
+    ratios = f"{', '.join(first)} or {last}" if first else last
+    return (
+        f"A soft context compressor ({_method(config)}){base}: it reads a long context once, keeps one vector for "
+        f"every {ratios} tokens, and answers from those."
+    )
+
+
+def _facts(config: PreTrainedConfig) -> str:
+    base = config.base_model_name_or_path or "none: trained from the start"
+    if config.base_model_revision:
+        base += f", revision {config.base_model_revision}"
+    return _table(
+        [
+            ("Base model", base),
+            ("Method", _method(config)),
+            ("Compression ratios", ", ".join(map(str, config.compression_ratios))),
+            ("Chunk size", f"{config.chunk_size} tokens" if config.chunk_size else "none: the context is read whole"),
+            ("Position layout", config.position_layout),
+            ("Encoder", _adapters(config.encoder_lora)),
+            ("Decoder", _adapters(config.decoder_lora)),
+        ]
+    )
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _adapters(lora: dict[str, Any] | None) -> str:
+    return "no adapters" if lora is None else f"LoRA, rank {lora['rank']}, alpha {lora['alpha']:g}"
+
+
+def _training(record: TrainingRecord) -> str:
+    lines = ["| data | licence | what of it |", "| --- | --- | --- |"]
+    for data in record.data:
+        name = f"[{data.name}](https://huggingface.co/datasets/{data.hub_id})" if data.hub_id else data.name
+        lines.append(f"| {name} | {data.licence} | {data.note or 'all'} |")
+    facts = [f"Steps: {record.steps:,}"]
+    if record.tokens is not None:
+        facts.append(f"Tokens: {record.tokens:,}")
+    facts.append(f"Seeds: {', '.join(map(str, record.seeds))}")
+    facts.append(f"Hardware: {record.hardware}" + (f", {record.hours:g} hours" if record.hours is not None else ""))
+    if record.recipe:
+        facts.append(f"Recipe: `{record.recipe}`")
+    if record.versions:
+        facts.append("Versions: " + ", ".join(f"{name} {version}" for name, version in record.versions.items()))
+    return "\n".join([*lines, "", *(f"- {fact}" for fact in facts)])
+
+
+def _eval_results(scores: Sequence[Score]) -> list[EvalResult] | None:
+    results = [
+        EvalResult(
+            task_type=_HUB_TASKS.get(score.task, "text-generation"),
+            task_name=_TASK_NAMES[score.task],
+            dataset_type=score.dataset.lower().replace(" ", "_"),
+            dataset_name=score.dataset,
+            dataset_split=score.split,
+            metric_type=score.metric.lower().replace(" ", "_"),
+            metric_name=score.metric if score.ratio is None else f"{score.metric}, ratio {score.ratio}",
+            metric_value=round(score.value, 4),
+        )
+        for score in scores
+    ]
+    return results or None

@@ -1,0 +1,197 @@
+"""Starting from a base model, saving with code, loading, and the fingerprint of a model."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import hashlib
+import inspect
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from .adapters import initialize_lora
+from .remote_code import write_card, write_code
+
+# What `from_base` hands to the base model's `from_pretrained`; everything else is a field of the configuration.
+_LOADING_ARGUMENTS = (
+    "attn_implementation",
+    "cache_dir",
+    "device_map",
+    "dtype",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+
+class CheckpointMixin:
+    """`from_base`, `save_pretrained` and `from_pretrained` of every compressor."""
+
+    @classmethod
+    def from_base(cls, base: str | os.PathLike, **fields: Any):
+        """Start a compressor from a pretrained language model.
+
+        Args:
+            base: Hub repository or folder of a causal language model.
+            fields: Fields of the method's configuration, and arguments for loading the base: `dtype`,
+                `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
+
+        Returns:
+            The compressor in evaluation mode, with the base's weights held once and its own parts at their start values.
+
+        Raises:
+            ValueError: a field that the configuration does not have, or a value that it does not allow.
+        """
+        loading = {name: fields.pop(name) for name in _LOADING_ARGUMENTS if name in fields}
+        cls._check_fields(fields)
+        source = {name: loading[name] for name in loading if name not in ("dtype", "attn_implementation", "device_map")}
+        config = cls.config_class(
+            decoder_config=AutoConfig.from_pretrained(base, **source),
+            base_model_name_or_path=str(base),
+            base_model_revision=loading.get("revision"),
+            **fields,
+        )
+        language_model = AutoModelForCausalLM.from_pretrained(base, **loading)
+        config.decoder_config = language_model.config
+        with torch.device("meta"):
+            model = cls(config)
+        model._adopt(language_model)
+        return model.eval()
+
+    @classmethod
+    def _check_fields(cls, fields: dict[str, Any]) -> None:
+        known = set()
+        for base in cls.config_class.__mro__:
+            if base.__module__.rpartition(".")[2].startswith("configuration_"):
+                known |= set(inspect.signature(base.__init__).parameters)
+        known -= {"self", "kwargs", "decoder_config", "base_model_name_or_path", "base_model_revision"}
+        for name in fields:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; it has {sorted(known)}"
+                raise ValueError(f"{cls.config_class.__name__} has no field {name!r}{hint}")
+
+    @torch.no_grad()
+    def _adopt(self, language_model: nn.Module) -> None:
+        """Take over a language model's tensors (not copies of them), and give start values to everything else."""
+        backbone = getattr(self, "model", self)
+        source = language_model.base_model
+        device, dtype = language_model.device, language_model.dtype
+        _take_tensors(backbone.language_model, source)
+        if backbone.encoder_model is not None:
+            _take_tensors(backbone.encoder_model, copy.deepcopy(source))
+        if hasattr(self, "lm_head"):
+            self.lm_head.weight = language_model.get_output_embeddings().weight
+        fresh = set()
+        for path, module in list(self.named_modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.is_meta:
+                    setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32)))
+                    fresh.add(path)
+        for path in fresh:
+            if ".lora_" not in path:
+                self._init_weights(self.get_submodule(path))
+        initialize_lora(self)
+        self.tie_weights()
+        self.apply_trainable_set()
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        self.config.dtype = dtype
+        self.generation_config = copy.deepcopy(getattr(language_model, "generation_config", None) or GenerationConfig())
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any):
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: weights are missing from the checkpoint, so that parts of the model would be random.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} lacks {len(missing)} weights of {cls.__name__}, the first is "
+                f"{missing[0]!r}; it was saved from another class or is incomplete"
+            )
+        model.apply_trainable_set()
+        return (model, info) if wants_info else model
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        save_dtype: torch.dtype | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card.
+
+        Args:
+            save_directory: The folder.
+            is_main_process: Whether this process writes, when several train together.
+            state_dict: Weights to save in place of the model's own.
+            push_to_hub: Upload the folder, too, to the repository `repo_id` (by default the folder's name).
+            save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
+                run resumes exactly.
+            kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
+        """
+        repo_arguments = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs}
+        self.config.auto_map = type(self.config).default_auto_map()
+        if save_dtype is not None:
+            dtype = getattr(torch, save_dtype) if isinstance(save_dtype, str) else save_dtype
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {save_dtype!r}")
+            state_dict = self.state_dict() if state_dict is None else state_dict
+            state_dict = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state_dict.items()}
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        if is_main_process:
+            write_code(type(self), type(self.config), save_directory)
+            write_card(self.config, save_directory)
+        if push_to_hub:
+            repo_id = repo_arguments.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
+            self.push_to_hub(repo_id, **repo_arguments)
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
+        return False
+
+
+def _take_tensors(target: nn.Module, source: nn.Module) -> None:
+    """Put the parameters and buffers of `source` into `target`, whose linear maps may be inside LoRA layers."""
+    modules = dict(target.named_modules())
+    for path, module in source.named_modules():
+        destination = modules[path]
+        # A LoRA layer keeps the map that it adapts in `base_layer`.
+        destination = getattr(destination, "base_layer", destination)
+        for name, parameter in module._parameters.items():
+            destination._parameters[name] = parameter
+        for name, buffer in module._buffers.items():
+            destination._buffers[name] = buffer
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16.
+
+    Args:
+        model: the model; parameters are read in the order of their names.
+    """
+    digest = hashlib.sha256()
+    parts = []
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        flat = parameter.detach().reshape(-1)
+        stride = max(1, flat.numel() // 8)
+        parts.append(flat[::stride][:8].to(torch.bfloat16).float())
+    if parts:
+        digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,462 @@
+"""The evaluation against a naive twin: one sample at a time, no padding, no batch."""
+
+import json
+import math
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from context_compressors.evaluation.evaluate import evaluate_model, main, model_label
+from context_compressors.evaluation.metrics import squad_scores
+from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
+from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.prompts import load_prompts
+
+QA, RECONSTRUCTION, CONTINUATION, SUMMARISATION = (
+    "question_answering",
+    "reconstruction",
+    "continuation",
+    "summarisation",
+)
+ROWS = [
+    {
+        "context": "Ada keeps a cat named Tom in Rome.",
+        "question": "Who keeps a cat?",
+        "answers": ["Ada", "Ada herself"],
+    },
+    {"context": "The box holds 7 pens.", "question": "How many pens?", "answers": ["7"]},
+    {
+        "context": "A ferry leaves Bern at noon, and another one at six.",
+        "question": "When?",
+        "answers": ["noon", "six"],
+    },
+]
+CONDITIONS = ["no_context", "full_context", "ratio=2", "ratio=4"]
+
+
+def make_tokenizer():
+    """One token per byte, and three special ones."""
+    tokens = ["<bos>", "<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", model_max_length=10_000
+    )
+
+
+def make_base(tokenizer, seed, max_position_embeddings=512):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=0.3,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folders(tokenizer, tmp_path_factory):
+    """A compressor with adapters that matter, a teacher, and the base of the compressor, as folders."""
+    root = tmp_path_factory.mktemp("models")
+    make_base(tokenizer, 0).save_pretrained(root / "base")
+    make_base(tokenizer, 1).save_pretrained(root / "teacher")
+    model = MeanPoolingForCausalLM.from_base(str(root / "base"), compression_ratios=(2, 4))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(root / "tiny-compressor")
+    for name in ("tiny-compressor", "teacher"):
+        tokenizer.save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def model(folders):
+    return MeanPoolingForCausalLM.from_pretrained(folders / "tiny-compressor").eval()
+
+
+@pytest.fixture(scope="module")
+def teacher(folders):
+    return LlamaForCausalLM.from_pretrained(folders / "teacher").eval()
+
+
+def encode(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def naive_inputs(model, tokenizer, condition, context, prompt):
+    """Keyword arguments and the text's ids for one sample under one condition."""
+    context_ids, text = encode(tokenizer, context), [tokenizer.bos_token_id]
+    if condition.endswith("full_context"):
+        text = text + context_ids
+    if condition.startswith("ratio="):
+        ratio = int(condition.removeprefix("ratio="))
+        return {"memory": model.compress(torch.tensor([context_ids]), ratio=ratio)}, text + encode(tokenizer, prompt)
+    return {}, text + encode(tokenizer, prompt)
+
+
+@torch.no_grad()
+def naive_scores(model, tokenizer, condition, triples, reader=None):
+    """Token accuracy and perplexity over (context, prompt, target) triples."""
+    nll, hits, count = 0.0, 0, 0
+    for context, prompt, target in triples:
+        extra, text = naive_inputs(model, tokenizer, condition, context, prompt)
+        target_ids = [*encode(tokenizer, target), tokenizer.eos_token_id]
+        logits = (reader or model)(input_ids=torch.tensor([text + target_ids]), **extra).logits[0]
+        for place, token in enumerate(target_ids, start=len(text) - 1):
+            nll -= float(logits[place].float().log_softmax(-1)[token])
+            hits += int(logits[place].argmax()) == token
+            count += 1
+    return {"token_accuracy": 100 * hits / count, "perplexity": math.exp(nll / count)}
+
+
+@torch.no_grad()
+def naive_answers(model, tokenizer, condition, rows, max_new_tokens, reader=None):
+    """Greedy answers, one token after another, with no cache and no `generate`."""
+    answers = []
+    for row in rows:
+        prompt = f"\nQuestion: {row['question']}\nAnswer:"
+        extra, text = naive_inputs(model, tokenizer, condition, row["context"], prompt)
+        start = len(text)
+        while len(text) < start + max_new_tokens:
+            token = int((reader or model)(input_ids=torch.tensor([text]), **extra).logits[0, -1].argmax())
+            if token == tokenizer.eos_token_id:
+                break
+            text = [*text, token]
+        answers.append(tokenizer.decode(text[start:], skip_special_tokens=True).strip())
+    return answers
+
+
+def run(model, tokenizer, rows=ROWS, teacher=None, **options):
+    options = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARISATION: 6}, **options}
+    data = [EvaluationDataset("tiny", rows)]
+    return evaluate_model(model, tokenizer, data, EvaluationSettings(**options), teacher=teacher, progress=False)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_reconstruction_equals_the_naive_twin_under_every_condition(model, tokenizer, batch_size):
+    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), batch_size=batch_size)
+    assert report.conditions(RECONSTRUCTION) == CONDITIONS
+    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
+    for condition in CONDITIONS:
+        for metric, expected in naive_scores(model, tokenizer, condition, triples).items():
+            assert report.score("tiny", RECONSTRUCTION, condition, metric) == pytest.approx(expected, rel=1e-4), (
+                condition
+            )
+
+
+def test_continuation_equals_the_naive_twin(model, tokenizer):
+    rows = [{"text": "abcdefghijkl"}, {"text": "The cat sat "}]
+    report = run(model, tokenizer, rows, tasks=(CONTINUATION,), context_tokens=8, continuation_tokens=4)
+    triples = [(row["text"][:8], "", row["text"][8:]) for row in rows]
+    for condition in CONDITIONS:
+        expected = naive_scores(model, tokenizer, condition, triples)["perplexity"]
+        assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
+
+
+def test_answers_equal_the_naive_twin(model, tokenizer, monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        "context_compressors.evaluation.scoring.squad_scores",
+        lambda predictions, references: (
+            written.append((predictions, references)) or squad_scores(predictions, references)
+        ),
+    )
+    report = run(model, tokenizer, tasks=(QA,))
+    assert set(report.metric_names(QA)) >= {"exact_match", "f1", "substring_accuracy", "rouge1", "rouge2", "rougeL"}
+    for condition, (predictions, references) in zip(CONDITIONS, written, strict=True):
+        answers = naive_answers(model, tokenizer, condition, ROWS, 6)
+        order = [next(row for row in ROWS if row["answers"] == accepted) for accepted in references]
+        assert predictions == [answers[ROWS.index(row)] for row in order], condition
+
+
+def test_full_and_no_context_come_from_the_teacher_when_there_is_one(model, teacher, tokenizer):
+    report = run(model, tokenizer, teacher=teacher, tasks=(RECONSTRUCTION,))
+    assert report.bounds == "teacher"
+    assert run(model, tokenizer, tasks=(RECONSTRUCTION,)).bounds == "own_decoder"
+    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
+    for condition in CONDITIONS:
+        reader = None if condition.startswith("ratio") else teacher
+        expected = naive_scores(model, tokenizer, condition, triples, reader)["perplexity"]
+        assert report.score("tiny", RECONSTRUCTION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
+
+
+def test_zero_shot_is_the_base_with_the_adapters_off(model, tokenizer, folders):
+    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), zero_shot=True)
+    base = LlamaForCausalLM.from_pretrained(folders / "base").eval()
+    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
+    for condition in ("zero_shot_no_context", "zero_shot_full_context"):
+        expected = naive_scores(model, tokenizer, condition, triples, base)["perplexity"]
+        assert report.score("tiny", RECONSTRUCTION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
+    own = report.score("tiny", RECONSTRUCTION, "no_context", "perplexity")
+    assert abs(own / report.score("tiny", RECONSTRUCTION, "zero_shot_no_context", "perplexity") - 1) > 1e-3
+
+
+def test_reconstruction_bleu_is_there_when_asked_for(model, tokenizer):
+    assert run(model, tokenizer, tasks=(RECONSTRUCTION,)).metric_names(RECONSTRUCTION) == [
+        "token_accuracy",
+        "perplexity",
+    ]
+    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), reconstruction_bleu=True)
+    assert 0 <= report.score("tiny", RECONSTRUCTION, "ratio=2", "bleu") <= 100
+
+
+def test_several_summaries_of_a_context_are_references_of_one_sample(tokenizer, model):
+    rows = [
+        {"context": "a b c", "summary": "a"},
+        {"context": "d e f", "summary": "d"},
+        {"context": "a b c", "summary": "b"},
+    ]
+    report = run(model, tokenizer, rows, tasks=(SUMMARISATION,))
+    assert {row.num_samples for row in report.rows} == {2}
+    samples = builder(tokenizer).build(EvaluationDataset("tiny", rows), SUMMARISATION)
+    assert [sample.references for sample in samples] == [["a", "b"], ["d"]]
+
+
+def test_a_task_runs_on_the_data_sets_that_have_its_columns(model, tokenizer):
+    datasets = [EvaluationDataset("qa", ROWS), EvaluationDataset("text", [{"text": "plain text"}], "out")]
+    settings = EvaluationSettings(tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,))
+    report = evaluate_model(model, tokenizer, datasets, settings, progress=False)
+    assert report.datasets(QA) == ["qa"]
+    assert report.datasets(RECONSTRUCTION) == ["qa", "text"]
+    assert report.datasets(RECONSTRUCTION, "out") == ["text"]
+    assert report.ratios(QA) == [4]
+
+
+def test_settings_model_and_hardware_are_in_the_report(model, tokenizer):
+    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), seed=3)
+    assert report.model == "tiny-compressor"
+    assert report.settings["ratios"] == [2, 4]
+    assert report.settings["seed"] == 3
+    assert {row.seed for row in report.rows} == {3}
+    assert report.num_parameters == model.num_parameters()
+    assert report.environment["versions"]["torch"] == torch.__version__
+
+
+def test_model_is_left_in_the_mode_it_was_in(model, tokenizer):
+    try:
+        model.train()
+        run(model, tokenizer, tasks=(RECONSTRUCTION,))
+        assert model.training
+    finally:
+        model.eval()
+
+
+def builder(tokenizer, max_positions=512, **options):
+    options = {"max_new_tokens": {QA: 6, SUMMARISATION: 6}, "context_tokens": 8, "continuation_tokens": 4, **options}
+    return SampleBuilder(tokenizer, max_positions, **options)
+
+
+def test_every_condition_gets_the_first_template(tokenizer):
+    sample = builder(tokenizer).build(EvaluationDataset("tiny", ROWS[:1]), QA)[0]
+    template = load_prompts()[QA][0]
+    assert tokenizer.decode(sample.prompt_ids) == template.replace("{question}", ROWS[0]["question"])
+    assert tokenizer.decode(sample.context_ids) == ROWS[0]["context"]
+
+
+def test_samples_are_drawn_by_the_seed(tokenizer):
+    data = EvaluationDataset("tiny", [{"text": f"text number {index}"} for index in range(50)])
+    drawn = [builder(tokenizer, seed=seed).build(data, RECONSTRUCTION, 5) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == 5
+
+
+def test_short_texts_are_divided_for_continuation(tokenizer):
+    data = EvaluationDataset("tiny", [{"text": "abcdef"}, {"text": "xy"}, {"text": "z"}])
+    samples = builder(tokenizer).build(data, CONTINUATION)
+    parts = [(tokenizer.decode(sample.context_ids), tokenizer.decode(sample.target_ids)) for sample in samples]
+    assert parts == [("abcd", "ef<eos>"), ("x", "y<eos>")]
+
+
+def test_contexts_that_do_not_fit_are_refused(model, tokenizer):
+    rows = [*ROWS, {"context": "x" * 600, "question": "What?", "answers": ["x"]}]
+    with pytest.raises(ValueError, match=r"a context of 600 tokens.*512 positions leave \d+ .*--truncate-context"):
+        run(model, tokenizer, rows, tasks=(QA,))
+
+
+def test_truncation_is_counted(model, tokenizer):
+    rows = [*ROWS, {"context": "x" * 600, "question": "What?", "answers": ["x"]}]
+    report = run(model, tokenizer, rows, tasks=(QA,), truncate_context=True)
+    assert {(row.num_samples, row.num_truncated) for row in report.rows} == {(4, 1)}
+
+
+@pytest.mark.parametrize("task", [QA, RECONSTRUCTION, CONTINUATION])
+def test_truncated_samples_fill_the_positions_exactly(tokenizer, task):
+    text = "0123456789" * 30
+    data = EvaluationDataset("tiny", [{"context": text, "question": "?", "answers": ["1"]}])
+    cut = builder(tokenizer, 100, context_tokens=200, truncate_context=True).build(data, task)[0]
+    tail = max(len(cut.target_ids), 6 if task == QA else 0)
+    used = 1 + len(cut.context_ids) + len(cut.prompt_ids) + tail
+    # A reconstruction grows by two tokens for one of context.
+    assert used in ((99, 100) if task == RECONSTRUCTION else (100,))
+    assert cut.truncated
+    if task == RECONSTRUCTION:
+        assert cut.target_ids == [*cut.context_ids, tokenizer.eos_token_id]
+        assert cut.references == [tokenizer.decode(cut.context_ids)]
+
+
+def test_prompts_that_leave_no_room_are_refused_even_with_truncation(tokenizer):
+    data = EvaluationDataset("tiny", ROWS)
+    with pytest.raises(ValueError, match="ask for fewer new tokens"):
+        builder(tokenizer, 20, truncate_context=True).build(data, QA)
+
+
+def test_untrained_ratios_are_refused_unless_allowed(model, tokenizer):
+    with pytest.raises(ValueError, match=r"not trained for the ratios \[3\], only for \[2, 4\]"):
+        run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios=(2, 3))
+    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios=(2, 3), allow_untrained_ratio=True)
+    assert report.ratios(RECONSTRUCTION) == [2, 3]
+
+
+def test_wrong_inputs_are_refused(model, teacher, tokenizer):
+    with pytest.raises(TypeError, match="must be a compressor"):
+        run(teacher, tokenizer)
+    with pytest.raises(ValueError, match="no data set has the columns for"):
+        run(model, tokenizer, [{"text": "text"}], tasks=(QA,))
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        evaluate_model(model, tokenizer, [])
+    with pytest.raises(ValueError, match=r"\['same'\] more than once"):
+        evaluate_model(model, tokenizer, [EvaluationDataset("same", ROWS), EvaluationDataset("same", ROWS)])
+    config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(ValueError, match="teacher's vocabulary of 10 tokens"):
+        run(model, tokenizer, teacher=LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("reconstrution",)}, "did you mean 'reconstruction'"),
+        ({"tasks": ()}, "tasks must be one or more"),
+        ({"ratios": (0,)}, "ratios must be"),
+        ({"ratios": (4, 4)}, "ratios must be"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
+        ({"context_tokens": 0}, "context_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": {}}, "max_new_tokens must be at least 1"),
+    ],
+)
+def test_settings_refuse_impossible_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvaluationSettings(**options)
+
+
+@pytest.fixture
+def qa_file(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "qa_rows.parquet")
+    return tmp_path / "qa_rows.parquet"
+
+
+def test_sources_are_files_and_generated_documents(tokenizer, qa_file, tmp_path):
+    data = load_dataset_source("qa_rows.parquet", tokenizer, data_dir=str(tmp_path), domain="out")
+    assert (data.name, data.domain, list(data.examples)) == ("qa_rows", "out", ROWS)
+    assert data.tasks() == (QA, CONTINUATION, RECONSTRUCTION)
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"text": "one"}) + "\n" + json.dumps({"text": "two"}) + "\n")
+    named = load_dataset_source("books=plain.jsonl", tokenizer, data_dir=str(tmp_path))
+    assert (named.name, named.tasks()) == ("books", (CONTINUATION, RECONSTRUCTION))
+
+
+def test_generated_documents_come_from_the_test_split_by_hops(tokenizer):
+    options = {"num_documents": 3, "document_tokens": 300}
+    both = load_dataset_source("generated", tokenizer, **options)
+    one, two = (load_dataset_source(f"generated:{hops}_hop", tokenizer, **options) for hops in ("one", "two"))
+    assert len(both.examples) == len(one.examples) + len(two.examples)
+    assert two.name == "generated:two_hop"
+    assert len({example["context"] for example in both.examples}) == 3
+    for example in both.examples:
+        assert example["answers"][0] in example["context"]
+        assert len(encode(tokenizer, example["context"])) <= 300
+    again = load_dataset_source("generated", tokenizer, seed=1, **options)
+    assert again.examples != both.examples
+
+
+def test_sources_that_are_not_there_are_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="there is no file"):
+        load_dataset_source("none.parquet", tokenizer, data_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="is a folder: name its files"):
+        load_dataset_source(tmp_path.name, tokenizer, data_dir=str(tmp_path.parent))
+    with pytest.raises(ValueError, match="did you mean 'one_hop'"):
+        load_dataset_source("generated:onehop", tokenizer)
+
+
+def test_names_of_models_are_ids_or_the_last_part_of_a_folder(tmp_path):
+    (tmp_path / "my-model").mkdir()
+    assert model_label(str(tmp_path / "my-model")) == "my-model"
+    assert model_label(f"{tmp_path}/my-model/") == "my-model"
+    assert model_label("organisation/some-model") == "organisation/some-model"
+
+
+def test_command_writes_report_table_and_plots(folders, qa_file, tmp_path, capsys):
+    output, plots = tmp_path / "out" / "results.json", tmp_path / "plots"
+    argv = [str(folders / "tiny-compressor"), "--data", "generated", "--out-of-domain", "qa_rows.parquet"]
+    argv += ["--data-dir", str(tmp_path), "--tasks", QA, CONTINUATION, "--ratios", "2", "4", "--max-samples", "2"]
+    argv += ["--documents", "2", "--document-tokens", "150", "--max-new-tokens", "3", "--batch-size", "2"]
+    argv += ["--context-tokens", "8", "--continuation-tokens", "4", "--device", "cpu"]
+    argv += ["--teacher", str(folders / "teacher"), "--output", str(output), "--plots", str(plots), "--seed", "5"]
+    assert main(argv) == 0
+    content = json.loads(output.read_text())
+    assert content["model"] == "tiny-compressor"
+    assert content["bounds"] == "teacher"
+    assert content["settings"]["seed"] == 5
+    rows = {(row["dataset"], row["domain"], row["task"], row["condition"]) for row in content["rows"]}
+    assert len(rows) == 2 * 2 * 4
+    assert ("qa_rows", "out", QA, "ratio=4") in rows
+    assert str(tmp_path) not in output.read_text()
+    names = {f"{task}_{kind}.png" for task in (QA, CONTINUATION) for kind in ("by_ratio", "domain_gap")}
+    assert {path.name for path in plots.iterdir()} == names
+    printed = capsys.readouterr().out
+    assert "| qa_rows" in printed
+    assert f"wrote {output}" in printed
+
+    # A second run draws the first one's report beside its own.
+    more = [*argv[: argv.index("--output")], "--compare-with", str(output), "--plots", str(tmp_path / "more")]
+    assert main(more) == 0
+    assert (tmp_path / "more" / f"{QA}_by_model_size.png").exists()
+
+
+def test_command_refuses_wrong_options_with_the_nearest_right_one(capsys):
+    for argv, message in (
+        (["m", "--data", "generated", "--ratio", "4"], "unknown option --ratio; did you mean '--ratios'?"),
+        (["m"], "give at least one data set with --data or --out-of-domain"),
+    ):
+        with pytest.raises(SystemExit) as exit_info:
+            main(argv)
+        assert exit_info.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_command_reports_wrong_values_without_a_traceback(folders, tmp_path, capsys):
+    model = str(folders / "tiny-compressor")
+    assert main([model, "--data", "none.parquet", "--data-dir", str(tmp_path)]) == 1
+    assert "error: source 'none.parquet'" in capsys.readouterr().err
+    assert main([model, "--data", "generated", "--tasks", "qa"]) == 1
+    assert "unknown task 'qa'" in capsys.readouterr().err
+    assert main([model, "--data", "generated", "--ratios", "3"]) == 1
+    assert "not trained for the ratios [3]" in capsys.readouterr().err
+
+
+def test_command_help_has_examples(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    assert "examples:\n" in capsys.readouterr().out

@@ -1,0 +1,206 @@
+"""Scores against hand-made cases, the paper's own numbers, and the reference implementations."""
+
+import math
+
+import pytest
+import sacrebleu
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rouge_score import rouge_scorer
+from torch.nn import functional
+
+from context_compressors.evaluation.metrics import (
+    bleu,
+    normalize_answer,
+    perplexity,
+    rouge_scores,
+    squad_scores,
+    substring_accuracy,
+    summed_nll,
+    teacher_normalized,
+    token_accuracy,
+)
+
+TEXT_SCORES = (squad_scores, substring_accuracy, rouge_scores, bleu)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The Cat, a dog & an owl!", "cat dog owl"),
+        ("  U.S.A. ", "usa"),
+        ("theatre", "theatre"),
+        ("a-the", "athe"),
+        ("An", ""),
+        ("Zürich's “old” town", "zürichs “old” town"),
+    ],
+)
+def test_normalisation_is_squads(text, expected):
+    assert normalize_answer(text) == expected
+
+
+def test_exact_match_and_f1_take_the_best_reference():
+    predictions = ["the Eiffel Tower", "in 1889 it was", "nothing"]
+    references = [["Eiffel tower"], ["1990", "1889"], ["something", "else"]]
+    scores = squad_scores(predictions, references)
+    assert scores["exact_match"] == pytest.approx(100 / 3)
+    # Second question: one of four tokens right, all of the reference: 2 * 0.25 * 1 / 1.25 = 0.4.
+    assert scores["f1"] == pytest.approx(100 * (1 + 0.4 + 0) / 3, abs=1e-4)
+
+
+def test_f1_counts_repeated_tokens_once_per_occurrence():
+    assert squad_scores(["cat cat dog"], [["cat dog dog"]])["f1"] == pytest.approx(100 * 2 / 3, abs=1e-4)
+
+
+def test_an_empty_output_scores_zero_against_an_answer():
+    assert squad_scores([""], [["Paris"]]) == {"exact_match": 0.0, "f1": 0.0}
+
+
+def test_substring_accuracy_normalises_both_sides():
+    predictions = ["It is the Eiffel-Tower, I think", "Paris", "the", "", "anything"]
+    references = [["A EiffelTower"], ["London", "paris."], ["The"], ["an"], ["The"]]
+    assert substring_accuracy(predictions, references) == pytest.approx(80.0)
+
+
+def test_substring_accuracy_is_at_least_exact_match():
+    predictions, references = ["Rome", "in Rome", "Milan"], [["Rome"], ["Rome"], ["Rome"]]
+    assert substring_accuracy(predictions, references) == pytest.approx(200 / 3)
+    assert squad_scores(predictions, references)["exact_match"] == pytest.approx(100 / 3)
+
+
+WORDS = st.lists(st.sampled_from(["red", "fox", "jumps", "Over", "the", "dog,", "7.5"]), max_size=9).map(" ".join)
+
+
+@given(st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=3)), min_size=1, max_size=4))
+def test_rouge_equals_googles_scorer(samples):
+    predictions, references = [sample[0] for sample in samples], [sample[1] for sample in samples]
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+    scores = rouge_scores(predictions, references)
+    for key in ("rouge1", "rouge2", "rougeL"):
+        best = [
+            max(scorer.score(reference, prediction)[key].fmeasure for reference in texts)
+            for prediction, texts in samples
+        ]
+        assert scores[key] == pytest.approx(100 * sum(best) / len(best), abs=1e-3)
+
+
+def test_rouge_by_hand():
+    # Unigrams 3 of 4 on both sides, bigrams 1 of 3, longest common subsequence "cat sat" + "mat".
+    scores = rouge_scores(["cat sat on mat"], [["cat sat the mat"]])
+    assert scores == pytest.approx({"rouge1": 75.0, "rouge2": 100 / 3, "rougeL": 75.0}, abs=1e-3)
+
+
+def test_rouge_needs_no_download(monkeypatch):
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setattr(nltk, "download", lambda *args, **kwargs: pytest.fail("ROUGE must not download anything"))
+    assert rouge_scores(["one. two."], [["one. two."]])["rougeL"] == pytest.approx(100.0)
+
+
+def test_bleu_equals_sacrebleu_on_a_corpus_with_several_references():
+    predictions = ["The dog bit the man.", "It wasn't surprising, at 3.5 miles.", "The man had just bitten him."]
+    references = [
+        ["The dog bit the man.", "The dog had bit the man."],
+        ["It was not unexpected.", "It wasn't a surprise, at 3.5 miles."],
+        ["The man bit him first.", "The man had bitten the dog."],
+    ]
+    expected = sacrebleu.corpus_bleu(predictions, [list(stream) for stream in zip(*references, strict=True)]).score
+    assert bleu(predictions, references) == pytest.approx(expected, abs=1e-3)
+
+
+def test_bleu_bounds():
+    text = "a text of more than four words"
+    assert bleu([text], [[text]]) == pytest.approx(100.0)
+    assert bleu([""], [[text]]) == 0.0
+    assert bleu(["a text"], [["other words here, all of them"]]) == 0.0
+
+
+def test_bleu_is_one_score_of_the_corpus():
+    short, long = "one two three four five", " ".join(str(number) for number in range(40))
+    # The mean of the two samples would be 50; in the corpus the long text's n-grams outweigh the short one's.
+    assert bleu([short, "x y z w"], [[short], [long]]) < 15.0
+
+
+def test_token_accuracy_ignores_masked_labels():
+    labels = torch.tensor([[-100, 5, 6], [7, -100, 8]])
+    predicted = torch.tensor([[1, 5, 0], [7, 2, 8]])
+    assert token_accuracy(predicted, labels) == pytest.approx(75.0)
+
+
+def test_token_accuracy_refuses_what_it_cannot_count():
+    with pytest.raises(ValueError, match="one shape"):
+        token_accuracy(torch.zeros(2, 3), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="no label counts"):
+        token_accuracy(torch.zeros(2, 3), torch.full((2, 3), -100))
+
+
+def test_perplexity_of_uniform_predictions_is_the_vocabulary_size():
+    labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
+    total, count = summed_nll(torch.zeros(2, 3, 50), labels)
+    assert count == 3
+    assert perplexity(total, count) == pytest.approx(50.0, rel=1e-5)
+
+
+def test_summed_nll_equals_plain_cross_entropy():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 7, 11), torch.randint(0, 11, (3, 7))
+    labels[0, :4] = -100
+    labels[2] = -100
+    total, count = summed_nll(logits, labels)
+    expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert (total, count) == (pytest.approx(float(expected), rel=1e-5), 10)
+
+
+def test_summed_nll_accumulates_half_precision_in_float32():
+    logits = torch.zeros(1, 4000, 8, dtype=torch.bfloat16)
+    total, count = summed_nll(logits, torch.zeros(1, 4000, dtype=torch.long))
+    assert total == pytest.approx(count * math.log(8), rel=1e-5)
+
+
+def test_summed_nll_refuses_shapes_that_do_not_belong_together():
+    with pytest.raises(ValueError, match="agree in all but the vocabulary"):
+        summed_nll(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.long))
+
+
+def test_perplexity_weighs_tokens_not_samples():
+    # 1 token at NLL 4 and 9 tokens at NLL 0.2 each: exp(5.8 / 10), not the mean of e^4 and e^0.2.
+    assert perplexity(4 + 9 * 0.2, 10) == pytest.approx(math.exp(0.58))
+
+
+def test_perplexity_limits():
+    assert perplexity(0.0, 3) == 1.0
+    assert perplexity(1e6, 1) == math.inf
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        perplexity(1.0, 0)
+
+
+@pytest.mark.parametrize(("score", "expected"), [(71.66, 0.947923), (70.55, 0.926273), (45.92, 0.445875)])
+def test_teacher_normalised_score_of_the_mean_pooling_paper(score, expected):
+    """Table 1, Qwen3-8B: 4x single, 4x multi and 128x multi between 74.33 (full) and 23.06 (none)."""
+    assert teacher_normalized(score, full=74.33, none=23.06) == pytest.approx(expected, abs=1e-6)
+
+
+def test_teacher_normalised_score_at_its_ends():
+    assert teacher_normalized(10.0, full=50.0, none=10.0) == 0.0
+    assert teacher_normalized(50.0, full=50.0, none=10.0) == 1.0
+    assert teacher_normalized(5.0, full=50.0, none=10.0) == pytest.approx(-0.125)
+    # Perplexity: lower is better, and the share means the same.
+    assert teacher_normalized(12.0, full=10.0, none=20.0) == pytest.approx(0.8)
+
+
+def test_teacher_normalised_score_is_undefined_when_the_context_is_worth_nothing():
+    assert math.isnan(teacher_normalized(30.0, full=20.0, none=20.0))
+
+
+@pytest.mark.parametrize("score", TEXT_SCORES)
+def test_text_scores_refuse_what_they_cannot_score(score):
+    with pytest.raises(ValueError, match="nothing to score"):
+        score([], [])
+    with pytest.raises(ValueError, match="2 predictions do not match 1 references"):
+        score(["a", "b"], [["a"]])
+    with pytest.raises(ValueError, match=r"references\[1\] is empty"):
+        score(["a", "b"], [["a"], []])
+    with pytest.raises(TypeError, match=r"references\[0\] must be a list"):
+        score(["a"], ["a"])
+    with pytest.raises(TypeError, match="predictions must be a list"):
+        score("a", [["a"]])

@@ -1,0 +1,150 @@
+"""Pictures: files that are there, axes that read right, and no trace in matplotlib's global state."""
+
+import matplotlib
+import pytest
+from matplotlib import _pylab_helpers
+from matplotlib.figure import Figure
+from PIL import Image
+
+from context_compressors.evaluation.plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
+from context_compressors.evaluation.report import EvaluationReport, EvaluationRow
+
+QA = "question_answering"
+PLOTS = (plot_quality_by_ratio, plot_quality_by_model_size, plot_domain_gap)
+
+
+def report_of(name="tiny", num_parameters=1_000_000, ratios=(4, 8, 16), shift=0.0, metric="f1", domains=("in", "out")):
+    report = EvaluationReport(name, bounds="teacher", num_parameters=num_parameters)
+    for domain in domains:
+        scores = {"no_context": 20.0, "full_context": 80.0}
+        scores |= {f"ratio={ratio}": 75.0 - ratio - shift - 5 * (domain == "out") for ratio in ratios}
+        for condition, score in scores.items():
+            report.add(EvaluationRow(f"set_{domain}", domain, QA, condition, {metric: score}, 10))
+    return report
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were saved, for a look at their axes."""
+    saved = []
+    save = Figure.savefig
+
+    def keep(figure, *args, **kwargs):
+        saved.append(figure)
+        return save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
+
+
+def texts_overlap(figure):
+    """Whether two tick labels, titles or legend entries share a pixel."""
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    texts = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()]
+    texts += [text for legend in figure.legends for text in legend.get_texts()]
+    bottom, top = axes.get_ylim()
+    shown = [text for text in texts if text.get_text() and text not in axes.get_yticklabels()]
+    shown += [
+        label
+        for label, place in zip(axes.get_yticklabels(), axes.get_yticks(), strict=True)
+        if min(bottom, top) <= place <= max(bottom, top)
+    ]
+    boxes = [text.get_window_extent() for text in shown]
+    return any(first.overlaps(second) for index, first in enumerate(boxes) for second in boxes[index + 1 :])
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_writes_a_readable_png_and_returns_its_path(plot, tmp_path, figures):
+    path = tmp_path / "new" / "plot.png"
+    assert plot([report_of("small"), report_of("large", 8_000_000_000, shift=3.0)], QA, "f1", path) == path
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        assert image.width >= 800
+    assert not texts_overlap(figures[0])
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_leaves_no_trace_in_global_state(plot, tmp_path):
+    # A plain dict() of the parameters would itself choose a backend.
+    backend, parameters = matplotlib.get_backend(auto_select=False), matplotlib.rcParams.copy()
+    plot([report_of()], QA, "f1", tmp_path / "plot.png")
+    assert matplotlib.get_backend(auto_select=False) == backend
+    assert matplotlib.rcParams.copy() == parameters
+    assert not _pylab_helpers.Gcf.figs
+
+
+def test_ratio_axis_is_logarithmic_with_a_label_per_ratio(tmp_path, figures):
+    plot_quality_by_ratio([report_of(ratios=(4, 8, 16, 32, 64, 128))], QA, "f1", tmp_path / "plot.png")
+    axes = figures[0].axes[0]
+    assert axes.get_xscale() == "log"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4x", "8x", "16x", "32x", "64x", "128x"]
+    assert not texts_overlap(figures[0])
+
+
+def test_quality_by_ratio_draws_the_average_and_both_bounds(tmp_path, figures):
+    plot_quality_by_ratio([report_of()], QA, "f1", tmp_path / "plot.png")
+    lines = {line.get_label(): line for line in figures[0].axes[0].lines}
+    assert list(lines["tiny"].get_xdata()) == [4, 8, 16]
+    assert list(lines["tiny"].get_ydata()) == pytest.approx([68.5, 64.5, 56.5])
+    assert set(lines["full context (teacher)"].get_ydata()) == {80.0}
+    assert set(lines["no context (teacher)"].get_ydata()) == {20.0}
+
+
+def test_quality_by_model_size_draws_a_line_per_ratio_in_order_of_size(tmp_path, figures):
+    reports = [report_of("large", 3_000_000_000, shift=-2.0), report_of("small", 500_000_000, ratios=(4, 8))]
+    plot_quality_by_model_size(reports, QA, "f1", tmp_path / "plot.png")
+    axes = figures[0].axes[0]
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines["4x"].get_xdata()) == [500_000_000, 3_000_000_000]
+    assert list(lines["4x"].get_ydata()) == pytest.approx([68.5, 70.5])
+    # Only the larger model has ratio 16.
+    assert list(lines["16x"].get_xdata()) == [3_000_000_000]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["500M", "3B"]
+
+
+def test_models_of_nearly_one_size_do_not_print_over_each_other(tmp_path, figures):
+    reports = [report_of(name, size) for name, size in (("a", 1_000_000), ("b", 1_050_000), ("c", 900_000_000))]
+    plot_quality_by_model_size(reports, QA, "f1", tmp_path / "plot.png")
+    assert not texts_overlap(figures[0])
+
+
+def test_long_model_names_do_not_print_over_each_other(tmp_path, figures):
+    names = [f"some-organisation/mean-pooling-llama-3.2-1b-instruct-multi-ratio-{index}" for index in range(3)]
+    plot_quality_by_ratio([report_of(name) for name in names], QA, "f1", tmp_path / "plot.png")
+    assert not texts_overlap(figures[0])
+
+
+def test_domain_gap_draws_a_bar_per_model_and_ratio(tmp_path, figures):
+    plot_domain_gap([report_of("a"), report_of("b", shift=1.0)], QA, "f1", tmp_path / "plot.png")
+    axes = figures[0].axes[0]
+    assert len(axes.patches) == 6
+    # 5 points of a range of 60 between the bounds.
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([5 / 60] * 6)
+
+
+@pytest.mark.parametrize(("metric", "scale"), [("perplexity", "log"), ("f1", "linear")])
+def test_widely_spread_perplexities_are_drawn_on_a_logarithmic_axis(metric, scale, tmp_path, figures):
+    report = report_of(metric=metric, ratios=(4, 8))
+    report.add(EvaluationRow("more", "in", QA, "no_context", {metric: 4000.0}, 10))
+    for condition in ("full_context", "ratio=4", "ratio=8"):
+        report.add(EvaluationRow("more", "in", QA, condition, {metric: 20.0}, 10))
+    plot_quality_by_ratio([report], QA, metric, tmp_path / "plot.png")
+    assert figures[0].axes[0].get_yscale() == scale
+    assert not texts_overlap(figures[0])
+
+
+def test_plots_refuse_what_they_cannot_draw(tmp_path):
+    path = tmp_path / "plot.png"
+    for plot in PLOTS:
+        with pytest.raises(ValueError, match="nothing to draw"):
+            plot([], QA, "f1", path)
+        with pytest.raises(ValueError, match="no ratio for task 'continuation'"):
+            plot([report_of()], "continuation", "f1", path)
+        with pytest.raises(ValueError, match="no 'f2'"):
+            plot([report_of()], QA, "f2", path)
+    with pytest.raises(ValueError, match=r"num_parameters.*\['tiny'\]"):
+        plot_quality_by_model_size([report_of(num_parameters=None)], QA, "f1", path)
+    with pytest.raises(ValueError, match="in domain 'out'"):
+        plot_domain_gap([report_of(domains=("in",))], QA, "f1", path)
+    assert not path.exists()

@@ -1,0 +1,204 @@
+"""Averages against the paper's own tables, and the report's file and table."""
+
+import getpass
+import json
+import math
+import os
+import socket
+
+import pytest
+
+from context_compressors.evaluation.report import (
+    EvaluationReport,
+    EvaluationRow,
+    environment,
+    markdown_table,
+    ratio_of,
+)
+
+# Mean-pooling paper, tables 11 to 16, Qwen3-8B, 4x single: (4x, full context, no context).
+PAPER_F1 = {
+    "SQuAD": ("in", 83.76, 86.48, 20.31),
+    "HotpotQA": ("in", 83.3, 84.67, 26.65),
+    "NarrativeQA": ("in", 65.89, 68.0, 10.93),
+    "TriviaQA": ("out", 87.94, 89.65, 53.79),
+    "AdversarialQA": ("out", 53.71, 60.44, 19.15),
+    "ParaphraseRC": ("out", 55.36, 56.77, 7.49),
+}
+QA = "question_answering"
+
+
+def row(dataset="squad", condition="ratio=4", domain="in", task=QA, seed=0, num_samples=10, **metrics):
+    return EvaluationRow(dataset, domain, task, condition, metrics or {"f1": 50.0}, num_samples, seed)
+
+
+def report_of(scores, **fields):
+    """A report from data set -> (domain, 4x, full, none)."""
+    report = EvaluationReport("tiny", **fields)
+    for dataset, (domain, compressed, full, none) in scores.items():
+        for condition, score in (("no_context", none), ("full_context", full), ("ratio=4", compressed)):
+            report.add(row(dataset, condition, domain, f1=score))
+    return report
+
+
+def test_macro_average_of_the_paper():
+    assert report_of(PAPER_F1).macro_average(QA, "f1")["ratio=4"] == pytest.approx(71.66, abs=0.005)
+
+
+def test_normalised_score_is_taken_per_data_set_and_then_averaged():
+    normalized = report_of(PAPER_F1).teacher_normalized(QA, "f1")
+    assert normalized["ratio=4"] == pytest.approx(0.94317, abs=1e-5)
+    assert (normalized["no_context"], normalized["full_context"]) == (0.0, 1.0)
+    # Normalising the macro average gives 0.947837 instead: the two must not be mixed up.
+    assert abs(normalized["ratio=4"] - 0.947837) > 1e-3
+
+
+def test_report_says_how_it_normalises():
+    report = report_of(PAPER_F1)
+    averages = report.to_dict()["averages"][QA]["f1"]
+    assert averages["teacher_normalized_per_dataset_then_averaged"]["ratio=4"] == pytest.approx(0.94317, abs=1e-5)
+    assert "per data set, then averaged" in report.to_markdown()
+
+
+def test_domains_and_their_gap():
+    report = report_of(PAPER_F1)
+    assert report.macro_average(QA, "f1", "in")["ratio=4"] == pytest.approx((83.76 + 83.3 + 65.89) / 3)
+    assert report.macro_average(QA, "f1", "out")["full_context"] == pytest.approx((89.65 + 60.44 + 56.77) / 3)
+    inside = (
+        (83.76 - 20.31) / (86.48 - 20.31) + (83.3 - 26.65) / (84.67 - 26.65) + (65.89 - 10.93) / (68 - 10.93)
+    ) / 3
+    outside = (
+        (87.94 - 53.79) / (89.65 - 53.79) + (53.71 - 19.15) / (60.44 - 19.15) + (55.36 - 7.49) / (56.77 - 7.49)
+    ) / 3
+    assert report.domain_gap(QA, "f1") == {4: pytest.approx(inside - outside)}
+    assert report.averages(QA, "f1")["domain_gap"] == {"ratio=4": pytest.approx(inside - outside)}
+
+
+def test_one_domain_has_no_gap():
+    report = report_of({"squad": ("in", 50.0, 60.0, 10.0)})
+    assert "domain_gap" not in report.averages(QA, "f1")
+    with pytest.raises(ValueError, match="in domain 'out'"):
+        report.domain_gap(QA, "f1")
+
+
+def test_seeds_are_averaged_within_a_data_set_first():
+    report = report_of({"a": ("in", 10.0, 60.0, 0.0), "b": ("in", 40.0, 60.0, 0.0)})
+    report.add(row("a", "ratio=4", seed=1, f1=30.0))
+    assert report.score("a", QA, "ratio=4", "f1") == 20.0
+    assert report.macro_average(QA, "f1")["ratio=4"] == 30.0
+
+
+def test_data_sets_where_the_context_is_worth_nothing_are_left_out_and_named():
+    report = report_of({"a": ("in", 30.0, 50.0, 10.0), "easy": ("in", 90.0, 70.0, 70.0)})
+    assert report.teacher_normalized(QA, "f1")["ratio=4"] == 0.5
+    assert report.averages(QA, "f1")["undefined_datasets"] == ["easy"]
+    assert "(full context = no context): easy." in report.to_markdown()
+
+
+def test_normalised_score_without_any_defined_data_set_is_nan_and_null_in_the_file(tmp_path):
+    report = report_of({"easy": ("in", 90.0, 70.0, 70.0)})
+    assert math.isnan(report.teacher_normalized(QA, "f1")["ratio=4"])
+    content = json.loads(report.save(tmp_path / "report.json").read_text())
+    averages = content["averages"][QA]["f1"]
+    assert averages["teacher_normalized_per_dataset_then_averaged"]["ratio=4"] is None
+
+
+def test_averages_refuse_a_data_set_that_lacks_a_condition():
+    report = report_of(PAPER_F1)
+    report.add(row("SQuAD", "ratio=8", f1=70.0))
+    with pytest.raises(ValueError, match=r"no 'f1' of 'HotpotQA'.*'ratio=8'"):
+        report.macro_average(QA, "f1")
+
+
+def test_averages_refuse_unknown_tasks_domains_and_metrics():
+    report = report_of(PAPER_F1)
+    with pytest.raises(ValueError, match="no data set for task 'translation'"):
+        report.macro_average("translation", "f1")
+    with pytest.raises(ValueError, match="domain must be one of"):
+        report.macro_average(QA, "f1", "inside")
+    with pytest.raises(ValueError, match="no 'f2'"):
+        report.macro_average(QA, "f2")
+
+
+def test_conditions_come_in_the_order_of_ratios():
+    report = EvaluationReport("tiny", rows=[row(condition=f"ratio={ratio}") for ratio in (16, 4, 128, 8)])
+    report.add(row(condition="full_context"))
+    assert report.conditions(QA) == ["full_context", "ratio=4", "ratio=8", "ratio=16", "ratio=128"]
+    assert report.ratios(QA) == [4, 8, 16, 128]
+    assert [ratio_of(name) for name in ("ratio=12", "ratio=x", "no_context")] == [12, None, None]
+
+
+def test_a_row_is_there_once():
+    report = EvaluationReport("tiny", rows=[row()])
+    with pytest.raises(ValueError, match="'squad', 'question_answering', 'ratio=4', 0"):
+        report.add(row())
+    report.add(row(seed=1))
+    assert len(report.rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"domain": "inside"}, "domain must be one of"),
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"num_truncated": 6}, "num_truncated must be 0 to 5, got 6"),
+    ],
+)
+def test_rows_refuse_impossible_values(fields, message):
+    values = {"dataset": "a", "domain": "in", "task": QA, "condition": "ratio=4", "metrics": {}, "num_samples": 5}
+    with pytest.raises(ValueError, match=message):
+        EvaluationRow(**values | fields)
+
+
+def test_bounds_are_named_for_what_they_are():
+    with pytest.raises(ValueError, match="bounds must be one of"):
+        EvaluationReport("tiny", bounds="oracle")
+    assert "(no_context, full_context): teacher" in report_of(PAPER_F1, bounds="teacher").to_markdown()
+
+
+def test_file_gives_the_same_report_back(tmp_path):
+    report = report_of(PAPER_F1, bounds="teacher", num_parameters=12, settings={"seed": 0, "ratios": [4]})
+    for condition, score in (("no_context", math.inf), ("full_context", 7.5), ("ratio=4", math.nan)):
+        report.add(row("openstax", condition, task="continuation", perplexity=score))
+    path = report.save(tmp_path / "new" / "report.json")
+    loaded = EvaluationReport.load(path)
+    assert loaded.to_dict() == report.to_dict()
+    assert math.isnan(loaded.score("openstax", "continuation", "ratio=4", "perplexity"))
+    assert loaded.score("openstax", "continuation", "no_context", "perplexity") == math.inf
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "no json", '{"format_version": 99}'])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"other\.json is not an evaluation report"):
+        EvaluationReport.load(path)
+
+
+def test_environment_names_hardware_and_versions_and_nobody():
+    content = environment()
+    assert content["cpu"]
+    assert content["cpu_cores"] >= 1
+    assert isinstance(content["gpus"], list)
+    assert all(content["versions"][name] for name in ("torch", "transformers", "trl"))
+    values = [content["cpu"], content["system"], content["python"], *content["gpus"]]
+    values += [version for version in content["versions"].values() if version]
+    for private in (socket.gethostname(), os.path.expanduser("~"), os.getcwd(), f"/{getpass.getuser()}"):
+        assert not [value for value in values if private in value]
+
+
+def test_table_shows_every_row_and_every_average():
+    table = report_of(PAPER_F1).to_markdown()
+    lines = table.splitlines()
+    assert sum(line.startswith(("| SQuAD", "| ParaphraseRC")) for line in lines) == 6
+    average = next(line for line in lines if line.startswith("| ratio=4"))
+    cells = [cell.strip() for cell in average.strip("|").split("|")]
+    # Condition, all data sets, teacher-normalised, gap, in-domain, out-of-domain.
+    assert cells == ["ratio=4", "71.66", "0.943", "0.046", "77.65", "65.67"]
+
+
+def test_markdown_table_is_aligned_and_escapes_bars():
+    lines = markdown_table(["a", "long header"], [["x|y", 1], ["z", 22]]).splitlines()
+    assert lines[1] == "|------|-------------|"
+    assert lines[2].startswith("| x\\|y | 1")
+    assert len({len(line) for line in lines}) == 1

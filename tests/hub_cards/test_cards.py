@@ -1,0 +1,157 @@
+"""Model cards: valid metadata, every number beside its bounds, and nothing left out."""
+
+import dataclasses
+import math
+
+import pytest
+from huggingface_hub import ModelCard
+from transformers import LlamaConfig
+
+from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.hub_cards.cards import (
+    Score,
+    TrainingData,
+    TrainingRecord,
+    language_model_card,
+    method_text,
+    model_card,
+    score_table,
+)
+
+RECORD = TrainingRecord(
+    data=[
+        TrainingData("SQuAD", "CC BY-SA 4.0", hub_id="rajpurkar/squad", note="train split"),
+        TrainingData("generated documents", "Apache-2.0"),
+    ],
+    steps=48_000,
+    seeds=[1, 2, 3],
+    hardware="2 CPU cores",
+    tokens=12_345_678,
+    hours=1.5,
+    recipe="recipes/mean_pooling/small.yaml",
+    versions={"torch": "2.13.0"},
+)
+SCORES = [
+    Score("question_answering", "SQuAD", "exact match", 4, 61.25, no_context=3.5, full_context=80.0),
+    Score("continuation", "OpenStax", "perplexity", 8, 21.0, no_context=30.0, full_context=18.125),
+]
+LIMITS = ["It has read English only.", "It was never asked about more than 512 tokens."]
+
+
+def config(**fields: object) -> MeanPoolingConfig:
+    fields = {"base_model_name_or_path": "org/base", "base_model_revision": "abc123", **fields}
+    return MeanPoolingConfig(compression_ratios=(4, 8), **fields)
+
+
+def card(**changes: object) -> str:
+    arguments = {"config": config(), "training": RECORD, "scores": SCORES, "limits": LIMITS, **changes}
+    return model_card(**arguments, model_id="me/mean-pooling-small")
+
+
+def test_metadata_is_read_back_by_the_hub_library():
+    data = ModelCard(card()).data
+    assert data.base_model == "org/base"
+    assert data.datasets == ["rajpurkar/squad"]
+    assert data.library_name == "transformers"
+    assert data.license == "apache-2.0"
+    assert data.tags == ["context-compression", "soft-prompt", "mean-pooling"]
+    assert [(result.metric_name, result.metric_value) for result in data.eval_results] == [
+        ("exact match, ratio 4", 61.25),
+        ("perplexity, ratio 8", 21.0),
+    ]
+    assert [result.task_type for result in data.eval_results] == ["question-answering", "text-generation"]
+
+
+def test_text_names_base_data_training_scores_limits_and_paper():
+    text = ModelCard(card()).text
+    for part in (
+        "org/base, revision abc123",
+        "| Question answering | SQuAD (test) | exact match | 4 | 3.50 | 61.25 | 80.00 |",
+        "| [SQuAD](https://huggingface.co/datasets/rajpurkar/squad) | CC BY-SA 4.0 | train split |",
+        "| generated documents | Apache-2.0 | all |",
+        "Steps: 48,000",
+        "Tokens: 12,345,678",
+        "Seeds: 1, 2, 3",
+        "2 CPU cores, 1.5 hours",
+        "`recipes/mean_pooling/small.yaml`",
+        "torch 2.13.0",
+        *LIMITS,
+        'name = "me/mean-pooling-small"',
+        "ratio=4)",
+        "transformers` and `peft`",
+        "one vector for every 4 or 8 tokens",
+        "eprint        = {2510.20797}",
+    ):
+        assert part in text, part
+    assert "$" not in text
+
+
+@pytest.mark.parametrize("base", ["/data/base", "./base", "checkpoints/models/base", None])
+def test_a_base_that_is_no_hub_id_stays_out_of_the_metadata(base: str | None):
+    text = card(config=config(base_model_name_or_path=base, base_model_revision=None))
+    assert ModelCard(text).data.base_model is None
+    assert (base or "none: trained from the start") in text
+
+
+def test_without_adapters_peft_is_not_asked_for():
+    text = card(config=config(encoder_lora=None, decoder_lora=None))
+    assert "peft" not in text
+    assert "| Encoder | no adapters |" in text
+
+
+def test_a_card_without_scores_says_so():
+    text = card(scores=[])
+    assert "Not measured." in text
+    assert ModelCard(text).data.eval_results is None
+
+
+def test_scores_without_bounds_are_shown_as_dashes():
+    row = score_table([Score("reconstruction", "OpenStax", "BLEU", 4, 12.0)]).splitlines()[-1]
+    assert row == "| Reconstruction | OpenStax (test) | BLEU | 4 | – | 12.00 | – |"
+
+
+def test_language_model_card_puts_its_scores_under_full_context():
+    text = language_model_card(
+        LlamaConfig(vocab_size=4096, max_position_embeddings=2048),
+        RECORD,
+        [Score("question_answering", "generated documents", "exact match", None, 91.0, no_context=2.0)],
+        LIMITS,
+        model_id="checkpoints/base",
+        summary="A small language model.",
+        num_parameters=1_234_567,
+    )
+    assert "| generated documents (test) | exact match | – | 2.00 | – | 91.00 |" in text
+    assert "1,234,567" in text
+    assert "2,048 tokens" in text
+    assert ModelCard(text).data.model_name == "base"
+    assert "$" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"limits": []}, "at least one limit"),
+        ({"scores": [Score("reconstruction", "a", "BLEU", 16, 1.0)]}, r"ratio 16; the checkpoint has \(4, 8\)"),
+    ],
+)
+def test_an_incomplete_or_wrong_card_is_refused(changes: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        card(**changes)
+
+
+@pytest.mark.parametrize("field", ["data", "seeds", "hardware", "steps"])
+def test_a_training_record_without_an_essential_is_refused(field: str):
+    empty = {"data": [], "seeds": [], "hardware": " ", "steps": 0}
+    with pytest.raises(ValueError, match=field.removesuffix("s") if field != "data" else "data set"):
+        dataclasses.replace(RECORD, **{field: empty[field]})
+
+
+@pytest.mark.parametrize(("task", "value"), [("translation", 1.0), ("reconstruction", math.nan)])
+def test_a_wrong_score_is_refused(task: str, value: float):
+    with pytest.raises(ValueError, match=r"translation|finite"):
+        Score(task, "a", "BLEU", 4, value)
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'mean_poling'; there are: .*mean_pooling"):
+        method_text("mean_poling_compressor")

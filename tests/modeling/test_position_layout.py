@@ -1,0 +1,281 @@
+"""Position layouts against the tables of EPL, and their properties."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from context_compressors.modeling.position_layout import (
+    decoder_position_ids,
+    encoder_position_ids,
+    rotate_keys,
+    uniform_memory_ids,
+    voco_position_ids,
+)
+
+
+def assert_ids(ids, length, first, last, total):
+    assert ids.dtype == torch.long
+    assert ids.shape == (length,)
+    assert ids[: len(first)].tolist() == first
+    assert ids[-len(last) :].tolist() == last
+    assert int(ids.sum()) == total
+
+
+@pytest.mark.parametrize(
+    ("layout", "chunk_start", "context", "memory"),
+    [
+        ("default", 0, ([0, 1, 2], [508, 509], 129795), ([510, 511, 512], [610, 611], 57171)),
+        ("uniform", 0, ([1, 2, 3], [509, 510], 130305), ([3, 8, 13], [503, 508], 26061)),
+        ("enhanced", 0, ([1, 2, 3], [509, 510], 130305), ([3, 8, 13], [503, 508], 26061)),
+        ("default", 510, ([0, 1, 2], [508, 509], 129795), ([510, 511, 512], [610, 611], 57171)),
+        ("uniform", 510, ([511, 512, 513], [1019, 1020], 390405), ([513, 518, 523], [1013, 1018], 78081)),
+        ("enhanced", 510, ([511, 512, 513], [1019, 1020], 390405), ([513, 518, 523], [1013, 1018], 78081)),
+    ],
+)
+def test_encoder_ids_of_tables_1_and_12(layout, chunk_start, context, memory):
+    context_ids, memory_ids = encoder_position_ids(510, 102, layout, chunk_start)
+    assert_ids(context_ids, 510, *context)
+    assert_ids(memory_ids, 102, *memory)
+
+
+RUNNING = ([0, 1, 2], [202, 203], 20706, [0, 101, 102, 203])
+AS_ENCODED_BY_DEFAULT = ([510, 511, 512], [610, 611], 114342, [510, 611, 510, 611])
+SPREAD = ([3, 8, 13], [1013, 1018], 104142, [3, 508, 513, 1018])
+AFTER_MEMORY = ([204, 205, 206], [1223, 1224], 728994)
+QUESTION_AFTER_MEMORY = ([204, 205, 206], [258, 259], 12964)
+QUESTION_AFTER_CONTEXT = ([1020, 1021, 1022], [1074, 1075], 58660)
+RECONSTRUCTION = ([0, 1, 2], [1019, 1020], 520710)
+CONTINUATION = ([1020, 1021, 1022], [2039, 2040], 1562130)
+
+
+@pytest.mark.parametrize(
+    ("layout", "carrier", "task", "num_text_tokens", "memory", "text"),
+    [
+        # Tables 2 and 13: autoencoding.
+        ("default", "embeddings", "reconstruction", 1021, RUNNING, AFTER_MEMORY),
+        ("default", "key_values", "reconstruction", 1021, AS_ENCODED_BY_DEFAULT, AFTER_MEMORY),
+        ("enhanced", "embeddings", "reconstruction", 1021, SPREAD, RECONSTRUCTION),
+        ("enhanced", "key_values", "reconstruction", 1021, SPREAD, RECONSTRUCTION),
+        ("uniform", "embeddings", "reconstruction", 1021, RUNNING, AFTER_MEMORY),
+        ("uniform", "key_values", "reconstruction", 1021, SPREAD, AFTER_MEMORY),
+        # Tables 3 and 14: language modelling.
+        ("default", "embeddings", "continuation", 1021, RUNNING, AFTER_MEMORY),
+        ("default", "key_values", "continuation", 1021, AS_ENCODED_BY_DEFAULT, AFTER_MEMORY),
+        ("enhanced", "embeddings", "continuation", 1021, SPREAD, CONTINUATION),
+        ("enhanced", "key_values", "continuation", 1021, SPREAD, CONTINUATION),
+        ("uniform", "embeddings", "continuation", 1021, RUNNING, AFTER_MEMORY),
+        ("uniform", "key_values", "continuation", 1021, SPREAD, AFTER_MEMORY),
+        # Table 15: question answering, |Q| = 50, |A| = 5.
+        ("default", "embeddings", "continuation", 56, RUNNING, QUESTION_AFTER_MEMORY),
+        ("default", "key_values", "continuation", 56, AS_ENCODED_BY_DEFAULT, QUESTION_AFTER_MEMORY),
+        ("enhanced", "embeddings", "continuation", 56, SPREAD, QUESTION_AFTER_CONTEXT),
+        ("enhanced", "key_values", "continuation", 56, SPREAD, QUESTION_AFTER_CONTEXT),
+        ("uniform", "embeddings", "continuation", 56, RUNNING, QUESTION_AFTER_MEMORY),
+        ("uniform", "key_values", "continuation", 56, SPREAD, QUESTION_AFTER_MEMORY),
+    ],
+)
+def test_decoder_ids_of_tables_2_3_and_13_to_15(layout, carrier, task, num_text_tokens, memory, text):
+    memory_ids, text_ids = decoder_position_ids([510, 510], [102, 102], num_text_tokens, layout, carrier, task)
+    assert_ids(memory_ids, 204, *memory[:3])
+    assert [int(memory_ids[index]) for index in (0, 101, 102, 203)] == memory[3]
+    assert_ids(text_ids, num_text_tokens, *text)
+
+
+@pytest.mark.parametrize(
+    ("start_id", "num_tokens", "num_memory_tokens", "expected"),
+    [
+        (1, 6, 2, [2, 5]),  # Figure 1
+        (1, 8, 4, [2, 4, 6, 8]),
+        (1, 7, 4, [1, 3, 5, 7]),
+        (1, 10, 3, [2, 6, 9]),
+        (11, 10, 3, [12, 16, 19]),
+        (6, 10, 3, [7, 10, 14]),  # no shift of the row before: ties go to the even id
+        (1, 13, 2, [4, 10]),
+        (1, 4, 1, [2]),
+        (1, 1, 1, [1]),
+        (0, 28, 10, [1, 4, 6, 9, 12, 15, 18, 20, 23, 26]),  # a float32 linspace gives 7 in the third place
+        (35, 34, 7, [37, 42, 47, 52, 56, 61, 66]),  # and 51 in the fourth here
+        (0, 576, 2, [144, 432]),
+    ],
+)
+def test_algorithm_1_by_hand(start_id, num_tokens, num_memory_tokens, expected):
+    assert uniform_memory_ids(start_id, num_tokens, num_memory_tokens).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("start_id", "num_tokens", "num_memory_tokens", "first", "last", "total"),
+    [
+        (1, 512, 128, [2, 6, 10], [506, 510], 32768),
+        (513, 512, 128, [514, 518, 522], [1018, 1022], 98304),
+        (0, 576, 128, [2, 6, 11], [569, 573], 36800),
+    ],
+)
+def test_algorithm_1_on_long_chunks(start_id, num_tokens, num_memory_tokens, first, last, total):
+    assert_ids(uniform_memory_ids(start_id, num_tokens, num_memory_tokens), num_memory_tokens, first, last, total)
+
+
+def test_odd_integer_ratios_agree_with_strides():
+    # The middle of each group: every fifth id from the third.
+    assert torch.equal(uniform_memory_ids(1, 510, 102), torch.arange(3, 511, 5))
+
+
+def largest_distance(num_tokens, memory_ids):
+    """How far the worst context token is from its nearest memory token, context ids from 1."""
+    context_ids = torch.arange(1, num_tokens + 1)
+    return int((context_ids[:, None] - memory_ids[None]).abs().min(dim=1).values.max())
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_memory_tokens", "distance"),
+    [(510, 102, 2), (512, 128, 2), (6, 2, 1), (37, 3, 6), (100, 15, 3), (1, 1, 0)],
+)
+def test_largest_distance_is_the_optimum_of_section_3_2_1(num_tokens, num_memory_tokens, distance):
+    assert largest_distance(num_tokens, uniform_memory_ids(1, num_tokens, num_memory_tokens)) == distance
+
+
+@given(st.integers(0, 10_000), st.integers(1, 400), st.data())
+def test_uniform_ids_are_exact_ascending_within_the_context_and_optimal(start_id, num_tokens, data):
+    num_memory_tokens = data.draw(st.integers(1, num_tokens))
+    memory_ids = uniform_memory_ids(start_id, num_tokens, num_memory_tokens)
+    ratio = Fraction(num_tokens, num_memory_tokens)
+    exact = [round(start_id + (ratio - 1) / 2 + index * ratio) for index in range(num_memory_tokens)]
+    assert memory_ids.tolist() == exact
+    assert (memory_ids[1:] > memory_ids[:-1]).all()
+    assert memory_ids[0] >= start_id
+    assert memory_ids[-1] < start_id + num_tokens
+    bound = -(-num_tokens // num_memory_tokens) // 2
+    assert largest_distance(num_tokens, memory_ids - start_id + 1) <= bound
+
+
+@given(st.integers(0, 1000), st.integers(1, 30), st.integers(1, 100))
+def test_more_memory_than_context_stays_within_the_context(start_id, num_tokens, num_memory_tokens):
+    memory_ids = uniform_memory_ids(start_id, num_tokens, num_memory_tokens)
+    assert memory_ids.shape == (num_memory_tokens,)
+    assert (memory_ids[1:] >= memory_ids[:-1]).all()
+    assert memory_ids.min() >= start_id
+    assert memory_ids.max() < start_id + num_tokens
+
+
+def split_into_chunks(num_tokens, chunk_size, ratio):
+    lengths = [min(chunk_size, num_tokens - start) for start in range(0, num_tokens, chunk_size)]
+    return lengths, [-(-length // ratio) for length in lengths]
+
+
+def test_a_short_last_chunk_spreads_over_its_own_span():
+    lengths, counts = split_into_chunks(1200, 510, 5)
+    assert (lengths, counts) == ([510, 510, 180], [102, 102, 36])
+    context_ids, memory_ids = encoder_position_ids(180, 36, "enhanced", chunk_start=1020)
+    assert_ids(context_ids, 180, [1021, 1022, 1023], [1199, 1200], 199890)
+    assert_ids(memory_ids, 36, [1023, 1028, 1033], [1193, 1198], 39978)
+    for task, layout, first_text_id in (
+        ("reconstruction", "enhanced", 0),
+        ("continuation", "enhanced", 1200),
+        ("continuation", "default", 240),
+    ):
+        assert decoder_position_ids(lengths, counts, 1, layout, "embeddings", task)[1].tolist() == [first_text_id]
+
+
+def test_default_key_values_of_a_short_chunk_start_at_its_own_length():
+    memory_ids, _ = decoder_position_ids([4, 3], [2, 2], 1, "default", "key_values", "continuation")
+    assert memory_ids.tolist() == [4, 5, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("text_length", "prefix_length", "num_chunks"), [(510, 255, 1), (1021, 510, 1), (2040, 1020, 2), (4080, 2040, 4)]
+)
+def test_the_task_token_stands_where_the_first_half_of_appendix_c_ends(text_length, prefix_length, num_chunks):
+    assert text_length // 2 == prefix_length
+    lengths, counts = split_into_chunks(prefix_length, 510, 5)
+    assert len(lengths) == num_chunks
+    num_text_tokens = 1 + text_length - prefix_length
+    _, text_ids = decoder_position_ids(lengths, counts, num_text_tokens, "enhanced", "embeddings", "continuation")
+    assert (int(text_ids[0]), int(text_ids[-1])) == (prefix_length, text_length)
+
+
+@given(
+    st.integers(0, 500),
+    st.integers(1, 120),
+    st.integers(1, 130),
+    st.integers(0, 20),
+    st.sampled_from(["default", "uniform", "enhanced"]),
+    st.sampled_from(["embeddings", "key_values"]),
+    st.sampled_from(["reconstruction", "continuation"]),
+)
+def test_decoder_ids_of_any_chunking(num_tokens, chunk_size, ratio, num_text_tokens, layout, carrier, task):
+    lengths, counts = split_into_chunks(num_tokens, chunk_size, ratio)
+    memory_ids, text_ids = decoder_position_ids(lengths, counts, num_text_tokens, layout, carrier, task)
+    assert memory_ids.shape == (sum(counts),)
+    first_text_id = sum(counts)
+    if layout == "enhanced":
+        first_text_id = 0 if task == "reconstruction" else num_tokens
+    assert text_ids.tolist() == list(range(first_text_id, first_text_id + num_text_tokens))
+    encoded, start = [], 0
+    for length, count in zip(lengths, counts, strict=True):
+        context_ids, chunk_memory_ids = encoder_position_ids(length, count, layout, start)
+        first = 0 if layout == "default" else start + 1
+        assert context_ids.tolist() == list(range(first, first + length))
+        encoded += chunk_memory_ids.tolist()
+        start += length
+    is_running = carrier == "embeddings" and layout != "enhanced"
+    assert memory_ids.tolist() == (list(range(sum(counts))) if is_running else encoded)
+    if layout == "enhanced" and num_tokens:
+        # Consistent with the context: ascending, and no continuation token in front of what it continues.
+        assert (memory_ids[1:] > memory_ids[:-1]).all()
+        assert memory_ids.max() <= num_tokens
+
+
+@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
+def test_no_context_gives_no_ids(layout):
+    context_ids, memory_ids = encoder_position_ids(0, 0, layout)
+    assert (context_ids.shape, memory_ids.shape) == ((0,), (0,))
+    memory_ids, text_ids = decoder_position_ids([], [], 2, layout, "embeddings", "continuation")
+    assert memory_ids.shape == (0,)
+    assert memory_ids.dtype == torch.long
+    assert text_ids.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "voco", "following"),
+    [
+        ("default", [6, 7], [8, 9, 10, 11, 12, 13]),
+        ("uniform", [1, 4], [8, 9, 10, 11, 12, 13]),
+        ("enhanced", [1, 4], [6, 7, 8, 9, 10, 11]),
+    ],
+)
+def test_voco_llama_layout_of_figure_8(layout, voco, following):
+    ids = voco_position_ids(6, 2, 6, layout)
+    assert [part.tolist() for part in ids] == [[0, 1, 2, 3, 4, 5], voco, following]
+
+
+def test_voco_llama_layout_after_other_text():
+    ids = voco_position_ids(6, 2, 2, start_id=10)
+    assert [part.tolist() for part in ids] == [[10, 11, 12, 13, 14, 15], [11, 14], [16, 17]]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: encoder_position_ids(4, 1, "linear"), ValueError, "default, uniform, enhanced, got 'linear'"),
+        (lambda: encoder_position_ids(-4, 1, "default"), ValueError, "num_tokens.*-4"),
+        (lambda: encoder_position_ids(4, -1, "default"), ValueError, "num_memory_tokens.*-1"),
+        (lambda: encoder_position_ids(4, 1, "default", -1), ValueError, "chunk_start.*-1"),
+        (lambda: encoder_position_ids(4.0, 1, "default"), TypeError, "num_tokens.*4.0"),
+        (lambda: encoder_position_ids(0, 3, "uniform"), ValueError, "got 3"),
+        (lambda: uniform_memory_ids(-1, 4, 2), ValueError, "start_id.*-1"),
+        (lambda: uniform_memory_ids(0, True, 1), TypeError, "True"),
+        (lambda: decoder_position_ids([4], [1, 1], 1, "default", "embeddings", "continuation"), ValueError, "1 .* 2"),
+        (lambda: decoder_position_ids([4], [1], -1, "default", "embeddings", "continuation"), ValueError, "-1"),
+        (lambda: decoder_position_ids([4], [1], 1, "default", "tokens", "continuation"), ValueError, "'tokens'"),
+        (lambda: decoder_position_ids([4], [1], 1, "default", "embeddings", "qa"), ValueError, "'qa'"),
+        (lambda: voco_position_ids(4, 2, 1, "other"), ValueError, "'other'"),
+        (lambda: voco_position_ids(0, 2, 1), ValueError, "got 2"),
+        (lambda: rotate_keys(torch.ones(2, 1, 3, 4), torch.ones(1), torch.ones(2)), ValueError, r"\(1,\)"),
+        (lambda: rotate_keys(torch.ones(2, 1, 3, 4), torch.ones(2), torch.ones(4)), ValueError, r"\(4,\)"),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

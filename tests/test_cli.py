@@ -1,0 +1,347 @@
+"""The command line: nearest names, help with examples, and compress and ask on a tiny model."""
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from context_compressors import cli
+from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.documents import Document, read_documents
+from context_compressors.modeling.compressed_context import CompressedContext
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+
+TEXTS = {"first": "The mill stands by the river.", "second": "Nora keeps eleven bees, and Olaf none at all."}
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def model_folder(
+    llama: LlamaConfig, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    torch.manual_seed(0)
+    model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=llama, compression_ratios=(4, 8)))
+    # Weights at their usual start leave the slots without influence on the answer.
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[str]:
+    for name, text in TEXTS.items():
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    return [str(tmp_path / f"{name}.txt") for name in TEXTS]
+
+
+def slots(text: str, ratio: int) -> int:
+    return math.ceil(len(text.encode()) / ratio)
+
+
+# --- finding the command ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["comprss"], "unknown command 'comprss'; did you mean 'compress'?"),
+        (["evaluation"], "did you mean 'evaluate'?"),
+        (["--hlep"], "unknown option '--hlep'; did you mean '--help'?"),
+        (["qqq"], "allowed: ask, compress, evaluate, train"),
+        ([], "usage: context-compressors"),
+    ],
+)
+def test_a_wrong_command_is_refused_with_the_nearest_one(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["compress", "m", "a.txt", "--ration", "4"], "unknown option '--ration'; did you mean '--ratio'?"),
+        (["compress", "m", "a.txt", "--batch_size=4"], "unknown option '--batch_size'; did you mean '--batch-size'?"),
+        (["compress", "m", "a.txt", "--ratio", "four"], "'four' is not a whole number of at least 1"),
+        (["compress", "m", "a.txt", "--ratio", "0"], "'0' is not a whole number of at least 1"),
+        (["compress", "m", "a.txt", "--dtype", "int8"], "'int8'"),
+        (["ask", "m", "a.txt", "--questions", "Who?"], "unknown option '--questions'; did you mean '--question'?"),
+        (["ask", "m"], "sources"),
+    ],
+)
+def test_a_wrong_option_exits_with_2_and_the_nearest_one(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(argv)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "compress", "ask"])
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([command, "--help"])
+    assert exit_info.value.code == 0
+    output = capsys.readouterr().out
+    assert "examples:" in output
+    assert f"context-compressors {command} " in output.partition("examples:")[2]
+
+
+def test_an_error_is_one_line_unless_the_traceback_is_asked_for(capsys: pytest.CaptureFixture[str]):
+    argv = ["compress", "model", "nowhere.txt"]
+    assert cli.main(argv) == 1
+    assert capsys.readouterr().err.startswith("context-compressors compress: error: nowhere.txt is not there")
+    with pytest.raises(ValueError, match=r"nowhere\.txt is not there"):
+        cli.main(["--traceback", *argv])
+
+
+# --- reading documents ---
+
+
+def test_documents_come_from_text_jsonl_parquet_and_standard_input(
+    documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    jsonl, parquet = tmp_path / "rows.jsonl", tmp_path / "table.parquet"
+    jsonl.write_text('{"context": "one"}\n\n{"context": "two", "other": 1}\n', encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.table({"context": ["three", "four"], "n": [1, 2]}), parquet)
+    monkeypatch.setattr("sys.stdin", io.StringIO("five"))
+    assert read_documents([documents[0], str(jsonl), str(parquet), "-"]) == [
+        Document("first", TEXTS["first"]),
+        Document("rows-000001", "one"),
+        Document("rows-000002", "two"),
+        Document("table-000001", "three"),
+        Document("table-000002", "four"),
+        Document("stdin", "five"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b" \n", "'a' is empty"),
+        ("a.txt", b"\xff\xfe\x00", "not a text file in UTF-8"),
+        ("a.jsonl", b'{"contxt": "x"}', "line 1 has no column 'context'; did you mean 'contxt'"),
+        ("a.jsonl", b"{", "line 1 is not JSON"),
+        ("a.jsonl", b"[1]", "line 1 is not a JSON object"),
+        ("a.jsonl", b'{"context": 3}', "row 1: 'context' is int, not text"),
+        ("a.parquet", b"no", "not a Parquet file"),
+        ("b/c.txt", b"", "is not there"),
+    ],
+)
+def test_an_unreadable_document_is_refused(name: str, content: bytes, message: str, tmp_path: Path):
+    path = tmp_path / name
+    if path.parent.is_dir():
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_documents([str(path)])
+
+
+def test_a_wrong_parquet_column_and_a_folder_are_refused(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"context": ["x"], "question": ["y"]}), path)
+    with pytest.raises(ValueError, match="no column 'contexts'; did you mean 'context'"):
+        read_documents([str(path)], column="contexts")
+    with pytest.raises(ValueError, match="a folder, not a file"):
+        read_documents([str(tmp_path)])
+
+
+# --- compress ---
+
+
+def test_compress_writes_one_memory_file_a_document(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "memories"
+    assert cli.main(["compress", model_folder, *documents, "--output", str(output), "--ratio", "8"]) == 0
+    printed = capsys.readouterr()
+    assert sorted(printed.out.split()) == [str(output / f"{name}.safetensors") for name in TEXTS]
+    total = sum(slots(text, 8) for text in TEXTS.values())
+    assert f"2 documents with {sum(map(len, TEXTS.values()))} tokens: {total} slots" in printed.err
+    model = MeanPoolingForCausalLM.from_pretrained(model_folder)
+    for name, text in TEXTS.items():
+        memory = CompressedContext.load(output / f"{name}.safetensors")
+        alone = model.compress(torch.tensor([_ids(text)]), ratio=8)
+        assert memory.embeddings.shape == (1, slots(text, 8), 16)
+        torch.testing.assert_close(memory.embeddings, alone.embeddings, atol=1e-4, rtol=0)
+
+
+def _ids(text: str) -> list[int]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [alphabet.index("Ġ" if letter == " " else letter) for letter in text]
+
+
+def test_compress_keeps_several_ratios_apart_and_takes_the_first_by_default(
+    model_folder: str, documents: list[str], tmp_path: Path
+):
+    text = TEXTS["first"]
+    arguments = ["compress", model_folder, documents[0], "--output", str(tmp_path)]
+    assert cli.main([*arguments, "--ratio", "4", "--ratio", "8"]) == 0
+    assert cli.main(arguments) == 0
+    found = {path.name: int(CompressedContext.load(path).num_slots) for path in tmp_path.glob("*.safetensors")}
+    assert found == {
+        "first.x4.safetensors": slots(text, 4),
+        "first.x8.safetensors": slots(text, 8),
+        "first.safetensors": slots(text, 4),
+    }
+
+
+def test_compress_overwrites_with_force_only(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    old = tmp_path / "second.safetensors"
+    old.write_bytes(b"old")
+    arguments = ["compress", model_folder, *documents, "--output", str(tmp_path)]
+    assert cli.main(arguments) == 1
+    assert "second.safetensors and 0 more exist: pass --force" in capsys.readouterr().err
+    assert old.read_bytes() == b"old"
+    assert not (tmp_path / "first.safetensors").exists()
+    assert cli.main([*arguments, "--force"]) == 0
+    assert int(CompressedContext.load(old).num_slots) == slots(TEXTS["second"], 4)
+
+
+def test_compress_says_how_many_documents_it_cut(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["compress", model_folder, *documents, "--output", str(tmp_path), "--max-tokens", "30"]) == 0
+    assert "cut 1 of 2 documents to their first 30 tokens" in capsys.readouterr().err
+    assert int(CompressedContext.load(tmp_path / "second.safetensors").num_context_tokens) == 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ratio", "5"], r"4.*8"),
+        (["--column", "context", "missing.txt"], "missing.txt is not there"),
+        (["first.txt"], "two documents have the name 'first'"),
+    ],
+)
+def test_compress_refuses_what_it_cannot_do(
+    arguments: list[str],
+    message: str,
+    model_folder: str,
+    documents: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compress", model_folder, *documents, "--output", "out", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("context-compressors compress: error: ")
+    assert re.search(message, error)
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_an_untrained_ratio_is_a_choice(model_folder: str, documents: list[str], tmp_path: Path):
+    arguments = ["compress", model_folder, documents[0], "--output", str(tmp_path), "--ratio", "5"]
+    assert cli.main([*arguments, "--allow-untrained-ratio"]) == 0
+    assert int(CompressedContext.load(tmp_path / "first.safetensors").num_slots) == slots(TEXTS["first"], 5)
+
+
+def test_models_that_are_no_compressors_or_untrusted_are_refused(
+    llama: LlamaConfig,
+    model_folder: str,
+    documents: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    plain, foreign = tmp_path / "plain", tmp_path / "foreign"
+    LlamaForCausalLM(llama).save_pretrained(plain)
+    foreign.mkdir()
+    fields = json.loads((Path(model_folder) / "config.json").read_text(encoding="utf-8"))
+    (foreign / "config.json").write_text(json.dumps({**fields, "model_type": "someone_elses"}), encoding="utf-8")
+    for model, message in (
+        (plain, "is a model of type 'llama', not a context compressor"),
+        (foreign, "has a method of its own, 'someone_elses': read its code, then pass --trust-remote-code"),
+        (tmp_path / "nowhere", "there is no model"),
+    ):
+        assert cli.main(["compress", str(model), *documents, "--output", str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err
+
+
+# --- ask ---
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    capsys.readouterr()
+    assert cli.main(["ask", *arguments, "--max-new-tokens", "8"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_memory_file_and_its_document_give_the_same_answer(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["compress", model_folder, *documents, "--output", str(tmp_path)]) == 0
+    memories = [str(tmp_path / f"{name}.safetensors") for name in TEXTS]
+    question = ["--question", "Where is it?"]
+    answers = [ask(capsys, model_folder, memory, *question) for memory in memories]
+    assert answers == [ask(capsys, model_folder, document, *question) for document in documents]
+    assert answers[0] != answers[1]
+    together = ask(capsys, model_folder, *memories, *question)
+    assert together == ask(capsys, model_folder, memories[0], documents[1], *question)
+    assert together not in answers
+
+
+def test_questions_come_from_the_option_or_line_by_line(
+    model_folder: str, documents: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    given = ask(capsys, model_folder, documents[0], "--question", "Who?", "--question", "Where is it?")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nWhere is it?\n"))
+    assert ask(capsys, model_folder, documents[0]) == given
+
+
+def test_ask_refuses_what_it_cannot_do(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["compress", model_folder, documents[0], "--output", str(tmp_path)]) == 0
+    memory = tmp_path / "first.safetensors"
+    for arguments, message in (
+        ([str(memory), "--ratio", "8"], "a memory file has its ratio already"),
+        (["nowhere.safetensors"], "there is no memory file nowhere.safetensors"),
+        (["-"], "questions must be given with --question"),
+    ):
+        assert cli.main(["ask", model_folder, *arguments]) == 1
+        assert message in capsys.readouterr().err
+    content = bytearray(memory.read_bytes())
+    content[-1] ^= 1
+    memory.write_bytes(content)
+    assert cli.main(["ask", model_folder, str(memory), "--question", "Who?"]) == 1
+    assert "was altered" in capsys.readouterr().err

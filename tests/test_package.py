@@ -1,0 +1,159 @@
+"""The wheel and the editable install hold everything, and the root package stays light."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import context_compressors
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+FOLDERS = SETTINGS["tool"]["setuptools"]["package-dir"]
+
+# Runs isolated, so that neither the working directory nor PYTHONPATH can lend it a module.
+IMPORT_ALL = """
+import importlib, pathlib, sys
+import context_compressors as package
+
+root = pathlib.Path(sys.argv[1]).resolve()
+for name in package.__all__:
+    getattr(package, name)
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+names = [name for name in sys.modules if name.split(".")[0] == "context_compressors"]
+strangers = [name for name in names if not pathlib.Path(sys.modules[name].__file__).resolve().is_relative_to(root)]
+assert not strangers, f"not from {root}: {strangers}"
+print(len(names), package.__version__)
+"""
+
+
+def product_files(pattern: str = "*") -> set[str]:
+    """Every file of the packages, by its path in the wheel."""
+    return {
+        (Path(package.replace(".", "/")) / path.relative_to(ROOT / folder)).as_posix()
+        for package, folder in FOLDERS.items()
+        for path in (ROOT / folder).rglob(pattern)
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, f"{command} failed:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture
+def source_copy(tmp_path: Path) -> Path:
+    """The files that make the distribution, so that a build leaves nothing in the checkout."""
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for folder in FOLDERS.values():
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return copy
+
+
+@pytest.fixture
+def clean_environment(tmp_path: Path) -> Path:
+    """A virtual environment with this one's dependencies, and without this package.
+
+    A line of a .pth file adds the folder alone: the .pth files inside it, the editable install's among them, are not
+    read.
+    """
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
+    dependencies = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
+    (own / "dependencies.pth").write_text("\n".join(dependencies) + "\n", encoding="utf-8")
+    return folder
+
+
+def environment_file(folder: Path, name: str) -> Path:
+    paths = {"base": str(folder), "platbase": str(folder)}
+    return Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / name
+
+
+def install(environment: Path, *arguments: object) -> None:
+    python = environment_file(environment, "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    run(*pip, "--no-build-isolation", *arguments)
+
+
+def check_install(environment: Path, root: Path, elsewhere: Path) -> None:
+    """Import everything, and run the command, from a directory that is not the checkout."""
+    elsewhere.mkdir()
+    python = environment_file(environment, "python")
+    modules = {file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in product_files("*.py")}
+    count, version = (
+        run(python, "-I", "-c", IMPORT_ALL, root, *sorted(modules), cwd=elsewhere).splitlines()[-1].split()
+    )
+    assert int(count) == len(modules)
+    assert version == context_compressors.__version__
+    command = environment_file(environment, "context-compressors")
+    assert "compress" in run(command, "--help", cwd=elsewhere)
+    assert version in run(command, "--version", cwd=elsewhere)
+
+
+def test_every_folder_with_code_is_a_listed_package():
+    listed = {Path(folder) for folder in FOLDERS.values()}
+    assert set(SETTINGS["tool"]["setuptools"]["packages"]) == set(FOLDERS)
+    for folder in FOLDERS.values():
+        for path in (ROOT / folder).rglob("*.py"):
+            assert path.parent.relative_to(ROOT) in listed, f"{path} is in no listed package"
+
+
+def test_version_is_the_same_everywhere():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", context_compressors.__version__)
+    assert importlib.metadata.version("context-compressors") == context_compressors.__version__
+    assert "version" in SETTINGS["project"]["dynamic"]
+
+
+def test_public_names_are_listed_and_an_unknown_one_is_refused():
+    assert set(context_compressors.__all__) <= set(dir(context_compressors))
+    with pytest.raises(AttributeError, match="CompresorConfig"):
+        context_compressors.CompresorConfig  # noqa: B018
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_root_package_and_help_load_no_torch(arguments: tuple[str, ...], tmp_path: Path):
+    code = "import sys, context_compressors.cli as cli\n"
+    code += f"cli.main({list(arguments)})\n" if arguments else "import context_compressors\n"
+    code += "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
+    run(sys.executable, "-I", "-c", code, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_file_and_works_in_a_clean_environment(
+    source_copy: Path, clean_environment: Path, tmp_path: Path
+):
+    wheels = tmp_path / "wheels"
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    run(*pip, "--wheel-dir", wheels, source_copy)
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert product_files() <= names, f"missing in the wheel: {sorted(product_files() - names)}"
+    assert "context_compressors/training/prompts.yaml" in names
+    assert any(re.fullmatch(r"context_compressors/training/recipes/mean_pooling/.*\.yaml", name) for name in names)
+    install(clean_environment, wheel)
+    check_install(clean_environment, clean_environment, tmp_path / "elsewhere")
+
+
+@pytest.mark.slow
+def test_editable_install_works_in_a_clean_environment(source_copy: Path, clean_environment: Path, tmp_path: Path):
+    install(clean_environment, "--editable", source_copy)
+    check_install(clean_environment, source_copy, tmp_path / "elsewhere")

@@ -1,0 +1,1 @@
+"""Training: data, prompts, collators, trainers, recipes and the train command."""

@@ -1,0 +1,215 @@
+"""The fields of a recipe, and reading them from a YAML file and the command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import SFTConfig, TrlParser
+
+from .data import DataSource
+from .suggestions import check_choice, nearest
+
+OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation")
+OPTIMIZERS = ("adamw", "muon")
+RATIO_MODES = ("all", "random")
+
+
+def _structured(name: str, value: Any, kind: type) -> Any:
+    """A mapping or list field, which the command line gives as YAML text."""
+    if isinstance(value, str):
+        value = yaml.safe_load(value)
+    if value is not None and not isinstance(value, kind):
+        word = "a mapping" if kind is dict else "a list"
+        raise ValueError(f"{name} must be {word}, got {value!r}")
+    return value
+
+
+@dataclass
+class ModelArguments:
+    """What is trained.
+
+    Args:
+        base: folder or Hub id of the pretrained language model to start from.
+        base_revision: revision of `base` on the Hub.
+        checkpoint: a compressor checkpoint to go on from, instead of `base`.
+        model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`.
+        tokenizer: folder or Hub id of a tokenizer; that of `base` or `checkpoint` when not given.
+        train_tokenizer: arguments of `train_tokenizer`, e.g. `{vocab_size: 4096}`, for a new language model.
+        method: compression method, e.g. "mean_pooling".
+        method_config: configuration fields of the method, e.g. `{compression_ratios: [4, 8]}`.
+        teacher: folder of the full-context teacher that distillation learns from; the base itself when not given.
+        teacher_lora: rank, alpha, dropout and target modules of the teacher's adapters; `None` trains all weights.
+        dtype: weights' type: float32, bfloat16 or float16.
+        attn_implementation: eager, sdpa or flash_attention_2.
+    """
+
+    base: str | None = field(default=None, metadata={"help": "folder or Hub id of the base language model"})
+    base_revision: str | None = field(default=None, metadata={"help": "revision of the base on the Hub"})
+    checkpoint: str | None = field(default=None, metadata={"help": "compressor checkpoint to go on from"})
+    model_config: dict | str | None = field(default=None, metadata={"help": "configuration of a new language model"})
+    tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id of the tokenizer"})
+    train_tokenizer: dict | str | None = field(default=None, metadata={"help": "settings of a new tokenizer"})
+    method: str = field(default="mean_pooling", metadata={"help": "compression method"})
+    method_config: dict | str | None = field(default=None, metadata={"help": "configuration fields of the method"})
+    teacher: str | None = field(default=None, metadata={"help": "folder of the full-context teacher"})
+    teacher_lora: dict | str | None = field(default=None, metadata={"help": "adapters of the teacher"})
+    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16"})
+    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2"})
+
+    def __post_init__(self) -> None:
+        for name in ("model_config", "train_tokenizer", "method_config", "teacher_lora"):
+            setattr(self, name, _structured(name, getattr(self, name), dict))
+        check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+
+
+@dataclass
+class DataArguments:
+    """What it is trained on.
+
+    Args:
+        sources: list of sources, see `data.DataSource`.
+        eval_sources: list of sources to evaluate the loss on, in the same form.
+        data_dir: folder that the sources' paths are relative to.
+        prompts: file of prompt templates; the packaged one when not given.
+        canonical_prompts: the first template of each task only.
+        max_context_tokens: contexts are cut to so many tokens (counted in the log).
+        min_context_tokens: shortest window of a plain text, and shortest generated document.
+        max_target_tokens: targets are cut to so many tokens (counted in the log).
+        full_context_share: share of rows that keep the context as text (so that the decoder still reads text).
+        length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
+        row_mixture: share of each kind of row of language modelling.
+        tokens_per_batch: tokens in a batch of language modelling.
+        max_questions: questions about one document in a row of language modelling.
+    """
+
+    sources: list | str | None = field(default=None, metadata={"help": "data sources"})
+    eval_sources: list | str | None = field(default=None, metadata={"help": "data sources to evaluate the loss on"})
+    data_dir: str | None = field(default=None, metadata={"help": "folder with the data files"})
+    prompts: str | None = field(default=None, metadata={"help": "file of prompt templates"})
+    canonical_prompts: bool = field(default=False, metadata={"help": "the first template of each task only"})
+    max_context_tokens: int = field(default=1024, metadata={"help": "longest context in tokens"})
+    min_context_tokens: int = field(default=32, metadata={"help": "shortest text window in tokens"})
+    max_target_tokens: int = field(default=256, metadata={"help": "longest target in tokens"})
+    full_context_share: float = field(default=0.0, metadata={"help": "share of rows that keep the context as text"})
+    length_schedule: list | str | None = field(default=None, metadata={"help": "how the length limit grows"})
+    row_mixture: dict | str | None = field(default=None, metadata={"help": "share of each kind of row"})
+    tokens_per_batch: int = field(default=4096, metadata={"help": "tokens in a batch of language modelling"})
+    max_questions: int = field(default=8, metadata={"help": "questions about one document in a row"})
+
+    def __post_init__(self) -> None:
+        for name, kind in (("sources", list), ("eval_sources", list), ("length_schedule", list), ("row_mixture", dict)):
+            setattr(self, name, _structured(name, getattr(self, name), kind))
+        for name in ("max_context_tokens", "max_target_tokens", "tokens_per_batch", "max_questions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 1 <= self.min_context_tokens <= self.max_context_tokens:
+            raise ValueError(
+                f"min_context_tokens must be 1 to max_context_tokens ({self.max_context_tokens}), "
+                f"got {self.min_context_tokens}"
+            )
+        if not 0 <= self.full_context_share <= 1:
+            raise ValueError(f"full_context_share must be 0 to 1, got {self.full_context_share}")
+
+    def parsed_sources(self, name: str = "sources") -> list[DataSource]:
+        """The entries of `sources` or `eval_sources`; `ValueError` when there are none in `sources`."""
+        entries = getattr(self, name) or []
+        if not entries and name == "sources":
+            raise ValueError("the recipe has no sources: give at least one {path | name | generated: true, tasks}")
+        return [DataSource.from_mapping(entry) for entry in entries]
+
+
+@dataclass
+class TrainingConfig(SFTConfig):
+    """`trl.SFTConfig` with what compression adds.
+
+    Args:
+        objective: language_modeling, teacher, compression or distillation.
+        optimizer: adamw or muon (language modelling only).
+        muon_learning_rate: of the hidden matrices under Muon; `learning_rate` is AdamW's.
+        muon_momentum: momentum of Muon.
+        ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step.
+        distillation_chunk_size: answer tokens whose vocabulary scores are in memory at once.
+    """
+
+    objective: str = field(default="compression", metadata={"help": ", ".join(OBJECTIVES)})
+    optimizer: str = field(default="adamw", metadata={"help": "adamw or muon (language modelling only)"})
+    muon_learning_rate: float = field(default=0.02, metadata={"help": "learning rate of Muon's matrices"})
+    muon_momentum: float = field(default=0.95, metadata={"help": "momentum of Muon"})
+    ratio_mode: str = field(default="all", metadata={"help": "all ratios at each step, or one drawn at random"})
+    distillation_chunk_size: int = field(default=256, metadata={"help": "answer tokens scored at once"})
+
+    def __post_init__(self) -> None:
+        check_choice("objective", self.objective, OBJECTIVES)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("ratio_mode", self.ratio_mode, RATIO_MODES)
+        if self.optimizer == "muon" and self.objective != "language_modeling":
+            raise ValueError(f"optimizer muon is for objective language_modeling, not {self.objective}")
+        if self.distillation_chunk_size < 1:
+            raise ValueError(f"distillation_chunk_size must be at least 1, got {self.distillation_chunk_size}")
+        super().__post_init__()
+
+
+def _check_names(parser: TrlParser, recipe: dict[str, Any], argv: Sequence[str]) -> None:
+    known = {action.dest for action in parser._actions} - {"help"}
+    for name in recipe:
+        if name not in known | {"env"}:
+            raise ValueError(f"unknown field {name!r} in the recipe{nearest(str(name), known)}")
+    for argument in argv:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and name[2:].replace("-", "_") not in known | {"help"}:
+            # argparse would also take a unique beginning of a name: too easily the wrong field.
+            raise ValueError(f"unknown field {name!r}{nearest(name[2:].replace('-', '_'), known)}")
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    """Read a recipe's YAML mapping; `ValueError` names the nearest file when there is none, or what is wrong in it."""
+    file = Path(path)
+    if not file.is_file():
+        packaged = {str(p.relative_to(Path(__file__).parent)): p for p in Path(__file__).parent.glob("recipes/**/*.yaml")}
+        names = {name.removeprefix("recipes/"): p for name, p in packaged.items()} | packaged
+        key = path.removeprefix("training/")
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.4)
+            raise ValueError(f"there is no recipe {path!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        file = names[key]
+    with open(file, encoding="utf-8") as stream:
+        recipe = yaml.safe_load(stream)
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path} must hold fields and values (a YAML mapping), got {type(recipe).__name__}")
+    return recipe
+
+
+def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -> tuple[Any, ...]:
+    """Parse `RECIPE.yaml [--field value]` into (ModelArguments, DataArguments, TrainingConfig).
+
+    Raises:
+        ValueError: no such recipe, an unknown field (the nearest right one is named), or a value not allowed.
+    """
+    parser = TrlParser(
+        (ModelArguments, DataArguments, TrainingConfig),
+        prog=prog,
+        usage=f"{prog} RECIPE.yaml [--field value ...]",
+        description="Train a base model, a full-context teacher or a compressor from a recipe.",
+        epilog=(
+            "examples:\n"
+            f"  {prog} embedded/base.yaml --data_dir DATA --output_dir checkpoints/base\n"
+            f"  {prog} mean_pooling/multi_ratio.yaml --base Qwen/Qwen3-0.6B --output_dir out\n"
+            f"  {prog} my_recipe.yaml --resume_from_checkpoint latest\n"
+        ),
+    )
+    if not argv or argv[0] in ("-h", "--help"):
+        parser.parse_args(["--help"])
+    if argv[0].startswith("-"):
+        raise ValueError(f"the first argument is the recipe's file, got {argv[0]!r}")
+    recipe = read_recipe(argv[0])
+    _check_names(parser, recipe, argv[1:])
+    if "output_dir" in recipe and recipe["output_dir"] is None:
+        recipe.pop("output_dir")
+    recipe.pop("env", None)
+    parser.set_defaults_with_config(**recipe)
+    return parser.parse_args_into_dataclasses(args=list(argv[1:]))

@@ -1,0 +1,194 @@
+"""Data sources of a recipe: Hub data sets, local Parquet or JSONL files, and generated documents.
+
+A source is a mapping such as `{path: qa_squad_train.parquet, tasks: [question_answering], weight: 2}`. Rows have the
+columns `context` with `question` and `answers`, `context` with `summary`, or `text`.
+"""
+
+from __future__ import annotations
+
+import glob
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.json
+import pyarrow.parquet
+from transformers import PreTrainedTokenizerBase
+
+from .prompts import TASKS
+from .suggestions import check_choice, nearest
+
+_TEXT_TASKS = ("reconstruction", "continuation")
+_NEEDED_COLUMNS = {
+    "question_answering": ("context", "question", "answers"),
+    "summarisation": ("context", "summary"),
+}
+_READERS = {".parquet": pyarrow.parquet.read_table, ".jsonl": pyarrow.json.read_json, ".json": pyarrow.json.read_json}
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One entry of a recipe's `sources`.
+
+    Args:
+        name: a data set on the Hub.
+        path: Parquet or JSONL file, or a pattern such as `text_*_train.parquet`, relative to `data_dir`.
+        generated: documents of `generated.py` instead of a file.
+        config: the Hub data set's configuration.
+        split: the Hub data set's split, or of generated documents: "train" or "test".
+        tasks: what is trained on it, among `TASKS`.
+        weight: how often it is drawn, relative to the other sources.
+        max_samples: keep a fixed random choice of so many rows.
+        kind: only this kind of generated document.
+    """
+
+    name: str | None = None
+    path: str | None = None
+    generated: bool = False
+    config: str | None = None
+    split: str = "train"
+    tasks: tuple[str, ...] = ()
+    weight: float = 1.0
+    max_samples: int | None = None
+    kind: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum((self.name is not None, self.path is not None, bool(self.generated))) != 1:
+            raise ValueError(f"a source has exactly one of name, path and generated: true, got {self.label!r}")
+        tasks = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks)
+        object.__setattr__(self, "tasks", tasks)
+        if not tasks:
+            raise ValueError(f"source {self.label!r} needs tasks, among {TASKS}")
+        for task in tasks:
+            check_choice(f"task of source {self.label!r}:", task, TASKS)
+        if self.generated and "summarisation" in tasks:
+            raise ValueError("generated documents have no summaries: take summarisation out of their tasks")
+        if not self.weight > 0:
+            raise ValueError(f"weight of source {self.label!r} must be above 0, got {self.weight!r}")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ValueError(f"max_samples of source {self.label!r} must be at least 1, got {self.max_samples!r}")
+
+    @property
+    def label(self) -> str:
+        """The name to show: Hub name, path or "generated"."""
+        return self.name or self.path or "generated"
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> DataSource:
+        """Build a source from a recipe's entry; an unknown key raises `ValueError` with the nearest right one."""
+        if not isinstance(mapping, Mapping):
+            raise ValueError(f"a source is a mapping such as {{path: FILE, tasks: [TASK]}}, got {mapping!r}")
+        allowed = [field.name for field in fields(cls)]
+        for key in mapping:
+            check_choice("field of a source", key, allowed)
+        return cls(**mapping)
+
+
+def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) -> pyarrow.Table:
+    """Read the rows of a file or Hub source, and check that its tasks have their columns.
+
+    Args:
+        source: where to read; not a generated one.
+        data_dir: folder that local paths are relative to.
+        seed: draws the rows that `max_samples` keeps.
+
+    Raises:
+        ValueError: no such file, an unknown file type, a missing column or no row.
+    """
+    table = _read_hub(source) if source.name is not None else _read_files(source, data_dir)
+    columns = table.column_names
+    for task in source.tasks:
+        for column in _NEEDED_COLUMNS.get(task, ()):
+            if column not in columns:
+                raise ValueError(
+                    f"source {source.label!r} has no column {column!r}, which {task} needs{nearest(column, columns)}"
+                )
+        if task in _TEXT_TASKS and not {"text", "context"} & set(columns):
+            raise ValueError(
+                f"source {source.label!r} has no column 'text' or 'context', which {task} needs{nearest('text', columns)}"
+            )
+    if table.num_rows == 0:
+        raise ValueError(f"source {source.label!r} has no rows")
+    if source.max_samples is not None and source.max_samples < table.num_rows:
+        kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
+        table = table.take(kept)
+    return table
+
+
+def _read_files(source: DataSource, data_dir: str | None) -> pyarrow.Table:
+    pattern = Path(data_dir or ".").expanduser() / source.path
+    paths = sorted(glob.glob(str(pattern)))
+    if not paths:
+        folder = pattern.parent
+        present = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        reason = nearest(pattern.name, present) if present else "; give the folder with the data files as data_dir"
+        raise ValueError(f"source {source.path!r}: there is no file {pattern}{reason}")
+    tables = []
+    for path in paths:
+        check_choice(f"file type of {path}:", Path(path).suffix, _READERS)
+        tables.append(_READERS[Path(path).suffix](path))
+    shared = [name for name in tables[0].column_names if all(name in table.column_names for table in tables)]
+    return pyarrow.concat_tables([table.select(shared) for table in tables], promote_options="permissive")
+
+
+def _read_hub(source: DataSource) -> pyarrow.Table:
+    from datasets import load_dataset
+
+    return load_dataset(source.name, source.config, split=source.split).with_format("arrow")[:]
+
+
+def distinct_texts(table: pyarrow.Table) -> list[str]:
+    """The distinct `text` (or, where there is none, `context`) values of a table, in order."""
+    column = "text" if "text" in table.column_names else "context"
+    return list(dict.fromkeys(table[column].to_pylist()))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text, with no special tokens added."""
+    # The wrapper's own overhead is ten times the encoding of a short string.
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None:
+        return fast.encode(text, add_special_tokens=False).ids
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that text starts with: BOS, or EOS where the tokenizer has no BOS; `ValueError` when it has neither."""
+    for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ValueError("the tokenizer has neither a BOS nor an EOS token: set one before training")
+
+
+class TokenizedTexts(Sequence):
+    """Texts as integer arrays, each tokenized when it is first asked for and then kept.
+
+    Args:
+        texts: the texts.
+        tokenizer: makes the token ids.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase):
+        self._texts = list(texts)
+        self._tokenizer = tokenizer
+        self._ids: list[np.ndarray | None] = [None] * len(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        ids = self._ids[index]
+        if ids is None:
+            ids = self._ids[index] = np.asarray(encode(self._tokenizer, self._texts[index]), dtype=np.int32)
+            self._texts[index] = ""
+        return ids
+
+    def window(self, length: int, rng: random.Random) -> list[int]:
+        """A window of `length` tokens from a random offset of a random text (the whole text when it is shorter)."""
+        ids = self[rng.randrange(len(self))]
+        start = rng.randrange(max(1, len(ids) - length + 1))
+        return ids[start : start + length].tolist()

@@ -1,0 +1,123 @@
+"""Muon for the hidden matrices, AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+class MuonWithAdamW(torch.optim.AdamW):
+    """AdamW whose parameter groups with `muon=True` are updated by Muon (momentum, then orthogonalisation).
+
+    One optimizer rather than two, so that one learning-rate schedule and one saved state serve both.
+    `torch.optim.Muon` orthogonalises in bfloat16, matrix by matrix: on a CPU that is several times slower than this
+    float32 version, which stacks the matrices of one shape.
+
+    Args:
+        params: parameter groups; a group with `muon=True` holds matrices only and uses `lr` and `momentum`.
+        lr: learning rate of groups that give none.
+        momentum: of the Muon groups.
+        betas: of the AdamW groups.
+        weight_decay: of groups that give none (decoupled in both).
+
+    Raises:
+        ValueError: a Muon group with a parameter that is not a matrix.
+    """
+
+    def __init__(
+        self,
+        params: list[dict],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+    ):
+        for group in params:
+            group.setdefault("muon", False)
+            group.setdefault("momentum", momentum)
+            group["params"] = list(group["params"])
+            if group["muon"] and any(parameter.ndim != 2 for parameter in group["params"]):
+                raise ValueError("Muon updates matrices only: put other parameters into a group without muon=True")
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        for group in groups:
+            if group["muon"]:
+                self._muon_step(group)
+        try:
+            self.param_groups = [group for group in groups if not group["muon"]]
+            super().step()
+        finally:
+            self.param_groups = groups
+        return loss
+
+    def _muon_step(self, group: dict) -> None:
+        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_shape[parameter.shape].append(parameter)
+        for (rows, columns), parameters in by_shape.items():
+            updates = []
+            for parameter in parameters:
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
+                updates.append(parameter.grad + group["momentum"] * buffer)
+            scale = group["lr"] * max(1.0, rows / columns) ** 0.5
+            for parameter, update in zip(parameters, orthogonalise(torch.stack(updates)), strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+
+
+def orthogonalise(matrices: torch.Tensor, num_iterations: int = 5) -> torch.Tensor:
+    """Bring the singular values of each matrix near 1 by the quintic Newton-Schulz iteration of Muon.
+
+    Args:
+        matrices: (num_matrices, rows, columns), any scale; a zero matrix stays zero.
+        num_iterations: 5 brings singular values into about 0.7 to 1.2.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(num_iterations):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def parameter_groups(
+    model: nn.Module, optimizer: str, learning_rate: float, muon_learning_rate: float, weight_decay: float
+) -> list[dict]:
+    """Split the trainable parameters of a model: hidden matrices (Muon, if asked), other matrices, the rest.
+
+    Args:
+        model: embeddings and output heads are told from hidden matrices by `get_input_embeddings` and
+            `get_output_embeddings`.
+        optimizer: "muon" or "adamw".
+        learning_rate: of AdamW.
+        muon_learning_rate: of Muon.
+        weight_decay: of every matrix; vectors have none.
+    """
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    not_hidden = {id(p) for table in tables if table is not None for p in table.parameters()}
+    hidden, matrices, vectors = [], [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            is_hidden = optimizer == "muon" and parameter.ndim == 2 and id(parameter) not in not_hidden
+            (hidden if is_hidden else matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups = [
+        {"params": hidden, "muon": True, "lr": muon_learning_rate, "weight_decay": weight_decay},
+        {"params": matrices, "muon": False, "lr": learning_rate, "weight_decay": weight_decay},
+        {"params": vectors, "muon": False, "lr": learning_rate, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,62 @@
+"""Prompt templates: what stands between a context and the target, read from `prompts.yaml`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import yaml
+
+TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
+
+
+@cache
+def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
+    """Read the templates of every task.
+
+    Args:
+        path: a YAML file with one list of templates per task; the packaged `prompts.yaml` when `None`.
+
+    Returns:
+        Task -> templates; the first template of a task is the canonical one.
+
+    Raises:
+        ValueError: a task is missing or unknown, or a template does not hold `{question}` exactly where it has to.
+    """
+    file = Path(path) if path is not None else Path(__file__).with_name("prompts.yaml")
+    with open(file, encoding="utf-8") as stream:
+        content = yaml.safe_load(stream)
+    if not isinstance(content, dict) or set(content) != set(TASKS):
+        found = sorted(content) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"{file} must hold one list of templates for each of {TASKS}, got {found}")
+    for task, templates in content.items():
+        if not isinstance(templates, list) or not templates or not all(isinstance(t, str) for t in templates):
+            raise ValueError(f"{file}: {task} must be a list of one or more strings, got {templates!r}")
+        for template in templates:
+            if template.count("{question}") != (task == "question_answering"):
+                raise ValueError(f"{file}: {{question}} stands once in each question_answering template only: {template!r}")
+    return MappingProxyType({task: tuple(content[task]) for task in TASKS})
+
+
+def format_prompt(task: str, question: str = "", *, rng: random.Random | None = None, path: str | None = None) -> str:
+    """Fill a template of a task.
+
+    Args:
+        task: one of `TASKS`.
+        question: the question, for question answering.
+        rng: draws the template; the canonical first one is taken when `None`.
+        path: a file of templates of one's own.
+
+    Raises:
+        ValueError: an unknown task.
+    """
+    prompts = load_prompts(path)
+    if task not in prompts:
+        raise ValueError(f"task must be one of {TASKS}, got {task!r}")
+    templates: Sequence[str] = prompts[task]
+    template = templates[0] if rng is None else rng.choice(templates)
+    # str.format would trip over braces inside the question.
+    return template.replace("{question}", question)

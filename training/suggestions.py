@@ -1,0 +1,22 @@
+"""Refusals that name the nearest right name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the whole list when none is near."""
+    names = sorted(map(str, allowed))
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if matches:
+        return f"; did you mean {matches[0]!r}?"
+    return f"; allowed: {', '.join(names)}" if names else ""
+
+
+def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
+    """Raise `ValueError` naming `what`, the value and the nearest allowed one, unless the value is allowed."""
+    names = list(allowed)
+    if value not in names:
+        raise ValueError(f"unknown {what} {value!r}{nearest(str(value), names)}")
