@@ -71,7 +71,9 @@ class CompressorConfig(PreTrainedConfig):
     ):
         # A config class must be constructible without arguments: `to_diff_dict` compares with that instance.
         self.decoder_config = _language_model_config("decoder_config", decoder_config or {"model_type": "llama"})
-        self.encoder_config = None if encoder_config is None else _language_model_config("encoder_config", encoder_config)
+        self.encoder_config = (
+            None if encoder_config is None else _language_model_config("encoder_config", encoder_config)
+        )
         self.base_model_name_or_path = base_model_name_or_path
         self.base_model_revision = base_model_revision
         self.compression_ratios = _ratios(compression_ratios)
@@ -189,12 +191,20 @@ def _lora(field: str, value: Any) -> dict[str, Any] | None:
         raise ValueError(f"`{field}['rank']` must be an int of at least 1, got {lora['rank']!r}")
     if isinstance(lora["alpha"], bool) or not isinstance(lora["alpha"], (int, float)) or lora["alpha"] <= 0:
         raise ValueError(f"`{field}['alpha']` must be a number above 0, got {lora['alpha']!r}")
-    if isinstance(lora["dropout"], bool) or not isinstance(lora["dropout"], (int, float)) or not 0 <= lora["dropout"] < 1:
-        raise ValueError(f"`{field}['dropout']` must be a number from 0 up to, not including, 1, got {lora['dropout']!r}")
+    if (
+        isinstance(lora["dropout"], bool)
+        or not isinstance(lora["dropout"], (int, float))
+        or not 0 <= lora["dropout"] < 1
+    ):
+        raise ValueError(
+            f"`{field}['dropout']` must be a number from 0 up to, not including, 1, got {lora['dropout']!r}"
+        )
     targets = lora["target_modules"]
     names = isinstance(targets, (list, tuple)) and targets and all(isinstance(name, str) and name for name in targets)
     if targets != "all-linear" and not names:
-        raise ValueError(f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}")
+        raise ValueError(
+            f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
+        )
     lora["target_modules"] = "all-linear" if targets == "all-linear" else list(targets)
     return lora
 

@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ..training.prompts import TASKS
 from ..training.suggestions import check_choice, nearest
 from .plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
 from .report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, EvaluationRow, ratio_condition
-from .samples import EvaluationDataset, SampleBuilder, load_dataset_source
+from .samples import EvaluationDataset, Sample, SampleBuilder, load_dataset_source
 from .scoring import Condition, Scorer
 from .settings import DEFAULT_TASKS, EvaluationSettings
 
@@ -87,6 +88,7 @@ def evaluate_model(
         settings.continuation_tokens,
         settings.truncate_context,
         settings.seed,
+        _max_context_tokens(model.config),
     )
     # All samples are made before anything is scored, so that a data set that does not fit is refused at once.
     samples = [(dataset, task, builder.build(dataset, task, settings.max_samples)) for dataset, task in work]
@@ -104,34 +106,46 @@ def evaluate_model(
         num_parameters=model.num_parameters(),
         settings={**asdict(settings), "ratios": ratios, "dtype": str(model.dtype), "device": model.device.type},
     )
-    models = [model] if teacher is None else [model, teacher]
-    modes = [entry.training for entry in models]
-    bar = tqdm(total=sum(len(entries) for *_, entries in samples), desc="evaluate", disable=not progress)
+    with _evaluation_mode([model] if teacher is None else [model, teacher]):
+        _score_all(report, scorer, samples, settings, progress)
+    return report
+
+
+@contextmanager
+def _evaluation_mode(models: Sequence[PreTrainedModel]) -> Iterator[None]:
+    modes = [model.training for model in models]
     try:
-        for entry in models:
-            entry.eval()
-        for dataset, task, entries in samples:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
+
+
+def _score_all(
+    report: EvaluationReport,
+    scorer: Scorer,
+    work: Sequence[tuple[EvaluationDataset, str, list[Sample]]],
+    settings: EvaluationSettings,
+    progress: bool,
+) -> None:
+    total = sum(len(samples) for *_, samples in work)
+    with tqdm(total=total, desc="evaluate", unit="sample", disable=not progress) as bar:
+        for dataset, task, samples in work:
             bar.set_postfix_str(f"{dataset.name}, {task}")
             scores = scorer.score(
                 task,
-                entries,
+                samples,
                 settings.batch_size,
                 settings.max_new_tokens.get(task),
                 settings.reconstruction_bleu,
                 bar.update,
             )
-            truncated = sum(sample.truncated for sample in entries)
-            for name, metrics in scores.items():
-                report.add(
-                    EvaluationRow(
-                        dataset.name, dataset.domain, task, name, metrics, len(entries), settings.seed, truncated
-                    )
-                )
-    finally:
-        bar.close()
-        for entry, mode in zip(models, modes, strict=True):
-            entry.train(mode)
-    return report
+            truncated = sum(sample.truncated for sample in samples)
+            for condition, metrics in scores.items():
+                row = (dataset.name, dataset.domain, task, condition, metrics)
+                report.add(EvaluationRow(*row, len(samples), settings.seed, truncated))
 
 
 def model_label(name: str) -> str:
@@ -187,6 +201,11 @@ def _max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:
     texts = [config.get_text_config(decoder=True) for config in configs]
     limits = [getattr(config, "max_position_embeddings", None) for config in texts]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _max_context_tokens(config: PreTrainedConfig) -> int | None:
+    encoder_config = config.encoder_config or config.decoder_config
+    return None if config.chunk_size is not None else getattr(encoder_config, "max_position_embeddings", None)
 
 
 def _task_start_ids(config: PreTrainedConfig) -> dict[str, int]:

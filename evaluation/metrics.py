@@ -157,7 +157,8 @@ def perplexity(total_nll: float, num_tokens: int) -> float:
 def teacher_normalized(score: float, full: float, none: float) -> float:
     """Share of the context's worth that is kept: `(score - none) / (full - none)`.
 
-    Works for scores where lower is better, too, since the sign cancels.
+    Works for scores where lower is better, too, since the sign cancels. It only means something where the full context
+    helps: a teacher that does worse with the context than without turns the scale round.
 
     Args:
         score: the score with the compressed context.

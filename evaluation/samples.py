@@ -1,6 +1,7 @@
 """From data sources to tokenized evaluation samples; every condition sees the same ones."""
 
 import logging
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..training.data import DataSource, encode, read_rows
-from ..training.generated import generate_document
+from ..training.generated import GeneratedDocument, generate_document
 from ..training.prompts import TASKS, format_prompt
 from ..training.suggestions import check_choice
 from .report import DOMAINS
@@ -21,6 +22,7 @@ _FILE_TYPES = (".parquet", ".jsonl", ".json")
 _HOPS = {"one_hop": 1, "two_hop": 2}
 # Reading a source needs a task; this one asks for no more than a text or a context.
 _ANY_TEXT = ("reconstruction",)
+_ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class EvaluationDataset:
 
     def tasks(self) -> tuple[str, ...]:
         """The tasks that its columns allow."""
-        columns = set(self.examples[0])
+        columns = set(self.examples[0]).intersection(*self.examples)
         needs = {
             "question_answering": {"context", "question", "answers"} <= columns,
             "summarisation": {"context", "summary"} <= columns,
@@ -123,12 +125,7 @@ def _generated_examples(
     rng = random.Random(f"{seed}/evaluation")
     examples = []
     for _ in range(num_documents):
-        document = generate_document(
-            rng.randrange(2**31),
-            num_tokens=document_tokens,
-            split="test",
-            count_tokens=lambda text: len(encode(tokenizer, text)),
-        )
+        document = _draw_document(tokenizer, rng, document_tokens)
         examples += [
             {"context": document.text, "question": question.question, "answers": [question.answer]}
             for question in document.questions
@@ -137,18 +134,36 @@ def _generated_examples(
     return examples
 
 
+def _draw_document(tokenizer: PreTrainedTokenizerBase, rng: random.Random, num_tokens: int) -> GeneratedDocument:
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return generate_document(
+                rng.randrange(2**31),
+                num_tokens=num_tokens,
+                split="test",
+                count_tokens=lambda text: len(encode(tokenizer, text)),
+            )
+        except ValueError:
+            # With a short limit, the first sentence of some seeds does not fit; the next seed's may.
+            if attempt == _ATTEMPTS:
+                raise
+
+
 @dataclass(frozen=True)
 class SampleBuilder:
     """Makes the samples of a task, and keeps each within the model's positions.
 
     Args:
         tokenizer: makes the token ids; its EOS ends every target.
-        max_positions: number of positions of the model, `None` for no limit.
+        max_positions: positions for context, prompt and target together, `None` for no limit.
         max_new_tokens: task -> most tokens that an answer or summary may have.
         context_tokens: length of the windows that reconstruction and continuation take from a text.
         continuation_tokens: length of what follows such a window in continuation.
         truncate_context: cut contexts that do not fit, and count them, instead of raising.
         seed: draws samples and windows.
+        max_context_tokens: most tokens that the encoder reads, `None` for no limit.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -158,6 +173,7 @@ class SampleBuilder:
     continuation_tokens: int
     truncate_context: bool = False
     seed: int = 0
+    max_context_tokens: int | None = None
 
     def build(self, dataset: EvaluationDataset, task: str, max_samples: int | None = None) -> list[Sample]:
         """Make the samples of a task: all of them, or `max_samples` drawn by the seed.
@@ -167,7 +183,7 @@ class SampleBuilder:
         """
         if task not in dataset.tasks():
             raise ValueError(f"data set {dataset.name!r} cannot serve {task}; its columns allow {dataset.tasks()}")
-        examples = _examples_of(task, dataset.examples)
+        examples = _examples_of(task, dataset)
         if max_samples is not None and max_samples < len(examples):
             rng = random.Random(f"{self.seed}/{dataset.name}/{task}")
             examples = [examples[index] for index in sorted(rng.sample(range(len(examples)), max_samples))]
@@ -178,7 +194,10 @@ class SampleBuilder:
             logger.warning("%s: %d texts of less than two tokens left out", dataset.name, len(samples) - len(kept))
         if not kept:
             raise ValueError(f"data set {dataset.name!r} has no text of two tokens or more for {task}")
-        return [self._fit(task, sample, dataset.name) for sample in kept]
+        fitted = [self._fit(task, sample, dataset.name) for sample in kept]
+        if truncated := sum(sample.truncated for sample in fitted):
+            logger.warning("%s, %s: %d of %d contexts truncated", dataset.name, task, truncated, len(fitted))
+        return fitted
 
     def _sample(self, task: str, example: Mapping[str, Any], rng: random.Random) -> Sample | None:
         eos = self.tokenizer.eos_token_id
@@ -200,21 +219,26 @@ class SampleBuilder:
         continuation = window[split:]
         return Sample(window[:split], prompt_ids, [*continuation, eos], [self.tokenizer.decode(continuation)])
 
-    def _fit(self, task: str, sample: Sample, name: str) -> Sample:
+    def _room(self, task: str, sample: Sample) -> float:
+        """Tokens that the context may have, beside start token, prompt and the longest thing that may follow."""
+        limit = math.inf if self.max_context_tokens is None else self.max_context_tokens
         if self.max_positions is None:
-            return sample
-        tail = max(len(sample.target_ids), self.max_new_tokens.get(task, 0))
+            return limit
         room = self.max_positions - 1 - len(sample.prompt_ids)
-        # The target of a reconstruction is the context itself and EOS, so cutting one cuts the other.
-        room = (room - 1) // 2 if task == "reconstruction" else room - tail
-        length = len(sample.context_ids)
+        if task == "reconstruction":
+            # Its target is the context itself and EOS.
+            return min(limit, (room - 1) // 2)
+        return min(limit, room - max(len(sample.target_ids), self.max_new_tokens.get(task, 0)))
+
+    def _fit(self, task: str, sample: Sample, name: str) -> Sample:
+        length, room = len(sample.context_ids), self._room(task, sample)
         if length <= room:
             return sample
         if not self.truncate_context or room < 1:
             advice = "allow truncation (--truncate-context)" if room >= 1 else "ask for fewer new tokens"
             raise ValueError(
                 f"data set {name!r}, {task}: a context of {length} tokens with its prompt and target does not fit: "
-                f"the model's {self.max_positions} positions leave {max(room, 0)} for the context; {advice}"
+                f"the model's positions leave {max(room, 0)} tokens for the context; {advice}"
             )
         if task == "continuation":
             # What stands right before the continuation matters most.
@@ -226,14 +250,26 @@ class SampleBuilder:
         return Sample(context_ids, sample.prompt_ids, sample.target_ids, sample.references, True)
 
 
-def _examples_of(task: str, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
     if task == "question_answering":
-        return [dict(example) for example in examples]
+        return [{**example, "answers": _answers(example["answers"], dataset.name)} for example in dataset.examples]
     if task == "summarisation":
         # Several summaries of one context are several rows; together they are the references of one sample.
         references: dict[str, list[str]] = {}
-        for example in examples:
+        for example in dataset.examples:
             references.setdefault(example["context"], []).append(example["summary"])
         return [{"context": context, "answers": summaries} for context, summaries in references.items()]
-    texts = (example.get("text") or example.get("context") or "" for example in examples)
+    texts = (example.get("text") or example.get("context") or "" for example in dataset.examples)
     return [{"text": text} for text in dict.fromkeys(texts)]
+
+
+def _answers(value: Any, name: str) -> list[str]:
+    """The accepted answers, from a list, a single string, or SQuAD's mapping with `text`."""
+    if isinstance(value, Mapping):
+        value = value.get("text")
+    answers = [value] if isinstance(value, str) else list(value or ())
+    if not answers or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(
+            f"data set {name!r} has a question without answers: got {value!r}, a list of strings is needed"
+        )
+    return answers

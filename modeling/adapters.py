@@ -15,11 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 ENCODER, DECODER = "encoder", "decoder"
 OWN_ADAPTERS = (ENCODER, DECODER)
+_LAYERS = "_context_compressor_lora_layers"
 
 
 def lora_layers(model: nn.Module) -> list[nn.Module]:
     """All LoRA layers below `model` that hold one of this project's adapters."""
-    return [module for module in model.modules() if any(name in getattr(module, "lora_A", ()) for name in OWN_ADAPTERS)]
+    layers = model.__dict__.get(_LAYERS)
+    if layers is None:
+        layers = [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
+        # Walking a whole model at every generated token would cost as much as the token.
+        model.__dict__[_LAYERS] = layers
+    return layers
 
 
 def linear_module_names(model: nn.Module) -> list[str]:
@@ -63,12 +69,15 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any]) -> None:
         # A second adapter on a shared base is what is wanted here.
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         inject_adapter_in_model(config, model, adapter_name=name)
+    model.__dict__.pop(_LAYERS, None)
     for parameter_name, parameter in model.named_parameters():
         if f".{name}." in parameter_name and "lora_" in parameter_name:
             parameter.data = parameter.data.float()
             # Without the mark, the backbone's own initialisation would overwrite the zeros of B.
             parameter._is_hf_initialized = True
     for layer in lora_layers(model):
+        # Outside of any switch the backbone is the decoder.
+        layer._active_adapter = [DECODER] if DECODER in layer.lora_A else []
         for part in ("lora_A", "lora_B"):
             for module in getattr(layer, part).values():
                 module._is_hf_initialized = True
@@ -106,25 +115,25 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
     this project's adapters is active.
     """
     layers = lora_layers(model)
-    if not layers:
-        return nullcontext()
+    active = active_adapters(layers)
     wanted = []
-    for layer, active in zip(layers, active_adapters(layers), strict=True):
+    for layer, names in zip(layers, active, strict=True):
         own = [name] if name is not None and name in layer.lora_A else []
-        wanted.append(own + [other for other in active if other not in OWN_ADAPTERS])
-    return _activated(layers, wanted)
+        wanted.append(own + [other for other in names if other not in OWN_ADAPTERS])
+    return nullcontext() if wanted == active else _activated(layers, wanted)
 
 
 def checkpoint_with_adapters(model: nn.Module) -> Callable[..., Any]:
     """A gradient-checkpointing function that recomputes with the adapters that were active in the forward pass.
 
-    Plain checkpointing recomputes a layer with whatever adapter is active during backward, which is silently wrong when
-    encoder and decoder share their base. It is always non-reentrant: reentrant checkpointing would lose the gradients
-    of a frozen base's adapters.
+    Plain checkpointing recomputes a layer with whatever adapter is active during backward, which is silently wrong
+    when encoder and decoder share their base. It is always non-reentrant: reentrant checkpointing would lose the
+    gradients of a frozen base's adapters.
     """
 
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+
     def run(function: Callable[..., Any], *args: Any) -> Any:
-        layers = lora_layers(model)
         active = active_adapters(layers)
         return checkpoint(
             function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _activated(layers, active))
@@ -141,3 +150,4 @@ def merge_lora(model: nn.Module, name: str) -> None:
             layer.merge(safe_merge=True, adapter_names=[name])
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
+    model.__dict__.pop(_LAYERS, None)

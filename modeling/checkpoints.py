@@ -43,14 +43,16 @@ class CheckpointMixin:
                 `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
         Returns:
-            The compressor in evaluation mode, with the base's weights held once and its own parts at their start values.
+            The compressor in evaluation mode: the base's weights, held once, and its own parts at their start values.
 
         Raises:
             ValueError: a field that the configuration does not have, or a value that it does not allow.
         """
         loading = {name: fields.pop(name) for name in _LOADING_ARGUMENTS if name in fields}
         cls._check_fields(fields)
-        source = {name: loading[name] for name in loading if name not in ("dtype", "attn_implementation", "device_map")}
+        source = {
+            name: loading[name] for name in loading if name not in ("dtype", "attn_implementation", "device_map")
+        }
         config = cls.config_class(
             decoder_config=AutoConfig.from_pretrained(base, **source),
             base_model_name_or_path=str(base),
@@ -92,7 +94,9 @@ class CheckpointMixin:
         for path, module in list(self.named_modules()):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.is_meta:
-                    setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32)))
+                    setattr(
+                        module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32))
+                    )
                     fresh.add(path)
         for path in fresh:
             if ".lora_" not in path:
@@ -104,7 +108,9 @@ class CheckpointMixin:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         self.config.dtype = dtype
-        self.generation_config = copy.deepcopy(getattr(language_model, "generation_config", None) or GenerationConfig())
+        self.generation_config = copy.deepcopy(
+            getattr(language_model, "generation_config", None) or GenerationConfig()
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any):
@@ -144,7 +150,9 @@ class CheckpointMixin:
                 run resumes exactly.
             kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
         """
-        repo_arguments = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs}
+        repo_arguments = {
+            name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
+        }
         self.config.auto_map = type(self.config).default_auto_map()
         if save_dtype is not None:
             dtype = getattr(torch, save_dtype) if isinstance(save_dtype, str) else save_dtype

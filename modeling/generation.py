@@ -66,7 +66,11 @@ class MemoryGenerationMixin:
         return super().generate(question, attention_mask=attention_mask, **kwargs)
 
     def _expand_inputs_for_generation(
-        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **model_kwargs: Any
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Tensor | None = None,
+        **model_kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
         memory = model_kwargs.get("memory")
         if memory is not None and expand_size > 1:

@@ -14,7 +14,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from ..configuration.configuration_compressor import CompressorConfig
@@ -22,9 +22,9 @@ from .adapters import DECODER, ENCODER, checkpoint_with_adapters, inject_lora, m
 from .checkpoints import CheckpointMixin, fingerprint
 from .chunking import cut, join, memory_position_ids
 from .compressed_context import CompressedContext
+from .decoding import DecodingMixin
 from .generation import MemoryGenerationMixin
-from .inputs import check_context_length, check_mask, check_memory, check_ratios, check_text, check_token_ids
-from .splicing import SplicedSequence, splice, text_positions
+from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
 
 logger = logging.get_logger(__name__)
 
@@ -72,15 +72,16 @@ class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
                 init.zeros_(module.bias)
         if isinstance(module, CompressorModel) and module.task_embeddings is not None:
             # Facts on EPL: N(mean, std) of the embedding matrix.
-            table = module.get_input_embeddings().weight.float()
+            table = module.get_input_embeddings()
+            weight = table.weight.float() * getattr(table, "scalar_embed_scale", 1.0)
             noise = torch.randn_like(module.task_embeddings, dtype=torch.float32)
-            init.copy_(module.task_embeddings, table.mean(dim=0) + noise * table.std(dim=0))
+            init.copy_(module.task_embeddings, weight.mean(dim=0) + noise * weight.std(dim=0))
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any):
         super()._set_gradient_checkpointing(enable, checkpoint_with_adapters(self), **kwargs)
 
 
-class CompressorModel(CompressorPreTrainedModel):
+class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
     r"""
     Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts.
 
@@ -168,9 +169,11 @@ class CompressorModel(CompressorPreTrainedModel):
 
         Args:
             input_ids: Token ids `(batch_size, num_tokens)`; no special tokens are added, every id counts.
-            attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not given.
+            attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not
+                given.
             ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, or a list of
-                ints, which gives one memory each from a single pass of the encoder. The checkpoint's first if not given.
+                ints, which gives one memory each from a single pass of the encoder. The checkpoint's first if not
+                given.
             allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
             unused: Only `token_type_ids`, which some tokenizers add, is accepted and ignored.
 
@@ -195,7 +198,9 @@ class CompressorModel(CompressorPreTrainedModel):
     ) -> list[CompressedContext]:
         config = self.config
         attention_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
-        check_token_ids("input_ids", input_ids, attention_mask, config.get_encoder_config().vocab_size, config.task_token_ids)
+        check_token_ids(
+            "input_ids", input_ids, attention_mask, config.get_encoder_config().vocab_size, config.task_token_ids
+        )
         ratios = check_ratios(ratios, config.compression_ratios, input_ids, allow_untrained_ratio)
         num_context_tokens = attention_mask.sum(dim=1)
         chunks = cut(input_ids, attention_mask, config.chunk_size, config.position_layout)
@@ -211,7 +216,9 @@ class CompressorModel(CompressorPreTrainedModel):
                 CompressedContext(
                     embeddings=slots,
                     attention_mask=slot_mask,
-                    position_ids=memory_position_ids(slot_mask, chunks, slot_counts, config.position_layout, "embeddings"),
+                    position_ids=memory_position_ids(
+                        slot_mask, chunks, slot_counts, config.position_layout, "embeddings"
+                    ),
                     num_context_tokens=num_context_tokens,
                     ratio=ratio,
                     model_id="" if self.training else self.model_id,
@@ -219,179 +226,6 @@ class CompressorModel(CompressorPreTrainedModel):
                 )
             )
         return memories
-
-    # --- decoding ---
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        context_input_ids: Tensor | None = None,
-        context_attention_mask: Tensor | None = None,
-        memory: CompressedContext | None = None,
-        ratio: int | Tensor | None = None,
-        use_cache: bool | None = None,
-        text_position_offset: Tensor | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        r"""
-        Read slots and text.
-
-        Args:
-            input_ids: Text `(batch_size, num_text_tokens)`: task token or BOS, question, answer.
-            attention_mask: `(batch_size, num_text_tokens)`; pads may stand on either side. With a cache it covers the
-                text in the cache, too.
-            position_ids: `(batch_size, num_text_tokens)`, counted within the text; pads do not count.
-            past_key_values: A cache; a non-empty one already holds the slots.
-            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
-            context_attention_mask: Their mask.
-            memory: Contexts that are already compressed; one row serves any number of texts.
-            ratio: Ratio for `context_input_ids`, as in `compress`.
-            use_cache: Whether to return the cache.
-            text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
-                text's task token if not given.
-            kwargs: Handed to the language model.
-
-        Returns:
-            `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
-
-        Raises:
-            ValueError: context and memory together, a text row without tokens, unknown token ids, a mask of the wrong
-                shape, or a memory of another model, width or batch size.
-        """
-        if context_input_ids is not None and memory is not None:
-            raise ValueError("give either `context_input_ids` or `memory`, not both")
-        if input_ids is None:
-            raise ValueError("`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)")
-        if context_input_ids is not None:
-            memory = self._compress(context_input_ids, context_attention_mask, [ratio])[0]
-        if memory is not None:
-            memory = check_memory(memory, self, input_ids)
-        cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        if cached:
-            inputs = self._next_inputs(input_ids, attention_mask, position_ids, memory, text_position_offset, cached)
-            sequence = None
-        else:
-            inputs, sequence = self._first_inputs(input_ids, attention_mask, position_ids, memory, text_position_offset)
-        with self._adapter(self.language_model, DECODER):
-            outputs = self.language_model(**inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
-        if sequence is not None:
-            outputs.last_hidden_state = sequence.text_states(outputs.last_hidden_state)
-            if outputs.hidden_states is not None:
-                outputs.hidden_states = tuple(sequence.text_states(states) for states in outputs.hidden_states)
-        return outputs
-
-    def _first_inputs(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        memory: CompressedContext | None,
-        offset: Tensor | None,
-    ) -> tuple[dict[str, Tensor], SplicedSequence]:
-        """Slots and text as one sequence for the language model."""
-        text_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
-        check_text(text_mask)
-        check_token_ids("input_ids", input_ids, text_mask, self.config.vocab_size, self.config.task_token_ids)
-        positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
-        embeddings = self._embed_text(input_ids)
-        if memory is None:
-            sequence = splice(text_mask[:, :0], text_mask)
-            return self._arranged(sequence, embeddings, positions), sequence
-        if offset is None:
-            offset = self.text_position_offset(memory, input_ids, text_mask)
-        moves_first = self._bos_that_moves(input_ids, text_mask, positions)
-        memory_positions = memory.position_ids
-        text_offset = offset[:, None].expand_as(positions)
-        if moves_first is not None:
-            text_offset = text_offset * ~moves_first
-            if self.config.position_layout != "enhanced":
-                memory_positions = memory_positions + moves_first.any(dim=1, keepdim=True).long()
-        sequence = splice(memory.attention_mask, text_mask, moves_first)
-        joined = torch.cat([memory.embeddings.to(embeddings.dtype), embeddings], dim=1)
-        return self._arranged(sequence, joined, torch.cat([memory_positions, positions + text_offset], dim=1)), sequence
-
-    @staticmethod
-    def _arranged(sequence: SplicedSequence, embeddings: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        return {
-            "inputs_embeds": sequence.arrange(embeddings),
-            "attention_mask": sequence.attention_mask,
-            "position_ids": sequence.arrange(positions) * sequence.attention_mask,
-        }
-
-    def _next_inputs(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        memory: CompressedContext | None,
-        offset: Tensor | None,
-        cached: int,
-    ) -> dict[str, Tensor]:
-        """Text that follows what is in the cache: slots, then the text so far."""
-        shape = (input_ids.shape[0], cached + input_ids.shape[1] - (0 if memory is None else memory.attention_mask.shape[1]))
-        if attention_mask is None:
-            # `generate` drops a mask of ones.
-            attention_mask = torch.ones(shape, dtype=torch.long, device=input_ids.device)
-        if tuple(attention_mask.shape) != shape:
-            raise ValueError(
-                "with a cache, `attention_mask` must cover the text in the cache and the new text, "
-                f"(batch_size, num_text_tokens) = {shape}, got {tuple(attention_mask.shape)}"
-            )
-        text_mask = (attention_mask != 0).long()
-        if position_ids is None:
-            position_ids = text_positions(text_mask)[:, -input_ids.shape[1] :]
-        if memory is not None:
-            if offset is None:
-                raise ValueError("with a cache, `text_position_offset` must say where the text starts; see `generate`")
-            position_ids = position_ids + offset[:, None]
-            # The cache holds a row's pads in front, so only their number matters.
-            text_mask = torch.cat([memory.attention_mask, text_mask], dim=1)
-        return {
-            "inputs_embeds": self._embed_text(input_ids),
-            "attention_mask": text_mask.sort(dim=1).values,
-            "position_ids": position_ids,
-        }
-
-    def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
-        """Position of each row's first text token (EPL, Tables 2, 3 and 13 to 15).
-
-        Args:
-            memory: the slots in front of the text.
-            input_ids: `(batch_size, num_text_tokens)`; under the enhanced layout its first token tells the task.
-            text_mask: `(batch_size, num_text_tokens)`, or `None` for all ones.
-
-        Returns:
-            `(batch_size,)`: the number of slots; under the enhanced layout 0 for a reconstruction, which starts with
-            [AE], and the number of context tokens for everything else.
-        """
-        if memory.position_layout != "enhanced":
-            return memory.num_slots
-        autoencoding = self.config.task_token_ids.get("[AE]")
-        if autoencoding is None:
-            return memory.num_context_tokens
-        first = torch.zeros_like(memory.num_slots) if text_mask is None else text_mask.argmax(dim=1)
-        starts_with_ae = input_ids.gather(1, first[:, None])[:, 0] == autoencoding
-        return memory.num_context_tokens * ~starts_with_ae
-
-    def _bos_that_moves(self, input_ids: Tensor, text_mask: Tensor, positions: Tensor) -> Tensor | None:
-        bos = self.config.bos_token_id
-        if not self.config.bos_before_slots or bos is None:
-            return None
-        is_first = (text_mask.cumsum(dim=1) == 1) & text_mask.bool()
-        return is_first & (input_ids == bos)
-
-    def _embed_text(self, input_ids: Tensor) -> Tensor:
-        table = self.get_input_embeddings()
-        if self.task_embeddings is None:
-            return table(input_ids)
-        embeddings = table(input_ids.clamp(max=self.config.vocab_size - 1))
-        for row, task_id in enumerate(self.config.task_token_ids.values()):
-            task = self.task_embeddings[row].to(embeddings.dtype)
-            embeddings = torch.where((input_ids == task_id)[:, :, None], task, embeddings)
-        return embeddings
 
     # --- adapters ---
 

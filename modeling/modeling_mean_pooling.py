@@ -34,8 +34,8 @@ class MeanPoolingModel(CompressorModel):
             self.slot_projection = nn.Linear(encoder_width, config.hidden_size, bias=False)
         elif encoder_width != config.hidden_size:
             raise ValueError(
-                f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: `linear_after_pooling` must "
-                "be True"
+                f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: "
+                "`linear_after_pooling` must be True"
             )
         self.post_init()
 

@@ -48,7 +48,9 @@ def _local_imports(path: Path) -> list[tuple[ast.ImportFrom, Path]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             if node.module is None:
-                raise ValueError(f"{path.name}, line {node.lineno}: `from . import` cannot be made flat; name the module")
+                raise ValueError(
+                    f"{path.name}, line {node.lineno}: `from . import` cannot be made flat; name the module"
+                )
             folder = path.parents[node.level - 1]
             found.append((node, folder.joinpath(*node.module.split(".")).with_suffix(".py")))
     return found

@@ -4,6 +4,8 @@ import io
 import json
 import math
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -56,7 +58,7 @@ def model_folder(
     model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=llama, compression_ratios=(4, 8)))
     # Weights at their usual start leave the slots without influence on the answer.
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
+        torch.nn.init.normal_(parameter, std=0.2)
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -248,8 +250,8 @@ def test_compress_says_how_many_documents_it_cut(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "5"], r"4.*8"),
-        (["--column", "context", "missing.txt"], "missing.txt is not there"),
+        (["--ratio", "5"], r"not trained for the ratio 5; it has \[4, 8\]"),
+        (["--column", "context", "missing.txt"], r"missing\.txt is not there"),
         (["first.txt"], "two documents have the name 'first'"),
     ],
 )
@@ -265,8 +267,7 @@ def test_compress_refuses_what_it_cannot_do(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["compress", model_folder, *documents, "--output", "out", *arguments]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("context-compressors compress: error: ")
-    assert re.search(message, error)
+    assert re.search(f"context-compressors compress: error: .*{message}", error)
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -295,6 +296,28 @@ def test_models_that_are_no_compressors_or_untrusted_are_refused(
     ):
         assert cli.main(["compress", str(model), *documents, "--output", str(tmp_path / "out")]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_method_of_someone_else_runs_its_own_code_when_trusted(
+    model_folder: str,
+    documents: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    foreign = tmp_path / "foreign"
+    shutil.copytree(model_folder, foreign)
+    for name in ("config.json", "configuration_mean_pooling.py"):
+        text = (foreign / name).read_text(encoding="utf-8")
+        assert "mean_pooling_compressor" in text
+        (foreign / name).write_text(text.replace("mean_pooling_compressor", "someone_elses"), encoding="utf-8")
+    trust = ["--output", str(tmp_path), "--trust-remote-code"]
+    assert cli.main(["compress", str(foreign), documents[0], *trust]) == 0
+    memory = str(tmp_path / "first.safetensors")
+    arguments = ["--trust-remote-code", "--question", "Where is it?"]
+    assert ask(capsys, str(foreign), memory, *arguments) == ask(capsys, model_folder, documents[0], *arguments)
 
 
 # --- ask ---

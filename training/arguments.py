@@ -67,6 +67,16 @@ class ModelArguments:
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
 
+_POSITIVE = (
+    "max_context_tokens",
+    "max_target_tokens",
+    "tokens_per_batch",
+    "max_questions",
+    "questions_per_example",
+    "num_eval_examples",
+)
+
+
 @dataclass
 class DataArguments:
     """What it is trained on.
@@ -80,7 +90,9 @@ class DataArguments:
         max_context_tokens: contexts are cut to so many tokens (counted in the log).
         min_context_tokens: shortest window of a plain text, and shortest generated document.
         max_target_tokens: targets are cut to so many tokens (counted in the log).
-        full_context_share: share of rows that keep the context as text (so that the decoder still reads text).
+        questions_per_example: questions about one context in an example of a compressor.
+        overlong_contexts: truncate (counted) or skip contexts of questions and summaries that are too long.
+        num_eval_examples: examples of `eval_sources`.
         length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
         row_mixture: share of each kind of row of language modelling.
         tokens_per_batch: tokens in a batch of language modelling.
@@ -95,16 +107,23 @@ class DataArguments:
     max_context_tokens: int = field(default=1024, metadata={"help": "longest context in tokens"})
     min_context_tokens: int = field(default=32, metadata={"help": "shortest text window in tokens"})
     max_target_tokens: int = field(default=256, metadata={"help": "longest target in tokens"})
-    full_context_share: float = field(default=0.0, metadata={"help": "share of rows that keep the context as text"})
+    questions_per_example: int = field(default=1, metadata={"help": "questions about one context in an example"})
+    overlong_contexts: str = field(default="truncate", metadata={"help": "truncate (counted) or skip"})
+    num_eval_examples: int = field(default=200, metadata={"help": "number of evaluation examples"})
     length_schedule: list | str | None = field(default=None, metadata={"help": "how the length limit grows"})
     row_mixture: dict | str | None = field(default=None, metadata={"help": "share of each kind of row"})
     tokens_per_batch: int = field(default=4096, metadata={"help": "tokens in a batch of language modelling"})
     max_questions: int = field(default=8, metadata={"help": "questions about one document in a row"})
 
     def __post_init__(self) -> None:
-        for name, kind in (("sources", list), ("eval_sources", list), ("length_schedule", list), ("row_mixture", dict)):
+        for name, kind in (
+            ("sources", list),
+            ("eval_sources", list),
+            ("length_schedule", list),
+            ("row_mixture", dict),
+        ):
             setattr(self, name, _structured(name, getattr(self, name), kind))
-        for name in ("max_context_tokens", "max_target_tokens", "tokens_per_batch", "max_questions"):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 1 <= self.min_context_tokens <= self.max_context_tokens:
@@ -112,8 +131,7 @@ class DataArguments:
                 f"min_context_tokens must be 1 to max_context_tokens ({self.max_context_tokens}), "
                 f"got {self.min_context_tokens}"
             )
-        if not 0 <= self.full_context_share <= 1:
-            raise ValueError(f"full_context_share must be 0 to 1, got {self.full_context_share}")
+        check_choice("overlong_contexts", self.overlong_contexts, ("truncate", "skip"))
 
     def parsed_sources(self, name: str = "sources") -> list[DataSource]:
         """The entries of `sources` or `eval_sources`; `ValueError` when there are none in `sources`."""
@@ -157,7 +175,7 @@ class TrainingConfig(SFTConfig):
 def _check_names(parser: TrlParser, recipe: dict[str, Any], argv: Sequence[str]) -> None:
     known = {action.dest for action in parser._actions} - {"help"}
     for name in recipe:
-        if name not in known | {"env"}:
+        if name not in known:
             raise ValueError(f"unknown field {name!r} in the recipe{nearest(str(name), known)}")
     for argument in argv:
         name = argument.partition("=")[0]
@@ -170,7 +188,9 @@ def read_recipe(path: str) -> dict[str, Any]:
     """Read a recipe's YAML mapping; `ValueError` names the nearest file when there is none, or what is wrong in it."""
     file = Path(path)
     if not file.is_file():
-        packaged = {str(p.relative_to(Path(__file__).parent)): p for p in Path(__file__).parent.glob("recipes/**/*.yaml")}
+        packaged = {
+            str(p.relative_to(Path(__file__).parent)): p for p in Path(__file__).parent.glob("recipes/**/*.yaml")
+        }
         names = {name.removeprefix("recipes/"): p for name, p in packaged.items()} | packaged
         key = path.removeprefix("training/")
         if key not in names:
@@ -185,7 +205,9 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -> tuple[Any, ...]:
-    """Parse `RECIPE.yaml [--field value]` into (ModelArguments, DataArguments, TrainingConfig).
+    """Parse `RECIPE.yaml [...] [--field value]` into (ModelArguments, DataArguments, TrainingConfig).
+
+    Several recipes are read in order, a later one over an earlier one; the command line over both.
 
     Raises:
         ValueError: no such recipe, an unknown field (the nearest right one is named), or a value not allowed.
@@ -193,23 +215,24 @@ def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -
     parser = TrlParser(
         (ModelArguments, DataArguments, TrainingConfig),
         prog=prog,
-        usage=f"{prog} RECIPE.yaml [--field value ...]",
+        usage=f"{prog} RECIPE.yaml [RECIPE.yaml ...] [--field value ...]",
         description="Train a base model, a full-context teacher or a compressor from a recipe.",
         epilog=(
             "examples:\n"
             f"  {prog} embedded/base.yaml --data_dir DATA --output_dir checkpoints/base\n"
-            f"  {prog} mean_pooling/multi_ratio.yaml --base Qwen/Qwen3-0.6B --output_dir out\n"
+            f"  {prog} mean_pooling/multi_ratio.yaml mean_pooling/bases/qwen3_0.6b.yaml --teacher TEACHER\n"
             f"  {prog} my_recipe.yaml --resume_from_checkpoint latest\n"
         ),
     )
     if not argv or argv[0] in ("-h", "--help"):
         parser.parse_args(["--help"])
-    if argv[0].startswith("-"):
+    num_recipes = next((i for i, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+    if num_recipes == 0:
         raise ValueError(f"the first argument is the recipe's file, got {argv[0]!r}")
-    recipe = read_recipe(argv[0])
-    _check_names(parser, recipe, argv[1:])
-    if "output_dir" in recipe and recipe["output_dir"] is None:
-        recipe.pop("output_dir")
-    recipe.pop("env", None)
+    recipe: dict[str, Any] = {}
+    for path in argv[:num_recipes]:
+        recipe |= read_recipe(path)
+    argv = list(argv[num_recipes:])
+    _check_names(parser, recipe, argv)
     parser.set_defaults_with_config(**recipe)
-    return parser.parse_args_into_dataclasses(args=list(argv[1:]))
+    return parser.parse_args_into_dataclasses(args=argv)

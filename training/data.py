@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.compute
 import pyarrow.json
 import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ _NEEDED_COLUMNS = {
     "question_answering": ("context", "question", "answers"),
     "summarisation": ("context", "summary"),
 }
+_COLUMNS = ("id", "context", "question", "answers", "summary", "text")
 _READERS = {".parquet": pyarrow.parquet.read_table, ".jsonl": pyarrow.json.read_json, ".json": pyarrow.json.read_json}
 
 
@@ -41,9 +43,12 @@ class DataSource:
         config: the Hub data set's configuration.
         split: the Hub data set's split, or of generated documents: "train" or "test".
         tasks: what is trained on it, among `TASKS`.
-        weight: how often it is drawn, relative to the other sources.
+        weight: how often it is drawn, relative to the other sources; its number of rows when no source has a weight
+            (1 in language modelling).
         max_samples: keep a fixed random choice of so many rows.
         kind: only this kind of generated document.
+        columns: where the source has other names: our column -> its column, with dots into structs, e.g.
+            `{context: article, summary: highlights}` or `{answers: answers.text}`.
     """
 
     name: str | None = None
@@ -52,9 +57,10 @@ class DataSource:
     config: str | None = None
     split: str = "train"
     tasks: tuple[str, ...] = ()
-    weight: float = 1.0
+    weight: float | None = None
     max_samples: int | None = None
     kind: str | None = None
+    columns: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if sum((self.name is not None, self.path is not None, bool(self.generated))) != 1:
@@ -67,8 +73,10 @@ class DataSource:
             check_choice(f"task of source {self.label!r}:", task, TASKS)
         if self.generated and "summarisation" in tasks:
             raise ValueError("generated documents have no summaries: take summarisation out of their tasks")
-        if not self.weight > 0:
+        if self.weight is not None and not self.weight > 0:
             raise ValueError(f"weight of source {self.label!r} must be above 0, got {self.weight!r}")
+        for column in self.columns or {}:
+            check_choice(f"column of source {self.label!r}:", column, _COLUMNS)
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"max_samples of source {self.label!r} must be at least 1, got {self.max_samples!r}")
 
@@ -100,6 +108,7 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
         ValueError: no such file, an unknown file type, a missing column or no row.
     """
     table = _read_hub(source) if source.name is not None else _read_files(source, data_dir)
+    table = _with_our_columns(table, source)
     columns = table.column_names
     for task in source.tasks:
         for column in _NEEDED_COLUMNS.get(task, ()):
@@ -109,10 +118,13 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
                 )
         if task in _TEXT_TASKS and not {"text", "context"} & set(columns):
             raise ValueError(
-                f"source {source.label!r} has no column 'text' or 'context', which {task} needs{nearest('text', columns)}"
+                f"source {source.label!r} has no column 'text' or 'context', which {task} needs"
+                f"{nearest('text', columns)}"
             )
     if table.num_rows == 0:
         raise ValueError(f"source {source.label!r} has no rows")
+    if "question_answering" in source.tasks:
+        table = _with_answer_lists(table, source)
     if source.max_samples is not None and source.max_samples < table.num_rows:
         kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
         table = table.take(kept)
@@ -139,6 +151,39 @@ def _read_hub(source: DataSource) -> pyarrow.Table:
     from datasets import load_dataset
 
     return load_dataset(source.name, source.config, split=source.split).with_format("arrow")[:]
+
+
+def _with_our_columns(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
+    """Rename what `columns` maps."""
+    taken = {}
+    for ours, theirs in (source.columns or {}).items():
+        head, *fields = theirs.split(".")
+        if head not in table.column_names:
+            raise ValueError(f"source {source.label!r} has no column {head!r}{nearest(head, table.column_names)}")
+        try:
+            taken[ours] = pyarrow.compute.struct_field(table[head], fields) if fields else table[head]
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, TypeError) as error:
+            raise ValueError(f"source {source.label!r}: column {head!r} has no part {theirs!r}: {error}") from error
+    for ours, column in taken.items():
+        if ours in table.column_names:
+            table = table.drop_columns([ours])
+        table = table.append_column(ours, column)
+    return table
+
+
+def _with_answer_lists(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
+    """Bring answers, which may be strings or truth values, into lists of strings."""
+    kind = table.schema.field("answers").type
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return table
+    if pyarrow.types.is_nested(kind):
+        raise ValueError(
+            f"source {source.label!r}: answers must be strings or lists of strings, not {kind}; name their place with "
+            "columns, e.g. {answers: answers.text}"
+        )
+    words = {True: "yes", False: "no"}
+    answers = [[str(words.get(answer, answer))] for answer in table["answers"].to_pylist()]
+    return table.drop_columns(["answers"]).append_column("answers", pyarrow.array(answers))
 
 
 def distinct_texts(table: pyarrow.Table) -> list[str]:

@@ -6,6 +6,8 @@ its document, so that a question has one answer, and names and values of the tes
 They are a benchmark of their own, beside real text, never in its place.
 """
 
+# ruff: noqa: SIM905 (word lists read better as text)
+
 from __future__ import annotations
 
 import random
@@ -31,14 +33,15 @@ _JOBS = (
     "tailor tanner teacher thatcher translator weaver"
 ).split()
 _THINGS = (
-    "bells blankets bolts books bottles bowls bricks brushes buckets buttons cables candles chairs chains clocks coats "
-    "coins combs cups drums fans feathers files flutes forks gloves hammers hats hinges hooks jars kettles keys knives "
-    "ladders lamps lenses locks maps mirrors mugs nails needles nets pans pens pipes plates pots pumps ribbons rings "
-    "ropes sacks saws scarves screws shells shoes spoons stamps stools tiles torches towels traps trays vases wheels"
+    "bells blankets bolts books bottles bowls bricks brushes buckets buttons cables candles chairs chains clocks "
+    "coats coins combs cups drums fans feathers files flutes forks gloves hammers hats hinges hooks jars kettles keys "
+    "knives ladders lamps lenses locks maps mirrors mugs nails needles nets pans pens pipes plates pots pumps ribbons "
+    "rings ropes sacks saws scarves screws shells shoes spoons stamps stools tiles torches towels traps trays vases "
+    "wheels"
 ).split()
 _ANIMALS = (
-    "badger beaver cat cow crow dog donkey dove duck falcon ferret fox frog goat goose hare hawk hen horse lamb lizard "
-    "mouse mule newt parrot pig pony pigeon rabbit raven robin sheep snail snake sparrow swan toad turtle"
+    "badger beaver cat cow crow dog donkey dove duck falcon ferret fox frog goat goose hare hawk hen horse lamb "
+    "lizard mouse mule newt parrot pig pony pigeon rabbit raven robin sheep snail snake sparrow swan toad turtle"
 ).split()
 _MATERIALS = "brass bronze clay copper glass iron leather oak paper pine silver steel stone tin wicker wooden".split()
 _COLOURS = "black blue brown cream green grey pink purple red silver tan violet white yellow".split()
@@ -156,21 +159,31 @@ def _biographies(draw: _Vocabulary) -> Iterator[_Record]:
         key = person
         record = _Record(
             {
-                f"{key}/born": draw.either("{p} was born in {v}.", "{v} is where {p} was born.").format(p=person, v=town),
+                f"{key}/born": draw.either("{p} was born in {v}.", "{v} is where {p} was born.").format(
+                    p=person, v=town
+                ),
                 f"{key}/year": f"{person} came into the world in {year}.",
                 f"{key}/job": draw.either("{p} works as a {v}.", "By trade {p} is a {v}.").format(p=person, v=job),
                 f"{key}/home": draw.either("{p} lives in {v}.", "The home of {p} is in {v}.").format(p=person, v=home),
                 f"{key}/pet": f"{person} keeps a {animal} named {pet}.",
             }
         )
-        record.ask((f"{key}/born",), draw.either("Where was {p} born?", "In which town was {p} born?").format(p=person), town)
+        record.ask(
+            (f"{key}/born",), draw.either("Where was {p} born?", "In which town was {p} born?").format(p=person), town
+        )
         record.ask((f"{key}/year",), f"In which year did {person} come into the world?", year)
-        record.ask((f"{key}/job",), draw.either("What does {p} work as?", "What is the trade of {p}?").format(p=person), job)
-        record.ask((f"{key}/home",), draw.either("Where does {p} live?", "Where is the home of {p}?").format(p=person), home)
+        record.ask(
+            (f"{key}/job",), draw.either("What does {p} work as?", "What is the trade of {p}?").format(p=person), job
+        )
+        record.ask(
+            (f"{key}/home",), draw.either("Where does {p} live?", "Where is the home of {p}?").format(p=person), home
+        )
         record.ask((f"{key}/pet",), f"What is the name of the animal that {person} keeps?", pet)
         record.ask((f"{key}/pet",), f"Who keeps the {animal} named {pet}?", person)
         record.ask((f"{key}/born", f"{key}/home"), f"Where does the person who was born in {town} live?", home)
-        record.ask((f"{key}/pet", f"{key}/job"), f"What is the trade of the person whose {animal} is named {pet}?", job)
+        record.ask(
+            (f"{key}/pet", f"{key}/job"), f"What is the trade of the person whose {animal} is named {pet}?", job
+        )
         if teacher is not None:
             mentor, mentor_town, mentor_key = teacher
             record.sentences[f"{key}/mentor"] = f"{person} learned the trade from {mentor}."
@@ -187,21 +200,34 @@ def _biographies(draw: _Vocabulary) -> Iterator[_Record]:
 def _inventories(draw: _Vocabulary) -> Iterator[_Record]:
     while True:
         # The number makes the container unique, colour and material make it a phrase worth compressing.
-        container = f"{draw.word(_COLOURS)} {draw.word(_MATERIALS)} {draw.rng.choice(_CONTAINERS)} {draw.number(10, 999)}"
-        thing, count, owner, room = draw.word(_THINGS), draw.amount(2, 9999), draw.unique_person(), draw.number(100, 9999)
+        container = (
+            f"{draw.word(_COLOURS)} {draw.word(_MATERIALS)} {draw.rng.choice(_CONTAINERS)} {draw.number(10, 999)}"
+        )
+        thing, count, owner, room = (
+            draw.word(_THINGS),
+            draw.amount(2, 9999),
+            draw.unique_person(),
+            draw.number(100, 9999),
+        )
         key = container
         record = _Record(
             {
                 f"{key}/content": draw.either("The {c} holds {n} {v}.", "There are {n} {v} in the {c}.").format(
                     c=container, n=count, v=thing
                 ),
-                f"{key}/owner": draw.either("The {c} belongs to {v}.", "{v} owns the {c}.").format(c=container, v=owner),
+                f"{key}/owner": draw.either("The {c} belongs to {v}.", "{v} owns the {c}.").format(
+                    c=container, v=owner
+                ),
                 f"{key}/room": f"The {container} stands in room {room}.",
             }
         )
         record.ask((f"{key}/content",), f"How many {thing} are in the {container}?", count)
         record.ask((f"{key}/content",), f"What does the {container} hold?", thing)
-        record.ask((f"{key}/owner",), draw.either("Who owns the {c}?", "To whom does the {c} belong?").format(c=container), owner)
+        record.ask(
+            (f"{key}/owner",),
+            draw.either("Who owns the {c}?", "To whom does the {c} belong?").format(c=container),
+            owner,
+        )
         record.ask((f"{key}/room",), f"In which room does the {container} stand?", room)
         record.ask((f"{key}/room", f"{key}/content"), f"How many {thing} are kept in room {room}?", count)
         record.ask((f"{key}/owner", f"{key}/room"), f"In which room does the property of {owner} stand?", room)
@@ -217,10 +243,16 @@ def _timetables(draw: _Vocabulary) -> Iterator[_Record]:
         key, noun = vehicle, kind.lower()
         record = _Record(
             {
-                f"{key}/start": draw.either("{t} leaves {a} at {v}.", "At {v}, {t} leaves {a}.").format(t=vehicle, a=start, v=leaves),
-                f"{key}/end": draw.either("{t} reaches {b} at {v}.", "At {v}, {t} reaches {b}.").format(t=vehicle, b=end, v=arrives),
+                f"{key}/start": draw.either("{t} leaves {a} at {v}.", "At {v}, {t} leaves {a}.").format(
+                    t=vehicle, a=start, v=leaves
+                ),
+                f"{key}/end": draw.either("{t} reaches {b} at {v}.", "At {v}, {t} reaches {b}.").format(
+                    t=vehicle, b=end, v=arrives
+                ),
                 f"{key}/platform": f"{vehicle} departs from platform {platform}.",
-                f"{key}/driver": draw.either("The driver of {t} is {v}.", "{v} drives {t}.").format(t=vehicle, v=driver),
+                f"{key}/driver": draw.either("The driver of {t} is {v}.", "{v} drives {t}.").format(
+                    t=vehicle, v=driver
+                ),
             }
         )
         record.ask((f"{key}/start",), f"When does {vehicle} leave?", leaves)
@@ -228,8 +260,12 @@ def _timetables(draw: _Vocabulary) -> Iterator[_Record]:
         record.ask((f"{key}/end",), f"Which town does {vehicle} reach?", end)
         record.ask((f"{key}/end",), f"When does {vehicle} arrive?", arrives)
         record.ask((f"{key}/platform",), f"From which platform does {vehicle} depart?", platform)
-        record.ask((f"{key}/driver",), draw.either("Who drives {t}?", "Who is the driver of {t}?").format(t=vehicle), driver)
-        record.ask((f"{key}/platform", f"{key}/start"), f"When does the {noun} from platform {platform} leave?", leaves)
+        record.ask(
+            (f"{key}/driver",), draw.either("Who drives {t}?", "Who is the driver of {t}?").format(t=vehicle), driver
+        )
+        record.ask(
+            (f"{key}/platform", f"{key}/start"), f"When does the {noun} from platform {platform} leave?", leaves
+        )
         record.ask((f"{key}/driver", f"{key}/end"), f"Which town does the {noun} driven by {driver} reach?", end)
         yield record
 
@@ -244,7 +280,9 @@ def _ledgers(draw: _Vocabulary) -> Iterator[_Record]:
                 f"{key}/amount": draw.either("{b} paid {v} crowns for {t}.", "For {t}, {b} paid {v} crowns.").format(
                     b=buyer, t=thing, v=amount
                 ),
-                f"{key}/seller": draw.either("{b} bought {t} from {v}.", "{v} sold {t} to {b}.").format(b=buyer, t=thing, v=seller),
+                f"{key}/seller": draw.either("{b} bought {t} from {v}.", "{v} sold {t} to {b}.").format(
+                    b=buyer, t=thing, v=seller
+                ),
                 f"{key}/date": f"On {day}, {buyer} signed receipt {receipt}.",
             }
         )
@@ -253,8 +291,12 @@ def _ledgers(draw: _Vocabulary) -> Iterator[_Record]:
         record.ask((f"{key}/seller",), f"From whom did {buyer} buy {thing}?", seller)
         record.ask((f"{key}/date",), f"When did {buyer} sign a receipt?", day)
         record.ask((f"{key}/date",), f"Who signed receipt {receipt}?", buyer)
-        record.ask((f"{key}/date", f"{key}/amount"), f"How many crowns did the signer of receipt {receipt} pay?", amount)
-        record.ask((f"{key}/seller", f"{key}/date"), f"When did the person who bought from {seller} sign a receipt?", day)
+        record.ask(
+            (f"{key}/date", f"{key}/amount"), f"How many crowns did the signer of receipt {receipt} pay?", amount
+        )
+        record.ask(
+            (f"{key}/seller", f"{key}/date"), f"When did the person who bought from {seller} sign a receipt?", day
+        )
         yield record
 
 
@@ -317,6 +359,8 @@ def generate_document(
         if full:
             break
     if not kept:
-        raise ValueError(f"no sentence of kind {kind!r} fits into {num_tokens} tokens; try another seed or more tokens")
+        raise ValueError(
+            f"no sentence of kind {kind!r} fits into {num_tokens} tokens; try another seed or more tokens"
+        )
     rng.shuffle(questions)
     return GeneratedDocument(" ".join(kept.values()), tuple(questions), kind, split, seed)

@@ -7,7 +7,7 @@ later part can only be written by looking back: the same text a second time, or 
 from __future__ import annotations
 
 import bisect
-import math
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer
 
 from .data import DataSource, TokenizedTexts, distinct_texts, encode, read_rows, start_token_id
-from .generated import MIN_TOKENS, GeneratedDocument, generate_document
+from .examples import check_length_schedule, draw_document, scheduled_length
+from .generated import MIN_TOKENS
 from .optimizers import MuonWithAdamW, parameter_groups
 from .prompts import format_prompt
 from .suggestions import check_choice
@@ -71,7 +72,7 @@ class LanguageModelingRows:
         canonical_prompts: bool = True,
         seed: int = 0,
     ):
-        mixture = dict(row_mixture) if row_mixture else {kind: 1.0 for kind in ROW_KINDS}
+        mixture = dict(row_mixture) if row_mixture else dict.fromkeys(ROW_KINDS, 1.0)
         for kind, share in mixture.items():
             check_choice("kind of row in row_mixture:", kind, ROW_KINDS)
             if share < 0:
@@ -91,22 +92,25 @@ class LanguageModelingRows:
     def _read_sources(self, sources: Sequence[DataSource], data_dir: str | None, seed: int) -> None:
         self.sources: dict[str, list[tuple[float, Any]]] = {kind: [] for kind in ROW_KINDS}
         for source in sources:
+            weight = 1.0 if source.weight is None else source.weight
             if source.generated:
                 texts: Any = source
                 if "question_answering" in source.tasks:
-                    self.sources["generated"].append((source.weight, source))
+                    self.sources["generated"].append((weight, source))
             else:
                 wanted = {"continuation", "reconstruction"} & set(source.tasks)
                 texts = (
-                    TokenizedTexts(distinct_texts(read_rows(source, data_dir, seed)), self.tokenizer) if wanted else None
+                    TokenizedTexts(distinct_texts(read_rows(source, data_dir, seed)), self.tokenizer)
+                    if wanted
+                    else None
                 )
                 if "question_answering" in source.tasks:
                     questions = _QuestionSource(source, data_dir, seed, self.tokenizer)
-                    self.sources["question_answering"].append((source.weight, questions))
+                    self.sources["question_answering"].append((weight, questions))
                 if "continuation" in source.tasks:
-                    self.sources["text"].append((source.weight, texts))
+                    self.sources["text"].append((weight, texts))
             if "reconstruction" in source.tasks:
-                self.sources["copy"].append((source.weight, texts))
+                self.sources["copy"].append((weight, texts))
         for kind in self.kinds:
             if not self.sources[kind]:
                 raise ValueError(f"row_mixture asks for {kind} rows, but no source has the task for them")
@@ -122,30 +126,15 @@ class LanguageModelingRows:
         if kind == "copy":
             return self._copy_row(source, max_tokens, rng)
         if kind == "generated":
-            document = self._document(source, max_tokens, rng)
+            document = draw_document(source, max_tokens, rng, self.tokenizer)
             questions = [(question.question, question.answer) for question in document.questions]
             return self._question_row(encode(self.tokenizer, document.text), questions[: self.max_questions], rng)
         ids, questions = source.draw(max_tokens, rng)
         return self._question_row(ids, rng.sample(questions, min(len(questions), self.max_questions)), rng)
 
-    def _document(self, source: DataSource, max_tokens: int, rng: random.Random) -> GeneratedDocument:
-        length = rng.randint(MIN_TOKENS, max(MIN_TOKENS, max_tokens))
-        while True:
-            try:
-                return generate_document(
-                    rng.randrange(10**9),
-                    num_tokens=length,
-                    kind=source.kind,
-                    split=source.split,
-                    count_tokens=lambda text: len(encode(self.tokenizer, text)),
-                )
-            except ValueError:
-                # A few seeds start with a sentence longer than a very short limit.
-                length = min(2 * length, max(2 * MIN_TOKENS, max_tokens))
-
     def _copy_row(self, source: DataSource | TokenizedTexts, max_tokens: int, rng: random.Random) -> _Row:
         if isinstance(source, DataSource):
-            text = encode(self.tokenizer, self._document(source, max_tokens, rng).text)
+            text = encode(self.tokenizer, draw_document(source, max_tokens, rng, self.tokenizer).text)
         else:
             text = source.window(rng.randint(min(_SHORTEST_COPY, max_tokens), max_tokens), rng)
         prompt = self._prompt("reconstruction", "", rng)
@@ -188,16 +177,11 @@ class LanguageModelingBatches(Dataset):
         num_batches: int,
         tokens_per_batch: int,
         batches_per_step: int = 1,
-        length_schedule: Sequence[tuple[float, int]] = ((0.0, 96),),
+        length_schedule: Sequence[Sequence[float]] = ((0.0, 96),),
         max_length: int = 2048,
         seed: int = 0,
     ):
-        points = [(float(fraction), int(length)) for fraction, length in length_schedule]
-        if not points or points != sorted(points) or any(length < MIN_TOKENS for _, length in points):
-            raise ValueError(
-                "length_schedule must be (fraction of training, tokens) pairs in order, "
-                f"with at least {MIN_TOKENS} tokens, got {length_schedule!r}"
-            )
+        points = check_length_schedule(length_schedule, MIN_TOKENS)
         if tokens_per_batch < 1 or batches_per_step < 1 or num_batches < 1:
             raise ValueError(
                 "num_batches, tokens_per_batch and batches_per_step must be at least 1, "
@@ -213,12 +197,7 @@ class LanguageModelingBatches(Dataset):
 
     def length_limit(self, index: int) -> int:
         """Document length limit of batch `index` in tokens."""
-        fraction = index / self.num_batches
-        position = bisect.bisect_right(self.points, (fraction, math.inf))
-        if position == 0 or position == len(self.points):
-            return self.points[min(position, len(self.points) - 1)][1]
-        (x0, y0), (x1, y1) = self.points[position - 1], self.points[position]
-        return round(y0 + (y1 - y0) * (fraction - x0) / (x1 - x0))
+        return scheduled_length(self.points, index / self.num_batches)
 
     def __getitem__(self, index: int) -> list[_Row]:
         step = index // self.batches_per_step
@@ -260,7 +239,7 @@ def _deal(rows: list[_Row], num_batches: int) -> list[list[_Row]]:
             if end > count
         }
     cuts = [*cost[len(rows)][1], len(rows)]
-    return [rows[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+    return [rows[start:end] for start, end in itertools.pairwise(cuts)]
 
 
 class LanguageModelingCollator:
@@ -312,7 +291,11 @@ class LanguageModelingTrainer(Trainer):
         """Muon for hidden matrices and AdamW for the rest when the recipe says `optimizer: muon`."""
         if self.optimizer is None and self.args.optimizer == "muon":
             groups = parameter_groups(
-                model or self.model, "muon", self.args.learning_rate, self.args.muon_learning_rate, self.args.weight_decay
+                model or self.model,
+                "muon",
+                self.args.learning_rate,
+                self.args.muon_learning_rate,
+                self.args.weight_decay,
             )
             betas = (self.args.adam_beta1, self.args.adam_beta2)
             self.optimizer = MuonWithAdamW(groups, momentum=self.args.muon_momentum, betas=betas)

@@ -43,6 +43,12 @@ class MuonWithAdamW(torch.optim.AdamW):
                 raise ValueError("Muon updates matrices only: put other parameters into a group without muon=True")
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
+    def __setstate__(self, state: dict) -> None:
+        # AdamW wants a step count in every state that it restores; Muon needs none.
+        for parameter_state in state["state"].values():
+            parameter_state.setdefault("step", torch.tensor(0.0))
+        super().__setstate__(state)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient."""

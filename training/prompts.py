@@ -37,7 +37,9 @@ def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
             raise ValueError(f"{file}: {task} must be a list of one or more strings, got {templates!r}")
         for template in templates:
             if template.count("{question}") != (task == "question_answering"):
-                raise ValueError(f"{file}: {{question}} stands once in each question_answering template only: {template!r}")
+                raise ValueError(
+                    f"{file}: {{question}} stands once in each question_answering template only: {template!r}"
+                )
     return MappingProxyType({task: tuple(content[task]) for task in TASKS})
 
 

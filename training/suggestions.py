@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the whole list when none is near."""
+    """A clause such as `; did you mean 'context'?` with the nearest allowed name, or all of them when none is near."""
     names = sorted(map(str, allowed))
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if matches:

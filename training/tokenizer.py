@@ -19,9 +19,9 @@ def _training_texts(
     sources: Sequence[DataSource], data_dir: str | None, num_texts: int, num_characters: int, seed: int
 ) -> Iterator[str]:
     rng = random.Random(f"{seed}/tokenizer")
-    total = sum(source.weight for source in sources)
-    for source in sources:
-        count = max(1, round(num_texts * source.weight / total))
+    weights = [1.0 if source.weight is None else source.weight for source in sources]
+    for source, weight in zip(sources, weights, strict=True):
+        count = max(1, round(num_texts * weight / sum(weights)))
         if source.generated:
             for index in range(count):
                 document = generate_document(index, num_tokens=128, kind=source.kind, split=source.split)

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe
+from .collators import CompressionCollator
+from .examples import CompressionDataset
 from .language_modeling import (
     LanguageModelingBatches,
     LanguageModelingCollator,
     LanguageModelingRows,
     LanguageModelingTrainer,
 )
+from .suggestions import check_choice
 from .tokenizer import train_tokenizer
+from .trainers import CompressionTrainer, DistillationTrainer, TeacherTrainer
+
+METHODS = {"mean_pooling": "MeanPoolingForCausalLM"}
 
 
 def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: int) -> PreTrainedTokenizerBase:
@@ -39,7 +55,7 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: i
     return tokenizer
 
 
-def _new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:
+def _new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     fields = dict(model_args.model_config)
     if "model_type" not in fields:
         raise ValueError("model_config needs a model_type, e.g. llama")
@@ -58,6 +74,17 @@ def _new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokeniz
     )
 
 
+def _pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:
+    if model_args.base is None:
+        raise ValueError("give a base: folder or Hub id of the language model to start from")
+    return AutoModelForCausalLM.from_pretrained(
+        model_args.base,
+        revision=model_args.base_revision or "main",
+        dtype=getattr(torch, model_args.dtype),
+        attn_implementation=model_args.attn_implementation,
+    )
+
+
 def build_language_modeling(
     model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig
 ) -> LanguageModelingTrainer:
@@ -68,12 +95,7 @@ def build_language_modeling(
         raise ValueError(f"language_modeling needs max_steps: its rows never end (got {args.max_steps})")
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
     if model_args.base is not None:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_args.base,
-            revision=model_args.base_revision,
-            dtype=getattr(torch, model_args.dtype),
-            attn_implementation=model_args.attn_implementation,
-        )
+        model = _pretrained_language_model(model_args)
     else:
         model = _new_language_model(model_args, tokenizer)
     rows = LanguageModelingRows(
@@ -104,6 +126,128 @@ def build_language_modeling(
     )
 
 
+def build_compression_dataset(
+    data_args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    num_examples: int | None,
+    seed: int,
+    name: str = "sources",
+) -> CompressionDataset:
+    """The examples that the recipe's `sources` (or `eval_sources`) describe."""
+    return CompressionDataset(
+        data_args.parsed_sources(name),
+        tokenizer,
+        num_examples,
+        data_dir=data_args.data_dir,
+        max_context_tokens=data_args.max_context_tokens,
+        min_context_tokens=data_args.min_context_tokens,
+        max_target_tokens=data_args.max_target_tokens,
+        questions_per_example=data_args.questions_per_example,
+        canonical_prompts=data_args.canonical_prompts,
+        prompts=data_args.prompts,
+        length_schedule=data_args.length_schedule if name == "sources" else None,
+        overlong_contexts=data_args.overlong_contexts,
+        seed=seed,
+    )
+
+
+def _data_arguments(
+    data_args: DataArguments, args: TrainingConfig, tokenizer: PreTrainedTokenizerBase, mode: str
+) -> dict[str, Any]:
+    """What every trainer of tokenized examples takes: data sets, collator and tokenizer."""
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    num_examples = args.max_steps * batch if args.max_steps > 0 else None
+    dataset = build_compression_dataset(data_args, tokenizer, num_examples, args.seed)
+    # An example is a function of its index, drawn at random already; in order, lengths grow and resuming is exact.
+    args.train_sampling_strategy = "sequential"
+    evaluation = None
+    if data_args.eval_sources:
+        count = data_args.num_eval_examples
+        evaluation = build_compression_dataset(data_args, tokenizer, count, args.seed + 1, "eval_sources").as_dataset()
+    return {
+        "args": args,
+        "train_dataset": dataset.as_dataset(),
+        "eval_dataset": evaluation,
+        "processing_class": tokenizer,
+        "data_collator": CompressionCollator.from_tokenizer(tokenizer, mode=mode, with_metadata=True),
+    }
+
+
+def build_teacher(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> TeacherTrainer:
+    """Trainer of the full-context teacher: the base with LoRA (`teacher_lora`) or with all its weights."""
+    tokenizer = load_tokenizer(model_args, data_args, args.seed)
+    model = _pretrained_language_model(model_args)
+    peft_config = None
+    if model_args.teacher_lora is not None:
+        from peft import LoraConfig
+
+        settings = {"rank": 16, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}
+        for name in model_args.teacher_lora:
+            check_choice("field of teacher_lora", name, settings)
+        settings |= model_args.teacher_lora
+        peft_config = LoraConfig(
+            r=settings["rank"],
+            lora_alpha=settings["alpha"],
+            lora_dropout=settings["dropout"],
+            target_modules=settings["target_modules"],
+            task_type="CAUSAL_LM",
+        )
+    arguments = _data_arguments(data_args, args, tokenizer, "full_context")
+    return TeacherTrainer(model=model, peft_config=peft_config, **arguments)
+
+
+def load_compressor(model_args: ModelArguments) -> PreTrainedModel:
+    """The compressor to train: a checkpoint to go on from, or a new one on a base."""
+    check_choice("method", model_args.method, METHODS)
+    if (model_args.checkpoint is None) == (model_args.base is None):
+        raise ValueError("give either base (a new compressor) or checkpoint (one to go on from)")
+    module = importlib.import_module(f"..modeling.modeling_{model_args.method}", __package__)
+    model_class = getattr(module, METHODS[model_args.method])
+    loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
+    loading = {name: value for name, value in loading.items() if value is not None}
+    if model_args.checkpoint is not None:
+        if model_args.method_config:
+            raise ValueError("method_config is fixed by the checkpoint: leave it out")
+        return model_class.from_pretrained(model_args.checkpoint, **loading)
+    if model_args.base_revision is not None:
+        loading["revision"] = model_args.base_revision
+    return model_class.from_base(model_args.base, **loading, **(model_args.method_config or {}))
+
+
+def build_compression(
+    model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig
+) -> CompressionTrainer:
+    """Trainer of a compressor, from the text itself or from a teacher."""
+    tokenizer = load_tokenizer(model_args, data_args, args.seed)
+    model = load_compressor(model_args)
+    if args.objective == "compression":
+        arguments = _data_arguments(data_args, args, tokenizer, "compressed")
+        return CompressionTrainer(model=model, **arguments)
+    teacher = None
+    if model_args.teacher is not None:
+        teacher = AutoModelForCausalLM.from_pretrained(
+            model_args.teacher,
+            dtype=getattr(torch, model_args.dtype),
+            attn_implementation=model_args.attn_implementation,
+        )
+    arguments = _data_arguments(data_args, args, tokenizer, "distillation")
+    return DistillationTrainer(model=model, teacher=teacher, **arguments)
+
+
+def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Trainer:
+    """The trainer of the recipe's objective, with its model and data.
+
+    Raises:
+        ValueError: fields that do not go together, a missing source, column or file.
+    """
+    set_seed(args.seed)
+    build = {"language_modeling": build_language_modeling, "teacher": build_teacher}
+    return build.get(args.objective, build_compression)(model_args, data_args, args)
+
+
+_PRIVATE_FIELDS = ("data_dir", "output_dir", "logging_dir", "hub_token", "resume_from_checkpoint")
+
+
 def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Path) -> None:
     """Beside the checkpoint: the recipe as it was run, and what came of it."""
     recipe = {}
@@ -114,7 +258,9 @@ def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Pa
         for field in dataclasses.fields(arguments[2])
         if field.default is not dataclasses.MISSING and getattr(arguments[2], field.name) != field.default
     }
-    plain = json.loads(json.dumps(recipe | changed, default=str))
+    # Where this machine keeps its files, and tokens, are nobody else's business.
+    shown = {name: value for name, value in (recipe | changed).items() if name not in _PRIVATE_FIELDS}
+    plain = json.loads(json.dumps(shown, default=str))
     (output_dir / "recipe.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     summary = {
@@ -132,9 +278,8 @@ def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Pa
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the train command; returns the exit status."""
     arguments = parse_recipe(list(sys.argv[1:] if argv is None else argv))
-    model_args, data_args, args = arguments
-    set_seed(args.seed)
-    trainer = build_language_modeling(model_args, data_args, args)
+    args = arguments[2]
+    trainer = build_trainer(*arguments)
     resume = args.resume_from_checkpoint
     if resume == "latest":
         resume = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None

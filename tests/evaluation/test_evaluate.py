@@ -291,7 +291,7 @@ def test_short_texts_are_divided_for_continuation(tokenizer):
 
 def test_contexts_that_do_not_fit_are_refused(model, tokenizer):
     rows = [*ROWS, {"context": "x" * 600, "question": "What?", "answers": ["x"]}]
-    with pytest.raises(ValueError, match=r"a context of 600 tokens.*512 positions leave \d+ .*--truncate-context"):
+    with pytest.raises(ValueError, match=r"a context of 600 tokens.*positions leave \d+ .*--truncate-context"):
         run(model, tokenizer, rows, tasks=(QA,))
 
 
@@ -314,6 +314,24 @@ def test_truncated_samples_fill_the_positions_exactly(tokenizer, task):
     if task == RECONSTRUCTION:
         assert cut.target_ids == [*cut.context_ids, tokenizer.eos_token_id]
         assert cut.references == [tokenizer.decode(cut.context_ids)]
+
+
+def test_contexts_keep_within_the_encoder(tokenizer):
+    data = EvaluationDataset("tiny", ROWS[:1])
+    with pytest.raises(ValueError, match="leave 10 tokens for the context"):
+        builder(tokenizer, None, max_context_tokens=10).build(data, QA)
+    cut = builder(tokenizer, 512, max_context_tokens=10, truncate_context=True).build(data, QA)[0]
+    assert tokenizer.decode(cut.context_ids) == ROWS[0]["context"][:10]
+
+
+def test_answers_may_be_a_list_a_string_or_a_squad_mapping(tokenizer):
+    forms = (["a", "b"], "a", {"text": ["a", "b"], "answer_start": [0, 1]})
+    data = EvaluationDataset("tiny", [{"context": "a b", "question": "?", "answers": form} for form in forms])
+    assert [sample.references for sample in builder(tokenizer).build(data, QA)] == [["a", "b"], ["a"], ["a", "b"]]
+    for empty in ([], {"text": []}, None):
+        data = EvaluationDataset("tiny", [{"context": "a b", "question": "?", "answers": empty}])
+        with pytest.raises(ValueError, match="data set 'tiny' has a question without answers"):
+            builder(tokenizer).build(data, QA)
 
 
 def test_prompts_that_leave_no_room_are_refused_even_with_truncation(tokenizer):
@@ -388,6 +406,15 @@ def test_generated_documents_come_from_the_test_split_by_hops(tokenizer):
         assert len(encode(tokenizer, example["context"])) <= 300
     again = load_dataset_source("generated", tokenizer, seed=1, **options)
     assert again.examples != both.examples
+
+
+def test_generated_documents_pass_over_seeds_that_do_not_fit(tokenizer):
+    # At one token per byte, many first sentences are longer than 50 tokens.
+    data = load_dataset_source("generated", tokenizer, num_documents=20, document_tokens=50)
+    assert len({example["context"] for example in data.examples}) <= 20
+    assert max(len(encode(tokenizer, example["context"])) for example in data.examples) <= 50
+    with pytest.raises(ValueError, match="num_tokens must be"):
+        load_dataset_source("generated", tokenizer, document_tokens=5)
 
 
 def test_sources_that_are_not_there_are_refused(tokenizer, tmp_path):

@@ -1,0 +1,170 @@
+"""What the benchmarks share: random models of a method, time and memory of a call, arguments, and result files."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+# Importing the models registers every method with the Auto classes.
+from context_compressors import modeling  # noqa: F401
+from context_compressors.evaluation.report import environment
+
+RESULTS = Path(__file__).parent / "results"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def positive_int(text: str) -> int:
+    """An argument that is a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, hidden_size: int, layers: int) -> None:
+    """Add what a random model and the place that it runs at need; the two sizes are the defaults."""
+    add = parser.add_argument
+    add("--hidden-size", type=positive_int, default=hidden_size, metavar="H", help=f"default: {hidden_size}")
+    add("--layers", type=positive_int, default=layers, metavar="L", help=f"default: {layers}")
+    add("--head-dim", type=positive_int, default=64, metavar="D", help="divides the hidden size (default: 64)")
+    add("--vocab-size", type=positive_int, default=4096, metavar="V", help="default: 4096")
+    add("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
+    add("--output", metavar="FILE", help="where the JSON goes (default: benchmarks/results/)")
+
+
+def device_of(arguments: argparse.Namespace) -> torch.device:
+    """The device that was asked for, or a GPU where there is one."""
+    return torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def llama_config(arguments: argparse.Namespace, max_positions: int) -> LlamaConfig:
+    """A Llama of the shape in the arguments.
+
+    Raises:
+        ValueError: the head size does not divide the hidden size.
+    """
+    heads, rest = divmod(arguments.hidden_size, arguments.head_dim)
+    if rest or not heads:
+        raise ValueError(f"--head-dim {arguments.head_dim} must divide --hidden-size {arguments.hidden_size}")
+    return LlamaConfig(
+        vocab_size=arguments.vocab_size,
+        hidden_size=arguments.hidden_size,
+        # As in Llama: two thirds of four times the width.
+        intermediate_size=-(-arguments.hidden_size * 8 // 3 // 64) * 64,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=arguments.head_dim,
+        max_position_embeddings=max_positions,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+
+
+def method_model_type(method: str) -> str:
+    """The configuration's `model_type` of a method, such as "mean_pooling".
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    folder = Path(modeling.__file__).parent
+    methods = sorted(path.stem.removeprefix("modeling_") for path in folder.glob("modeling_*.py"))
+    methods.remove("compressor")
+    if method not in methods:
+        raise ValueError(f"there is no method {method!r}; there are: {', '.join(methods)}")
+    return f"{method}_compressor"
+
+
+def random_compressor(
+    method: str, decoder_config: LlamaConfig, ratios: Sequence[int], dtype: str, device: torch.device
+) -> PreTrainedModel:
+    """A method with random weights, in evaluation mode."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        method_model_type(method), decoder_config=decoder_config, compression_ratios=list(ratios)
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device).eval()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU, so that a clock may be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Wall-clock time of a call, a GPU's work included."""
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """Most memory that tensors made inside a call held at once; what was there before, such as weights, is not in it.
+
+    On a CPU it is summed up from the allocator's own records, which is exact, unlike a process's resident memory.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        result = function()
+        del result
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a result file in one piece, so that a run that is stopped leaves the old one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+    draft.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def measured(benchmark: str, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A result file's content: what was asked, on what, and what came out."""
+    device = device_of(arguments)
+    return {
+        "format_version": 1,
+        "benchmark": benchmark,
+        "settings": {name: value for name, value in vars(arguments).items() if name not in ("output", "device")},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "environment": environment(),
+        "rows": list(rows),
+    }
+
+
+def save_and_report(
+    benchmark: str, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], table: str
+) -> None:
+    """Print the table and write the result file."""
+    path = Path(arguments.output or RESULTS / f"{benchmark}_{device_of(arguments).type}.json")
+    write_json(path, measured(benchmark, arguments, rows))
+    print(f"\n{table}\n\nwrote {path}")

@@ -1,0 +1,245 @@
+"""The test matrix of all methods: a new method joins by one entry in `METHODS`.
+
+A test asks for what it needs by the name of its argument: `method_case` (each method as it comes), `backbone_case` (on
+every base architecture and attention), `variant_case` (with every hard setting), `case` (both of them).
+"""
+
+import functools
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM, MeanPoolingModel
+
+VOCAB_SIZE, HIDDEN_SIZE = 128, 32
+PAD, BOS, EOS = 0, 1, 2
+PADDINGS = ("left", "right", "interior")
+TASK_TOKENS = {"[AE]": VOCAB_SIZE, "[LM]": VOCAB_SIZE + 1}
+SMALL_LORA = {"rank": 4, "alpha": 8.0}
+PRETRAINED = Path(__file__).resolve().parents[2].parent / "shared" / "models"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method under test.
+
+    Args:
+        name: in the tests' ids.
+        config_class, model_class, causal_lm_class: its classes.
+        easy: fields of its plainest useful setting; two ratios at least, the first of them 2.
+        hard: further settings, by name; each replaces some of the easy fields.
+        bidirectional: whether the encoder of the easy setting sees what comes later.
+    """
+
+    name: str
+    config_class: type
+    model_class: type
+    causal_lm_class: type
+    easy: dict[str, Any]
+    hard: dict[str, dict[str, Any]] = field(default_factory=dict)
+    bidirectional: bool = True
+
+
+METHODS = [
+    Method(
+        name="mean_pooling",
+        config_class=MeanPoolingConfig,
+        model_class=MeanPoolingModel,
+        causal_lm_class=MeanPoolingForCausalLM,
+        easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA, "decoder_lora": SMALL_LORA},
+        hard={
+            "chunks": {"chunk_size": 5},
+            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
+            "bos_first": {"bos_before_slots": True},
+            "bos_first_enhanced": {"bos_before_slots": True, "position_layout": "enhanced", "chunk_size": 4},
+            "task_tokens": {"task_token_ids": TASK_TOKENS},
+            "no_linear": {"linear_after_pooling": False},
+            "embeddings": {"encoder_type": "embeddings", "encoder_lora": None},
+            "causal": {"encoder_attention": "causal"},
+            "fixed_encoder": {"encoder_lora": None},
+            "fixed_decoder": {"decoder_lora": None},
+            "attention_lora": {"encoder_lora": {**SMALL_LORA, "target_modules": ["q_proj", "v_proj"]}},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+            "own_encoder": {"encoder_config": {}},
+            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
+        },
+    ),
+]
+
+# Sliding windows are shorter than the tests' sequences; the logits' caps are low enough to bend them.
+BASES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": (Qwen3Config, {"head_dim": 12}),
+    "mistral": (MistralConfig, {"sliding_window": 8}),
+    "gemma2": (
+        Gemma2Config,
+        {"sliding_window": 8, "head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": 2.0},
+    ),
+}
+# transformers has no sdpa for Gemma 2, whose attention scores are capped.
+BACKBONES = [(name, attention) for name in BASES for attention in ("eager", "sdpa") if (name, attention) != ("gemma2", "sdpa")]
+
+
+def base_config(architecture: str = "llama", **fields: Any) -> Any:
+    """Configuration of a tiny language model."""
+    config_class, own_fields = BASES[architecture]
+    return config_class(
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": HIDDEN_SIZE,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "pad_token_id": PAD,
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+            "tie_word_embeddings": False,
+            # Far from zero, so that positions, masks and adapters matter.
+            "initializer_range": 0.3,
+            **own_fields,
+            **fields,
+        }
+    )
+
+
+@functools.cache
+def _cached_model(case: "Case") -> Any:
+    return case.build()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method in one setting on one base."""
+
+    method: Method
+    variant: str = "easy"
+    architecture: str = "llama"
+    attention: str = "sdpa"
+
+    def __hash__(self) -> int:
+        return hash((self.method.name, self.variant, self.architecture, self.attention))
+
+    def __str__(self) -> str:
+        return f"{self.method.name}-{self.variant}-{self.architecture}-{self.attention}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {**self.method.easy, **self.method.hard.get(self.variant, {})}
+
+    @property
+    def model(self) -> Any:
+        """A `ForCausalLM` in evaluation mode that other tests use, too: not to be changed."""
+        return _cached_model(self)
+
+    def config(self, **fields: Any) -> Any:
+        fields = {**self.fields, **fields}
+        for name in ("decoder_config", "encoder_config"):
+            if name == "decoder_config" or fields.get(name) is not None:
+                fields[name] = base_config(self.architecture, **fields.get(name, {}))
+        return self.method.config_class(**fields)
+
+    def build(self, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Any:
+        """A new `ForCausalLM` in evaluation mode, with nothing at a start value that could hide a mistake."""
+        torch.manual_seed(seed)
+        config = self.config(**fields)
+        config._attn_implementation = self.attention
+        model = self.method.causal_lm_class(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.15 * torch.randn_like(parameter)
+        return cast_frozen(model, dtype).eval()
+
+    def on(self, **changes: Any) -> "Case":
+        return replace(self, **changes)
+
+
+def cast_frozen(model: Any, dtype: torch.dtype) -> Any:
+    """The model as `from_pretrained(dtype=...)` gives it: frozen parameters of that type, trainable ones in float32."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+METHOD_CASES = [Case(method) for method in METHODS]
+BACKBONE_CASES = [
+    case.on(architecture=architecture, attention=attention)
+    for case in METHOD_CASES
+    for architecture, attention in BACKBONES
+]
+VARIANT_CASES = [case.on(variant=variant) for case in METHOD_CASES for variant in case.method.hard]
+CASES = {
+    "method_case": METHOD_CASES,
+    "backbone_case": BACKBONE_CASES,
+    "variant_case": METHOD_CASES + VARIANT_CASES,
+    "case": BACKBONE_CASES + VARIANT_CASES,
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name, cases in CASES.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, cases, ids=str)
+    if "padding" in metafunc.fixturenames:
+        metafunc.parametrize("padding", PADDINGS)
+
+
+def _random_rows(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(5, VOCAB_SIZE, (length,), generator=generator) for length in lengths]
+
+
+def _pad_rows(rows: list[torch.Tensor], side: str = "right", value: int = PAD) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask `(batch_size, width)`; two pads more than needed, so that no row is without."""
+    width = max(len(row) for row in rows) + 2
+    ids = torch.full((len(rows), width), value)
+    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for i, row in enumerate(rows):
+        spare = width - len(row)
+        if side == "left":
+            places = torch.arange(spare, width)
+        elif side == "right":
+            places = torch.arange(len(row))
+        else:
+            # Pads in the middle and at both ends.
+            places = torch.arange(len(row)) + spare // 3
+            places[len(row) // 2 :] += spare - spare // 3 - spare // 3
+        ids[i, places], mask[i, places] = row, 1
+    return ids, mask
+
+
+@pytest.fixture(scope="session")
+def random_rows():
+    """`random_rows(lengths, seed)`: rows of ordinary token ids."""
+    return _random_rows
+
+
+@pytest.fixture(scope="session")
+def pad_rows():
+    """`pad_rows(rows, side, value)`: their ids and mask, padded on a side."""
+    return _pad_rows
+
+
+@pytest.fixture(scope="session")
+def tiny_base_config():
+    """`tiny_base_config(architecture, **fields)`: configuration of a tiny language model."""
+    return base_config
+
+
+@pytest.fixture(params=["stories260K", "TinyStories-656K"])
+def pretrained_base(request) -> Path:
+    """Folder of a small pretrained Llama."""
+    folder = PRETRAINED / request.param
+    if not folder.is_dir():
+        pytest.skip(f"the pretrained {request.param} is not beside the checkout")
+    return folder

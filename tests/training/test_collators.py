@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from context_compressors.training.collators import CompressionCollator
+
+EXAMPLES = [
+    {
+        "context_ids": [5, 6, 7],
+        "prompt_ids": [8],
+        "target_ids": [9, 1],
+        "task": "reconstruction",
+        "id": "a",
+        "num_cut": 2,
+    },
+    {"context_ids": [5], "prompt_ids": [], "target_ids": [4, 3, 1], "more_turns": [([8, 8], [7, 1])], "id": "b"},
+]
+
+
+def rows(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_compressed_full_and_no_context_hold_the_same_prompt_and_target(side):
+    def batch(mode):
+        return CompressionCollator(2, 0, mode=mode, padding_side=side)(EXAMPLES)
+
+    compressed, full, none = batch("compressed"), batch("full_context"), batch("no_context")
+    texts = [[0, 8, 9, 1], [0, 4, 3, 1, 8, 8, 7, 1]]
+    assert rows(compressed["input_ids"], compressed["attention_mask"]) == texts
+    assert rows(compressed["context_input_ids"], compressed["context_attention_mask"]) == [[5, 6, 7], [5]]
+    assert rows(none["input_ids"], none["attention_mask"]) == texts
+    assert "context_input_ids" not in none
+    assert rows(full["input_ids"], full["attention_mask"]) == [[0, 5, 6, 7, 8, 9, 1], [0, 5, 4, 3, 1, 8, 8, 7, 1]]
+    for one in (compressed, full, none):
+        assert rows(one["labels"], one["labels"] != -100) == [[9, 1], [4, 3, 1, 7, 1]]
+        assert ((one["labels"] == one["input_ids"]) | (one["labels"] == -100)).all()
+        assert ((one["labels"] == -100) | (one["attention_mask"] == 1)).all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_stands_on_one_side(side):
+    batch = CompressionCollator(2, 0, padding_side=side, pad_to_multiple_of=4)(EXAMPLES)
+    assert batch["context_attention_mask"].tolist() == (
+        [[0, 1, 1, 1], [0, 0, 0, 1]] if side == "left" else [[1, 1, 1, 0], [1, 0, 0, 0]]
+    )
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == 2).all()
+
+
+def test_distillation_gives_both_views():
+    both = CompressionCollator(2, 0, mode="distillation")(EXAMPLES)
+    compressed, full = (CompressionCollator(2, 0, mode=mode)(EXAMPLES) for mode in ("compressed", "full_context"))
+    assert all(torch.equal(both[name], compressed[name]) for name in compressed)
+    assert all(torch.equal(both[f"full_{name}"], full[name]) for name in full)
+
+
+def test_metadata_only_on_request():
+    assert "example_ids" not in CompressionCollator(2, 0)(EXAMPLES)
+    batch = CompressionCollator(2, 0, with_metadata=True)(EXAMPLES)
+    assert (batch["example_ids"], batch["num_cut"]) == (["a", "b"], [2, 0])
+
+
+def test_a_rows_ratio_depends_on_the_row_only():
+    collator = CompressionCollator(2, 0, ratios=[2, 4, 8])
+    many = [{**EXAMPLES[0], "id": str(index)} for index in range(50)]
+    drawn = collator(many)["ratio"]
+    assert set(drawn.tolist()) == {2, 4, 8}
+    assert torch.equal(collator(many[::-1])["ratio"], drawn.flip(0))
+    assert not torch.equal(CompressionCollator(2, 0, ratios=[2, 4, 8], seed=1)(many)["ratio"], drawn)
+
+
+def test_a_batch_of_empty_contexts_is_all_padding():
+    batch = CompressionCollator(2, 0)([{"context_ids": [], "prompt_ids": [3], "target_ids": [1]}])
+    assert batch["context_attention_mask"].tolist() == [[0]]
+
+
+def test_from_tokenizer_takes_its_ids(tokenizer):
+    collator = CompressionCollator.from_tokenizer(tokenizer, mode="no_context")
+    assert (collator.pad_token_id, collator.start_token_id) == (tokenizer.pad_token_id, tokenizer.bos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "compresed"}, "did you mean 'compressed'"),
+        ({"padding_side": "top"}, "unknown padding_side 'top'"),
+        ({"ratios": []}, "ratios must be one or more ints"),
+        ({"ratios": [0]}, "ratios must be one or more ints"),
+        ({"ratios": [2], "mode": "full_context"}, "mode 'compressed' only"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        CompressionCollator(2, 0, **fields)

@@ -1,0 +1,128 @@
+import json
+import random
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from context_compressors.training.data import DataSource, TokenizedTexts, distinct_texts, encode, read_rows
+from context_compressors.training.data import start_token_id as find_start
+
+
+def source(**fields) -> DataSource:
+    return DataSource.from_mapping({"tasks": ["question_answering"], **fields})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = [{"context": f"text {i // 2}", "question": f"q{i}", "answers": [f"a{i}"]} for i in range(6)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa_one.parquet")
+    (tmp_path / "qa_two.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:2]))
+    nested = [{"passage": "p", "question": "q", "answers": {"text": ["x", "y"]}, "label": True}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(nested), tmp_path / "nested.parquet")
+    return tmp_path
+
+
+def test_parquet_jsonl_and_patterns_are_read(folder):
+    assert read_rows(source(path="qa_one.parquet"), str(folder)).num_rows == 6
+    assert read_rows(source(path="qa_two.jsonl"), str(folder)).to_pylist()[1]["answers"] == ["a1"]
+    assert read_rows(source(path="qa_*"), str(folder)).num_rows == 8
+    assert distinct_texts(read_rows(source(path="qa_one.parquet"), str(folder))) == ["text 0", "text 1", "text 2"]
+
+
+def test_columns_are_renamed_and_answers_become_lists(folder):
+    columns = {"context": "passage", "answers": "answers.text"}
+    row = read_rows(source(path="nested.parquet", columns=columns), str(folder)).to_pylist()[0]
+    assert (row["context"], row["answers"]) == ("p", ["x", "y"])
+    columns = {"context": "passage", "answers": "label"}
+    assert read_rows(source(path="nested.parquet", columns=columns), str(folder))["answers"].to_pylist() == [["yes"]]
+
+
+def test_max_samples_keeps_a_fixed_choice(folder):
+    few = source(path="qa_one.parquet", max_samples=3)
+    kept = read_rows(few, str(folder), seed=1)["question"].to_pylist()
+    assert len(kept) == 3
+    assert kept == read_rows(few, str(folder), seed=1)["question"].to_pylist()
+    assert any(kept != read_rows(few, str(folder), seed=seed)["question"].to_pylist() for seed in range(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"path": "qa_onne.parquet"}, r"no file .*qa_onne.parquet; did you mean 'qa_one.parquet'"),
+        ({"path": "nested.parquet"}, "no column 'context', which question_answering needs"),
+        ({"path": "qa_one.parquet", "tasks": ["summarisation"]}, "no column 'summary'"),
+        ({"path": "nested.parquet", "tasks": ["continuation"]}, "no column 'text' or 'context'"),
+        ({"path": "nested.parquet", "columns": {"context": "passage"}}, "name their place with columns"),
+        ({"path": "nested.parquet", "columns": {"context": "pasage"}}, "no column 'pasage'; did you mean 'passage'"),
+        ({"path": "nested.parquet", "columns": {"answers": "answers.txt"}}, "has no part 'answers.txt'"),
+    ],
+)
+def test_wrong_files_and_columns_are_named(folder, fields, message):
+    with pytest.raises(ValueError, match=message):
+        read_rows(source(**fields), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pth": "x"}, "unknown field of a source 'pth'; did you mean 'path'"),
+        ({"path": "x", "tasks": ["reconstuction"]}, "did you mean 'reconstruction'"),
+        ({"path": "x", "tasks": []}, "needs tasks"),
+        ({}, "exactly one of name, path and generated"),
+        ({"path": "x", "name": "y"}, "exactly one of"),
+        ({"path": "x", "weight": 0}, "weight of source 'x' must be above 0"),
+        ({"path": "x", "max_samples": 0}, "max_samples of source 'x' must be at least 1"),
+        ({"path": "x", "columns": {"contxt": "y"}}, "did you mean 'context'"),
+        ({"generated": True, "tasks": ["summarisation"]}, "no summaries"),
+    ],
+)
+def test_wrong_sources_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        source(**fields)
+
+
+def test_unknown_file_types_are_refused(folder):
+    (folder / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"file type of .*notes.txt"):
+        read_rows(source(path="notes.txt"), str(folder))
+
+
+def test_empty_sources_are_refused(folder):
+    table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(table, folder / "empty.parquet")
+    with pytest.raises(ValueError, match="has no rows"):
+        read_rows(source(path="empty.parquet", tasks=["continuation"]), str(folder))
+
+
+def test_encode_adds_no_special_token_and_agrees_with_the_tokenizer(tokenizer):
+    text = "On 3 May, she signed 1,204 receipts."
+    assert encode(tokenizer, text) == tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer(text).input_ids == [tokenizer.bos_token_id, *encode(tokenizer, text)]
+    assert tokenizer.decode(encode(tokenizer, text)) == text
+
+
+def test_digits_are_single_tokens(tokenizer):
+    assert [tokenizer.decode([i]).strip() for i in encode(tokenizer, "4071")] == list("4071")
+
+
+def test_text_starts_with_bos_or_eos(tokenizer):
+    class Bare:
+        bos_token_id, eos_token_id = None, 5
+
+    assert find_start(tokenizer) == tokenizer.bos_token_id
+    assert find_start(Bare()) == 5
+    Bare.eos_token_id = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
+        find_start(Bare())
+
+
+def test_windows_are_parts_of_a_text(tokenizer):
+    texts = TokenizedTexts(["The baker of Tarby bought 12 bells. " * 5, "Short."], tokenizer)
+    whole = [texts[0].tolist(), texts[1].tolist()]
+    rng = random.Random(0)
+    for _ in range(30):
+        window = texts.window(10, rng)
+        assert window == whole[1] or (
+            len(window) == 10 and any(window == whole[0][i : i + 10] for i in range(len(whole[0]) - 9))
+        )

@@ -1,0 +1,181 @@
+import itertools
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from context_compressors.training.data import encode
+from context_compressors.training.examples import CompressionDataset, check_length_schedule, scheduled_length
+from context_compressors.training.generated import generate_document
+from context_compressors.training.prompts import TASKS
+
+GENERATED = {"generated": True, "tasks": ["question_answering", "reconstruction", "continuation"], "weight": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    rows = []
+    for seed in range(6):
+        document = generate_document(seed, num_tokens=60 + 20 * seed)
+        for i, question in enumerate(document.questions[:3]):
+            row = {"context": document.text, "question": question.question, "answers": [question.answer]}
+            rows.append({"id": f"{seed}-{i}", "summary": "All of it.", **row})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / "qa.parquet")
+    texts = [{"text": generate_document(seed, num_tokens=300).text} for seed in range(4)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*texts, {"text": ""}]), path / "text.parquet")
+    return str(path)
+
+
+def make(tokenizer, folder, *sources, num_examples=40, **fields):
+    return CompressionDataset(list(sources), tokenizer, num_examples, data_dir=folder, **fields)
+
+
+TEXT = {"path": "text.parquet", "tasks": ["reconstruction", "continuation"], "weight": 1}
+QUESTIONS = {"path": "qa.parquet", "tasks": ["question_answering", "summarisation"], "weight": 1}
+
+
+def test_an_example_depends_on_index_and_seed_only(tokenizer, folder):
+    first, second = (make(tokenizer, folder, GENERATED, TEXT, QUESTIONS, max_context_tokens=120) for _ in range(2))
+    backwards = [second[index] for index in reversed(range(40))]
+    assert [first[index] for index in range(40)] == backwards[::-1]
+    other = make(tokenizer, folder, GENERATED, TEXT, QUESTIONS, max_context_tokens=120, seed=1)
+    assert [other[index] for index in range(40)] != backwards[::-1]
+    assert {example["task"] for example in backwards} == set(TASKS)
+
+
+def test_every_row_comes_once_before_any_comes_again(tokenizer, folder):
+    dataset = make(tokenizer, folder, {"path": "qa.parquet", "tasks": ["question_answering"]}, num_examples=36)
+    ids = [dataset[index]["id"] for index in range(36)]
+    assert len(set(ids[:18])) == 18
+    assert sorted(ids[:18]) == sorted(ids[18:])
+    assert ids[:18] != ids[18:]
+
+
+def test_without_a_number_all_rows_come_once(tokenizer, folder):
+    sources = [{"path": "qa.parquet", "tasks": ["question_answering"]}, {**TEXT, "weight": None}]
+    assert len(CompressionDataset(sources, tokenizer, data_dir=folder)) == 18 + 5
+
+
+def test_sources_are_drawn_by_weight(tokenizer, folder):
+    dataset = make(tokenizer, folder, {**TEXT, "weight": 3}, {**QUESTIONS, "weight": 1}, num_examples=2000)
+    share = (dataset.source_of == 0).mean()
+    assert 0.7 < share < 0.8
+
+
+def test_reconstruction_repeats_the_context_exactly(tokenizer, folder):
+    dataset = make(
+        tokenizer, folder, {**TEXT, "tasks": ["reconstruction"]}, max_context_tokens=200, max_target_tokens=90
+    )
+    for index in range(40):
+        example = dataset[index]
+        assert example["target_ids"] == [*example["context_ids"], tokenizer.eos_token_id]
+        assert 32 <= len(example["context_ids"]) <= 89
+        assert example["num_cut"] == 0
+
+
+def test_continuation_goes_on_where_the_context_ends(tokenizer, folder):
+    texts = [encode(tokenizer, generate_document(seed, num_tokens=300).text) for seed in range(4)]
+    source = {**TEXT, "tasks": ["continuation"]}
+    dataset = make(tokenizer, folder, source, max_context_tokens=100, max_target_tokens=50)
+    for index in range(40):
+        example = dataset[index]
+        whole = example["context_ids"] + example["target_ids"][:-1]
+        assert any(whole == text[i : i + len(whole)] for text in texts for i in range(len(text)))
+        assert example["target_ids"][-1] == tokenizer.eos_token_id
+        assert len(example["context_ids"]) <= 100
+        assert len(example["target_ids"]) == 50
+
+
+def test_questions_stand_in_the_canonical_prompt(tokenizer, folder):
+    source = {**QUESTIONS, "tasks": ["question_answering"]}
+    example = make(tokenizer, folder, source, canonical_prompts=True)[0]
+    prompt = tokenizer.decode(example["prompt_ids"])
+    assert prompt.startswith("\nQuestion: ")
+    assert prompt.endswith("?\nAnswer:")
+    answer = tokenizer.decode(example["target_ids"][:-1])
+    assert answer.startswith(" ")
+    assert answer.strip() in tokenizer.decode(example["context_ids"])
+
+
+def test_prompts_vary_unless_canonical(tokenizer, folder):
+    source = {**TEXT, "tasks": ["reconstruction"]}
+    varied = {tuple(make(tokenizer, folder, source)[index]["prompt_ids"]) for index in range(40)}
+    fixed = {
+        tuple(make(tokenizer, folder, source, canonical_prompts=True)[index]["prompt_ids"]) for index in range(40)
+    }
+    assert len(varied) > 4
+    assert len(fixed) == 1
+
+
+def test_several_questions_about_one_context(tokenizer, folder):
+    for source in ({**QUESTIONS, "tasks": ["question_answering"]}, {**GENERATED, "tasks": ["question_answering"]}):
+        example = make(tokenizer, folder, source, questions_per_example=3)[1]
+        prompts = [tuple(example["prompt_ids"]), *(tuple(prompt) for prompt, _ in example["more_turns"])]
+        assert len(set(prompts)) == 3
+
+
+def test_what_is_cut_is_counted(tokenizer, folder):
+    source = {**QUESTIONS, "tasks": ["question_answering"]}
+    whole, cut = (make(tokenizer, folder, source, max_context_tokens=n) for n in (1000, 50))
+    pairs = [(whole[index], cut[index]) for index in range(18)]
+    assert sum(small["num_cut"] for _, small in pairs) > 0
+    for big, small in pairs:
+        assert small["context_ids"] == big["context_ids"][:50]
+        assert small["num_cut"] == max(0, len(big["context_ids"]) - 50)
+
+
+def test_overlong_contexts_are_skipped_on_request(tokenizer, folder):
+    source = {**QUESTIONS, "tasks": ["question_answering"]}
+    lengths = sorted({len(make(tokenizer, folder, source)[index]["context_ids"]) for index in range(18)})
+    limit = lengths[2]
+    dataset = make(tokenizer, folder, source, max_context_tokens=limit, overlong_contexts="skip")
+    assert {len(dataset[index]["context_ids"]) for index in range(40)} == set(lengths[:3])
+    assert all(dataset[index]["num_cut"] == 0 for index in range(40))
+    short = make(
+        tokenizer, folder, source, max_context_tokens=lengths[0] - 1, min_context_tokens=1, overlong_contexts="skip"
+    )
+    with pytest.raises(ValueError, match="rows in a row were empty or longer than"):
+        short[0]
+
+
+def test_the_length_limit_grows(tokenizer, folder):
+    schedule = [[0.0, 40], [1.0, 200]]
+    dataset = make(tokenizer, folder, TEXT, num_examples=200, length_schedule=schedule, max_context_tokens=200)
+    lengths = [len(dataset[index]["context_ids"]) for index in range(200)]
+    assert max(lengths[:20]) <= 56
+    assert max(lengths[150:]) > 120
+    points = check_length_schedule([[0.2, 10], [0.4, 30]], 1)
+    assert [scheduled_length(points, x) for x in (0, 0.2, 0.3, 0.35, 0.4, 1)] == [10, 10, 20, 25, 30, 30]
+
+
+def test_the_hub_kind_of_dataset_holds_the_same_examples(tokenizer, folder):
+    dataset = make(tokenizer, folder, GENERATED, TEXT, num_examples=6)
+    wrapped = dataset.as_dataset()
+    assert len(wrapped) == 6
+    assert [wrapped[index] for index in range(6)] == [dataset[index] for index in range(6)]
+
+
+def test_iteration_ends(tokenizer, folder):
+    dataset = make(tokenizer, folder, TEXT, num_examples=3)
+    assert len(list(itertools.islice(iter(dataset), 10))) == 3
+
+
+@pytest.mark.parametrize(
+    ("sources", "fields", "message"),
+    [
+        ([], {}, "at least one source"),
+        ([GENERATED], {"num_examples": None}, "give a number of examples"),
+        ([TEXT, {**QUESTIONS, "weight": None}], {}, r"give a weight to every source or to none; \['qa.parquet'\]"),
+        ([{**GENERATED, "weight": None}], {}, "give a weight to every source"),
+        ([TEXT], {"num_examples": 0}, "num_examples must be at least 1"),
+        ([TEXT], {"max_context_tokens": 16}, "min_context_tokens 1 to max_context_tokens"),
+        ([TEXT], {"max_target_tokens": 1}, "max_target_tokens must be at least 2"),
+        ([TEXT], {"overlong_contexts": "truncat"}, "did you mean 'truncate'"),
+        ([TEXT], {"length_schedule": [[0.5, 10], [0.1, 20]]}, "length_schedule must be"),
+        ([TEXT], {"length_schedule": 7}, "length_schedule must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(tokenizer, folder, sources, fields, message):
+    with pytest.raises(ValueError, match=message):
+        make(tokenizer, folder, *sources, **fields)

@@ -1,0 +1,98 @@
+import copy
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from context_compressors.training.optimizers import MuonWithAdamW, orthogonalise, parameter_groups
+
+
+def naive_muon_step(weight, gradient, buffer, lr, momentum):
+    buffer = momentum * buffer + gradient
+    x = gradient + momentum * buffer
+    transposed = x.shape[0] > x.shape[1]
+    x = x.T if transposed else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    x = x.T if transposed else x
+    return weight - lr * max(1, weight.shape[0] / weight.shape[1]) ** 0.5 * x, buffer
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)])
+def test_three_steps_equal_a_naive_twin(shape):
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for _ in range(2)]
+    expected = [parameter.detach().clone() for parameter in parameters]
+    buffers = [torch.zeros(shape) for _ in parameters]
+    optimizer = MuonWithAdamW([{"params": parameters, "muon": True, "lr": 0.1}])
+    for _ in range(3):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = torch.randn(shape)
+            expected[i], buffers[i] = naive_muon_step(expected[i], parameter.grad, buffers[i], 0.1, 0.95)
+        optimizer.step()
+    for parameter, value in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), value)
+
+
+def test_singular_values_come_near_one():
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(3, 8, 20)))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    assert orthogonalise(torch.zeros(1, 3, 3)).abs().max() == 0
+
+
+def test_the_other_groups_are_plain_adamw():
+    torch.manual_seed(0)
+    first = torch.nn.Parameter(torch.randn(5))
+    second = torch.nn.Parameter(first.detach().clone())
+    mine = MuonWithAdamW([{"params": [first], "lr": 0.1}], betas=(0.9, 0.95), weight_decay=0.1)
+    plain = torch.optim.AdamW([second], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(3):
+        first.grad = torch.randn(5)
+        second.grad = first.grad.clone()
+        mine.step()
+        plain.step()
+    torch.testing.assert_close(first, second)
+
+
+def test_saved_state_goes_on_exactly():
+    def step(parameters, optimizer, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+    def build(parameters):
+        return MuonWithAdamW([{"params": parameters[:1], "muon": True}, {"params": parameters[1:]}], lr=0.1)
+
+    parameters = [torch.nn.Parameter(torch.ones(3, 4)), torch.nn.Parameter(torch.ones(4))]
+    optimizer = build(parameters)
+    step(parameters, optimizer, 0)
+    copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    resumed = build(copies)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(parameters, optimizer, 1)
+    step(copies, resumed, 1)
+    for parameter, other in zip(parameters, copies, strict=True):
+        torch.testing.assert_close(parameter, other)
+
+
+def test_groups_hold_every_trainable_parameter_once(language_model: LlamaForCausalLM):
+    language_model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    groups = parameter_groups(language_model, "muon", 1e-3, 2e-2, 0.1)
+    held = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in language_model.parameters() if p.requires_grad)
+    hidden, matrices, vectors = groups
+    assert len(hidden["params"]) == 2 * 7 - 1
+    assert [tuple(p.shape) for p in matrices["params"]] == [tuple(language_model.get_input_embeddings().weight.shape)]
+    assert all(p.ndim == 1 for p in vectors["params"])
+    assert (hidden["lr"], matrices["lr"], vectors["weight_decay"]) == (2e-2, 1e-3, 0.0)
+    assert not any(group["muon"] for group in parameter_groups(language_model, "adamw", 1e-3, 2e-2, 0.1))
+
+
+def test_muon_refuses_vectors():
+    with pytest.raises(ValueError, match="matrices only"):
+        MuonWithAdamW([{"params": [torch.nn.Parameter(torch.ones(3))], "muon": True}])

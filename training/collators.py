@@ -1,0 +1,121 @@
+"""Collators: examples of `CompressionDataset` become batches for a compressor, a full-context model, or both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from .data import start_token_id as find_start_token_id
+from .suggestions import check_choice
+
+MODES = ("compressed", "full_context", "no_context", "distillation")
+
+
+class CompressionCollator:
+    """Turns examples into `input_ids`, `attention_mask`, `labels` and the context's ids and mask.
+
+    The same prompt and target stand behind all three kinds of context:
+
+    - "compressed": start, prompt, target in `input_ids`; the context in `context_input_ids`;
+    - "full_context": start, context, prompt, target in `input_ids`;
+    - "no_context": start, prompt, target in `input_ids`;
+    - "distillation": "compressed", and "full_context" beside it as `full_input_ids`, `full_attention_mask`,
+      `full_labels`.
+
+    Labels are -100 on everything but the targets. The batch goes to a stock `trl.SFTTrainer` with
+    `dataset_kwargs={"skip_prepare_dataset": True}` and `remove_unused_columns=False`.
+
+    Args:
+        pad_token_id: id that fills up.
+        start_token_id: id that the text starts with: BOS, or EOS where a tokenizer has no BOS.
+        mode: one of `MODES`.
+        ratios: draw one of these for every row and give it to the model as `ratio` `(batch_size,)`; a row's ratio
+            depends on its own id and `seed` only. `None` leaves the ratio to the model or the trainer.
+        padding_side: "right" or "left", of text and context.
+        pad_to_multiple_of: widths are multiples of this.
+        with_metadata: add `example_ids` (list of str) and `num_cut` (list of int), which this project's trainers take
+            out again; a stock trainer would hand them to the model.
+        seed: of the drawn ratios.
+
+    Raises:
+        ValueError: an unknown mode or side, an empty list of ratios or one below 1, ratios in a mode without context.
+    """
+
+    def __init__(
+        self,
+        pad_token_id: int,
+        start_token_id: int,
+        mode: str = "compressed",
+        ratios: Sequence[int] | None = None,
+        padding_side: str = "right",
+        pad_to_multiple_of: int = 1,
+        with_metadata: bool = False,
+        seed: int = 0,
+    ):
+        check_choice("mode", mode, MODES)
+        check_choice("padding_side", padding_side, ("left", "right"))
+        if pad_to_multiple_of < 1:
+            raise ValueError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of}")
+        if ratios is not None:
+            if not ratios or any(not isinstance(ratio, int) or ratio < 1 for ratio in ratios):
+                raise ValueError(f"ratios must be one or more ints of at least 1, got {ratios!r}")
+            if mode != "compressed":
+                raise ValueError(f"ratios go with mode 'compressed' only, not with {mode!r}")
+        self.pad_token_id, self.start_token_id = pad_token_id, start_token_id
+        self.mode, self.ratios, self.padding_side = mode, ratios, padding_side
+        self.pad_to_multiple_of, self.with_metadata, self.seed = pad_to_multiple_of, with_metadata, seed
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> CompressionCollator:
+        """A collator with the tokenizer's pad (or EOS) and BOS (or EOS) ids; `kwargs` are the other arguments."""
+        start = find_start_token_id(tokenizer)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        return cls(start if pad is None else pad, start, **kwargs)
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a batch; every tensor is `(batch_size, width)` of int64."""
+        batch: dict[str, Any] = self._text(examples, with_context=self.mode == "full_context", prefix="")
+        if self.mode in ("compressed", "distillation"):
+            contexts = [example["context_ids"] for example in examples]
+            batch["context_input_ids"] = self._pad(contexts, self.pad_token_id)
+            batch["context_attention_mask"] = self._pad([[1] * len(ids) for ids in contexts], 0)
+        if self.mode == "distillation":
+            batch |= self._text(examples, with_context=True, prefix="full_")
+        if self.ratios is not None:
+            batch["ratio"] = torch.tensor([self._ratio(example) for example in examples])
+        if self.with_metadata:
+            batch["example_ids"] = [str(example.get("id", "")) for example in examples]
+            batch["num_cut"] = [int(example.get("num_cut", 0)) for example in examples]
+        return batch
+
+    def _ratio(self, example: Mapping[str, Any]) -> int:
+        return random.Random(f"{self.seed}/{example.get('id', '')}/{example['target_ids']}").choice(self.ratios)
+
+    def _text(self, examples: Sequence[Mapping[str, Any]], with_context: bool, prefix: str) -> dict[str, torch.Tensor]:
+        texts, labels = [], []
+        for example in examples:
+            ids = [self.start_token_id, *(example["context_ids"] if with_context else ())]
+            row_labels = [-100] * len(ids)
+            for prompt, target in ((example["prompt_ids"], example["target_ids"]), *example.get("more_turns", ())):
+                ids = [*ids, *prompt, *target]
+                row_labels = [*row_labels, *[-100] * len(prompt), *target]
+            texts.append(ids)
+            labels.append(row_labels)
+        return {
+            f"{prefix}input_ids": self._pad(texts, self.pad_token_id),
+            f"{prefix}attention_mask": self._pad([[1] * len(ids) for ids in texts], 0),
+            f"{prefix}labels": self._pad(labels, -100),
+        }
+
+    def _pad(self, rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
+        # At least one place: a batch of empty contexts is a column of pads.
+        width = max(1, *(len(row) for row in rows))
+        width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        fill = [[value] * (width - len(row)) for row in rows]
+        if self.padding_side == "left":
+            return torch.tensor([[*pads, *row] for pads, row in zip(fill, rows, strict=True)])
+        return torch.tensor([[*row, *pads] for pads, row in zip(fill, rows, strict=True)])

@@ -1,0 +1,313 @@
+"""Tokenized training examples of a compressor: a context, a prompt and a target, by index alone."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from .data import DataSource, TokenizedTexts, encode, read_rows
+from .generated import MIN_TOKENS, GeneratedDocument, generate_document
+from .prompts import format_prompt
+from .suggestions import check_choice
+
+_ATTEMPTS = 100
+
+
+def check_length_schedule(schedule: Sequence[Sequence[float]], minimum: int) -> list[tuple[float, int]]:
+    """(fraction of training, tokens) pairs in order, each length at least `minimum`; `ValueError` otherwise."""
+    try:
+        points = [(float(fraction), int(length)) for fraction, length in schedule]
+    except (TypeError, ValueError):
+        points = []
+    if not points or points != sorted(points) or any(length < minimum for _, length in points):
+        raise ValueError(
+            "length_schedule must be a list of [fraction of training, tokens] in order, "
+            f"each with at least {minimum} tokens, got {schedule!r}"
+        )
+    return points
+
+
+def scheduled_length(points: Sequence[tuple[float, int]], fraction: float) -> int:
+    """Length limit after a fraction of the training, linear between the points and constant outside them."""
+    position = bisect.bisect_right(points, (fraction, math.inf))
+    if position == 0 or position == len(points):
+        return points[min(position, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[position - 1], points[position]
+    return round(y0 + (y1 - y0) * (fraction - x0) / (x1 - x0))
+
+
+def draw_document(
+    source: DataSource, max_tokens: int, rng: random.Random, tokenizer: PreTrainedTokenizerBase
+) -> GeneratedDocument:
+    """Generate a document of a random length up to `max_tokens` tokens of this tokenizer."""
+    length = rng.randint(MIN_TOKENS, max(MIN_TOKENS, max_tokens))
+    while True:
+        try:
+            return generate_document(
+                rng.randrange(10**9),
+                num_tokens=length,
+                kind=source.kind,
+                split=source.split,
+                count_tokens=lambda text: len(encode(tokenizer, text)),
+            )
+        except ValueError:
+            # A few seeds start with a sentence longer than a very short limit.
+            if length >= 8 * MIN_TOKENS:
+                raise
+            length *= 2
+
+
+class _FileSource:
+    """Rows of a file or Hub source, their texts tokenized once however many questions share them."""
+
+    def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
+        table = read_rows(source, data_dir, seed)
+        self.source, self.num_rows = source, table.num_rows
+        text = table["text" if "text" in table.column_names else "context"].combine_chunks().dictionary_encode()
+        self.texts = TokenizedTexts(text.dictionary.to_pylist(), tokenizer)
+        self.text_of_row = text.indices.to_numpy()
+        wanted = [name for name in ("id", "question", "answers", "summary") if name in table.column_names]
+        self.columns = {name: table[name].combine_chunks() for name in wanted}
+        self.rows_of_text: dict[int, list[int]] = defaultdict(list)
+        if "question" in self.columns:
+            for row, index in enumerate(self.text_of_row.tolist()):
+                self.rows_of_text[index].append(row)
+
+    def value(self, column: str, row: int) -> Any:
+        return self.columns[column][row].as_py()
+
+    def identifier(self, row: int) -> str:
+        return f"{self.source.label}/{self.value('id', row) if 'id' in self.columns else row}"
+
+
+class CompressionDataset(Dataset):
+    """Examples for the collators: `context_ids`, `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`, `num_cut`.
+
+    Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
+    and the seed only, so that training resumes exactly. Targets end with EOS. `more_turns` holds further (prompt,
+    target) pairs about the same context; `num_cut` counts tokens that the limits cut off.
+
+    Args:
+        sources: `DataSource` or recipe entries.
+        tokenizer: makes the token ids.
+        num_examples: length of the data set; all rows once when `None` (not with generated documents).
+        data_dir: folder that the sources' paths are relative to.
+        max_context_tokens: longest context.
+        min_context_tokens: shortest window of a plain text.
+        max_target_tokens: longest target; a reconstructed context is short enough for its target to fit.
+        questions_per_example: questions asked one after the other about one context.
+        canonical_prompts: the first template of each task only.
+        prompts: file of prompt templates; the packaged one when `None`.
+        length_schedule: (fraction of the examples, longest context) pairs, linear in between.
+        overlong_contexts: "truncate" (counted in `num_cut`) or "skip" contexts of questions and summaries that are too
+            long.
+        seed: everything is drawn from it.
+
+    Raises:
+        ValueError: a source or a limit that is not allowed, some but not all weights given, or no number of examples.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[DataSource | Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        num_examples: int | None = None,
+        *,
+        data_dir: str | None = None,
+        max_context_tokens: int = 1024,
+        min_context_tokens: int = 32,
+        max_target_tokens: int = 256,
+        questions_per_example: int = 1,
+        canonical_prompts: bool = False,
+        prompts: str | None = None,
+        length_schedule: Sequence[Sequence[float]] | None = None,
+        overlong_contexts: str = "truncate",
+        seed: int = 0,
+    ):
+        check_choice("overlong_contexts", overlong_contexts, ("truncate", "skip"))
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no EOS token, which ends every target")
+        if max_target_tokens < 2 or not 1 <= min_context_tokens <= max_context_tokens or questions_per_example < 1:
+            raise ValueError(
+                "max_target_tokens must be at least 2, min_context_tokens 1 to max_context_tokens, and "
+                f"questions_per_example at least 1, got {max_target_tokens}, {min_context_tokens}, "
+                f"{max_context_tokens} and {questions_per_example}"
+            )
+        self.tokenizer, self.end, self.seed = tokenizer, tokenizer.eos_token_id, seed
+        self.max_context_tokens, self.min_context_tokens = max_context_tokens, min_context_tokens
+        self.max_target_tokens, self.questions_per_example = max_target_tokens, questions_per_example
+        self.canonical_prompts, self.prompts, self.overlong_contexts = canonical_prompts, prompts, overlong_contexts
+        self.length_points = check_length_schedule(length_schedule or [(0.0, max_context_tokens)], 1)
+        entries = [entry if isinstance(entry, DataSource) else DataSource.from_mapping(entry) for entry in sources]
+        if not entries:
+            raise ValueError("at least one source is needed")
+        self.sources = [
+            entry if entry.generated else _FileSource(entry, data_dir, seed, tokenizer) for entry in entries
+        ]
+        self._deal(entries, num_examples)
+
+    def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
+        """Fix, for every index, its source and how many examples of that source came before it."""
+        sizes = [None if isinstance(source, DataSource) else source.num_rows for source in self.sources]
+        given = [entry.weight is not None for entry in entries]
+        if any(given) and not all(given):
+            missing = [entry.label for entry, has in zip(entries, given, strict=True) if not has]
+            raise ValueError(f"give a weight to every source or to none; {missing} have none")
+        if not any(given) and None in sizes:
+            raise ValueError("generated documents have no number of rows: give a weight to every source")
+        if num_examples is None:
+            if None in sizes:
+                raise ValueError("generated documents never end: give a number of examples")
+            num_examples = sum(sizes)
+        if num_examples < 1:
+            raise ValueError(f"num_examples must be at least 1, got {num_examples}")
+        shares = np.array(
+            [entry.weight if entry.weight is not None else size for entry, size in zip(entries, sizes, strict=True)]
+        )
+        generator = np.random.default_rng([self.seed, 0])
+        self.source_of = generator.choice(len(entries), size=num_examples, p=shares / shares.sum()).astype(np.int32)
+        self.turn_of = np.zeros(num_examples, dtype=np.int64)
+        for index in range(len(entries)):
+            mine = self.source_of == index
+            self.turn_of[mine] = np.arange(mine.sum())
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self.source_of)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The example at `index`; `IndexError` outside the data set."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} is outside the {len(self)} examples")
+        rng = random.Random(f"{self.seed}/{index}")
+        limit = min(self.max_context_tokens, scheduled_length(self.length_points, index / len(self)))
+        position = int(self.source_of[index])
+        source = self.sources[position]
+        if isinstance(source, DataSource):
+            return self._from_generated(source, limit, rng)
+        return self._from_file(source, position, int(self.turn_of[index]), limit, rng)
+
+    def as_dataset(self) -> datasets.Dataset:
+        """The same examples as a `datasets.Dataset`, which `trl.SFTTrainer` needs; each is made when asked for."""
+        return datasets.Dataset.from_dict({"index": range(len(self))}).with_transform(self._examples_at)
+
+    def _examples_at(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
+        examples = [self[index] for index in batch["index"]]
+        return {key: [example[key] for example in examples] for key in examples[0]}
+
+    def _row(self, position: int, num_rows: int, turn: int) -> int:
+        epoch, place = divmod(turn, num_rows)
+        key = (position, epoch)
+        if key not in self._orders:
+            self._orders = {k: v for k, v in self._orders.items() if k[0] != position}
+            self._orders[key] = np.random.default_rng([self.seed, 1, position, epoch]).permutation(num_rows)
+        return int(self._orders[key][place])
+
+    def _from_generated(self, source: DataSource, limit: int, rng: random.Random) -> dict[str, Any]:
+        task = rng.choice(source.tasks)
+        if task != "question_answering":
+            limit = self._window_limit(task, limit)
+        document = draw_document(source, limit, rng, self.tokenizer)
+        ids = encode(self.tokenizer, document.text)
+        identifier = f"generated/{document.kind}/{document.seed}"
+        if task != "question_answering":
+            return self._text_example(task, ids, limit, identifier, rng)
+        questions = document.questions[: self.questions_per_example]
+        return self._question_example(ids, [(q.question, q.answer) for q in questions], limit, identifier, rng)
+
+    def _from_file(
+        self, source: _FileSource, position: int, turn: int, limit: int, rng: random.Random
+    ) -> dict[str, Any]:
+        task = rng.choice(source.source.tasks)
+        row = self._row(position, source.num_rows, turn)
+        for _ in range(_ATTEMPTS):
+            ids = source.texts[source.text_of_row[row]]
+            is_window = task in ("reconstruction", "continuation")
+            too_long = not is_window and self.overlong_contexts == "skip" and len(ids) > limit
+            if len(ids) >= 2 and not too_long:
+                break
+            row = rng.randrange(source.num_rows)
+        else:
+            raise ValueError(
+                f"source {source.source.label!r}: {_ATTEMPTS} rows in a row were empty or longer than {limit} tokens"
+            )
+        identifier = source.identifier(row)
+        if is_window:
+            return self._text_example(task, ids.tolist(), self._window_limit(task, limit), identifier, rng)
+        if task == "summarisation":
+            return self._example(task, ids.tolist(), [("", source.value("summary", row))], limit, identifier, rng)
+        others = [other for other in source.rows_of_text[int(source.text_of_row[row])] if other != row]
+        rows = [row, *rng.sample(others, min(len(others), self.questions_per_example - 1))]
+        pairs = [(source.value("question", r), rng.choice(source.value("answers", r))) for r in rows]
+        return self._question_example(ids.tolist(), pairs, limit, identifier, rng)
+
+    def _window_limit(self, task: str, limit: int) -> int:
+        return min(limit, self.max_target_tokens - 1) if task == "reconstruction" else limit
+
+    def _text_example(
+        self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random
+    ) -> dict[str, Any]:
+        """A random window of a text: to repeat, or to be read up to some place and then continued."""
+        longest = max(1, min(limit, len(ids)))
+        length = rng.randint(min(self.min_context_tokens, longest), longest)
+        if task == "reconstruction":
+            start = rng.randrange(len(ids) - length + 1)
+            context = target = ids[start : start + length]
+        else:
+            length = min(length, max(1, len(ids) // 2))
+            start = rng.randrange(max(1, len(ids) - length - self.max_target_tokens + 2))
+            context = ids[start : start + length]
+            target = ids[start + length : start + length + self.max_target_tokens - 1]
+        return self._finish(task, context, [(self._prompt(task, "", rng), target)], limit, identifier)
+
+    def _question_example(
+        self, ids: list[int], pairs: Sequence[tuple[str, str]], limit: int, identifier: str, rng: random.Random
+    ) -> dict[str, Any]:
+        return self._example("question_answering", ids, pairs, limit, identifier, rng)
+
+    def _example(
+        self,
+        task: str,
+        ids: list[int],
+        pairs: Sequence[tuple[str, str]],
+        limit: int,
+        identifier: str,
+        rng: random.Random,
+    ) -> dict[str, Any]:
+        turns = [
+            (self._prompt(task, question, rng), encode(self.tokenizer, " " + answer.strip()))
+            for question, answer in pairs
+        ]
+        return self._finish(task, ids, turns, limit, identifier)
+
+    def _finish(
+        self, task: str, context: list[int], turns: Sequence[tuple[list[int], list[int]]], limit: int, identifier: str
+    ) -> dict[str, Any]:
+        num_cut = max(0, len(context) - limit)
+        ended = []
+        for prompt, target in turns:
+            whole = [*target, self.end]
+            num_cut += max(0, len(whole) - self.max_target_tokens)
+            ended.append((prompt, whole[: self.max_target_tokens]))
+        return {
+            "context_ids": context[:limit],
+            "prompt_ids": ended[0][0],
+            "target_ids": ended[0][1],
+            "more_turns": ended[1:],
+            "task": task,
+            "id": identifier,
+            "num_cut": num_cut,
+        }
+
+    def _prompt(self, task: str, question: str, rng: random.Random) -> list[int]:
+        template_rng = None if self.canonical_prompts else rng
+        return encode(self.tokenizer, format_prompt(task, question, rng=template_rng, path=self.prompts))

@@ -1,0 +1,112 @@
+"""Losses over a vocabulary in bounded memory: a chunk of positions at a time, recomputed in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+Head = Callable[[Tensor], Tensor]
+
+
+def logits_function(model: PreTrainedModel) -> Head:
+    """The map from last hidden states to float32 logits of a causal language model, with Gemma 2's soft-capping."""
+    head = model.get_output_embeddings()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def logits(states: Tensor) -> Tensor:
+        scores = head(states).float()
+        return scores if cap is None else cap * torch.tanh(scores / cap)
+
+    return logits
+
+
+@contextmanager
+def captured_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Collect the backbone's last hidden states of every forward pass of `model` in the `with` block.
+
+    A hook rather than a call of the backbone: the forward pass then goes through whatever wraps the model (DDP,
+    compilation), which the gradients need.
+    """
+    states: list[Tensor] = []
+    handle = model.base_model.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+def _chunked_sum(function: Callable[..., Tensor], chunk_size: int, *tensors: Tensor) -> Tensor:
+    parts = [
+        checkpoint(function, *chunk, use_reentrant=False)
+        for chunk in zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True)
+    ]
+    # Zero times the states keeps a batch without any target differentiable.
+    return torch.stack(parts).sum() if tensors[0].shape[0] else tensors[0].float().sum() * 0.0
+
+
+def negative_log_likelihood(
+    states: Tensor, targets: Tensor, head: Head, chunk_size: int = 256
+) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy, without ever holding more than `chunk_size` rows of logits.
+
+    Args:
+        states: `(num_targets, hidden_size)`.
+        targets: `(num_targets,)` token ids.
+        head: from `logits_function`.
+        chunk_size: positions at a time.
+
+    Returns:
+        The sum over targets, and how many targets had the highest score (a scalar without gradient).
+    """
+    hits: list[Tensor] = []
+
+    def chunk_loss(chunk_states: Tensor, chunk_targets: Tensor) -> Tensor:
+        logits = head(chunk_states)
+        hits.append((logits.detach().argmax(dim=-1) == chunk_targets).sum())
+        return nn.functional.cross_entropy(logits, chunk_targets, reduction="sum")
+
+    total = _chunked_sum(chunk_loss, chunk_size, states, targets)
+    # Summed here: backward runs every chunk again and appends once more.
+    return total, torch.stack(hits).sum() if hits else torch.zeros((), dtype=torch.long, device=states.device)
+
+
+def distillation_loss(
+    student_states: Tensor, teacher_states: Tensor, student_head: Head, teacher_head: Head, chunk_size: int = 256
+) -> Tensor:
+    """Sum over answer tokens of KL(teacher || student), mean pooling's equation 5, in nats.
+
+    Args:
+        student_states: `(num_answer_tokens, student_hidden_size)`, the states that predict the answer tokens.
+        teacher_states: `(num_answer_tokens, teacher_hidden_size)`, those of the teacher; no gradient flows into them.
+        student_head: states to logits of the student.
+        teacher_head: states to logits of the teacher.
+        chunk_size: answer tokens whose two rows of logits are in memory at once.
+
+    Raises:
+        ValueError: the two see different numbers of answer tokens.
+    """
+    if student_states.shape[0] != teacher_states.shape[0]:
+        raise ValueError(
+            f"student and teacher must see the same answer tokens, got {student_states.shape[0]} and "
+            f"{teacher_states.shape[0]}"
+        )
+
+    def chunk_loss(student: Tensor, teacher: Tensor) -> Tensor:
+        student_log_probs = nn.functional.log_softmax(student_head(student), dim=-1)
+        with torch.no_grad():
+            teacher_log_probs = nn.functional.log_softmax(teacher_head(teacher), dim=-1)
+        return nn.functional.kl_div(student_log_probs, teacher_log_probs, reduction="sum", log_target=True)
+
+    return _chunked_sum(chunk_loss, chunk_size, student_states, teacher_states.detach())
+
+
+def prediction_positions(labels: Tensor) -> Tensor:
+    """Mask `(batch_size, width)` of the positions whose next token has a label."""
+    mask = torch.zeros_like(labels, dtype=torch.bool)
+    mask[:, :-1] = labels[:, 1:] != -100
+    return mask

@@ -1,0 +1,59 @@
+"""What every trainer here does at each step: stop at a NaN loss, count what was cut, log context tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+_METADATA = ("example_ids", "num_cut")
+
+
+def without_metadata(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The batch without what `CompressionCollator(with_metadata=True)` adds for people."""
+    return {key: value for key, value in inputs.items() if key not in _METADATA}
+
+
+class StepGuard(Trainer):
+    """A `Trainer` that stops with the batch's ids when the loss is not finite, and logs context and cut-off tokens.
+
+    Weights that are not finite are never saved, so the last checkpoint stays good.
+    """
+
+    _num_context_tokens = 0
+    _num_cut_tokens = 0
+    _num_cut_examples = 0
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One forward and backward pass; `ValueError` names step and batch ids when the loss is NaN or infinite."""
+        ids, cut = inputs.get("example_ids"), inputs.get("num_cut", ())
+        self._num_cut_tokens += sum(cut)
+        self._num_cut_examples += sum(tokens > 0 for tokens in cut)
+        if "context_attention_mask" in inputs:
+            self._num_context_tokens += int(inputs["context_attention_mask"].sum())
+        loss = super().training_step(model, without_metadata(inputs), *args, **kwargs)
+        if not torch.isfinite(loss):
+            batch = f"batch ids {ids}" if ids is not None else f"a batch of {len(inputs['input_ids'])} rows"
+            raise ValueError(
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}, {batch}; training stops"
+            )
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the counts so far."""
+        if "loss" in logs:
+            if self._num_context_tokens:
+                logs["num_context_tokens"] = self._num_context_tokens
+            logs["num_cut_tokens"] = self._num_cut_tokens
+            logs["num_cut_examples"] = self._num_cut_examples
+        super().log(logs, *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not torch.isfinite(parameter).all():
+                raise ValueError(
+                    f"{name} is not finite after step {self.state.global_step} (a gradient was not); nothing is saved"
+                )
+        super()._save_checkpoint(*args, **kwargs)
