@@ -45,7 +45,7 @@ class CompressorConfig(PreTrainedConfig):
             Whether the decoder returns its key/value cache.
 
     Raises:
-        ValueError: a field has a value that is not allowed; the message names the field, the value and what is allowed.
+        ValueError: a value is not allowed; the message names the field, the value and what is allowed.
     """
 
     model_type = "context_compressor"
@@ -95,7 +95,7 @@ class CompressorConfig(PreTrainedConfig):
 
     @classmethod
     def default_auto_map(cls) -> dict[str, str]:
-        """The three `auto_map` entries, by this project's file names: `configuration_<method>.py` and its model file."""
+        """The three `auto_map` entries, by the file names `configuration_<method>.py` and `modeling_<method>.py`."""
         method = cls.__module__.rpartition(".")[2].removeprefix("configuration_")
         prefix = cls.__name__.removesuffix("Config")
         return {
@@ -114,7 +114,7 @@ class CompressorConfig(PreTrainedConfig):
         return self.decoder_config
 
     def get_encoder_config(self) -> PreTrainedConfig:
-        """Configuration of the model that encodes the context: its own, or the decoder's when the weights are shared."""
+        """Configuration of the model that encodes: its own, or the decoder's when the weights are shared."""
         return self.decoder_config if self.encoder_config is None else self.encoder_config
 
     @property

@@ -13,8 +13,8 @@ class MeanPoolingConfig(CompressorConfig):
     Mean pooling of a bidirectional encoder's last hidden states ("Simple Context Compression: Mean-Pooling and
     Multi-Ratio Training").
 
-    The paper's ablations (Table 3) are values of this configuration: fixed decoder: `decoder_lora=None`; fixed encoder:
-    `encoder_lora=None`; no encoder: `encoder_type="embeddings"`; without the linear layer:
+    The paper's ablations (Table 3) are values of this configuration: fixed decoder: `decoder_lora=None`; fixed
+    encoder: `encoder_lora=None`; no encoder: `encoder_type="embeddings"`; without the linear layer:
     `linear_after_pooling=False`. (Ratio sampling is a value of the training recipe: `ratio_mode: random`.)
 
     Args:
@@ -38,8 +38,8 @@ class MeanPoolingConfig(CompressorConfig):
     def __init__(
         self,
         compression_ratios: int | list[int] | tuple[int, ...] = (4, 8, 16, 32, 64, 128),
-        encoder_lora: dict[str, Any] | None | str = "default",
-        decoder_lora: dict[str, Any] | None | str = "default",
+        encoder_lora: dict[str, Any] | str | None = "default",
+        decoder_lora: dict[str, Any] | str | None = "default",
         linear_after_pooling: bool = True,
         encoder_type: str = "language_model",
         encoder_attention: str = "bidirectional",

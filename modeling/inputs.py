@@ -32,8 +32,11 @@ def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Te
     return (mask != 0).to(device=ids.device, dtype=torch.long)
 
 
-def check_token_ids(name: str, ids: Tensor, mask: Tensor, vocab_size: int, task_token_ids: Mapping[str, int]) -> None:
+def check_token_ids(name: str, ids: Tensor, mask: Tensor, vocab_size: int, task_token_ids: Mapping[str, int]) -> Tensor:
     """Every real id must be in the vocabulary, or one of the method's own task tokens.
+
+    Returns:
+        The ids with 0 at pads: a tokenizer's pad id may lie outside the model's table.
 
     Raises:
         ValueError: with the first id that is not.
@@ -48,6 +51,7 @@ def check_token_ids(name: str, ids: Tensor, mask: Tensor, vocab_size: int, task_
             f"`{name}` has the token id {found}, which is outside the vocabulary of {vocab_size} tokens{also}; is the "
             "tokenizer the one of this checkpoint?"
         )
+    return ids.masked_fill(mask == 0, 0)
 
 
 def check_ratios(

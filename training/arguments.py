@@ -147,7 +147,7 @@ class TrainingConfig(SFTConfig):
 
     Args:
         objective: language_modeling, teacher, compression or distillation.
-        optimizer: adamw or muon (language modelling only).
+        optimizer: adamw, or muon for matrices and AdamW for embeddings and vectors.
         muon_learning_rate: of the hidden matrices under Muon; `learning_rate` is AdamW's.
         muon_momentum: momentum of Muon.
         ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step.
@@ -155,7 +155,7 @@ class TrainingConfig(SFTConfig):
     """
 
     objective: str = field(default="compression", metadata={"help": ", ".join(OBJECTIVES)})
-    optimizer: str = field(default="adamw", metadata={"help": "adamw or muon (language modelling only)"})
+    optimizer: str = field(default="adamw", metadata={"help": "adamw or muon"})
     muon_learning_rate: float = field(default=0.02, metadata={"help": "learning rate of Muon's matrices"})
     muon_momentum: float = field(default=0.95, metadata={"help": "momentum of Muon"})
     ratio_mode: str = field(default="all", metadata={"help": "all ratios at each step, or one drawn at random"})
@@ -165,8 +165,6 @@ class TrainingConfig(SFTConfig):
         check_choice("objective", self.objective, OBJECTIVES)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("ratio_mode", self.ratio_mode, RATIO_MODES)
-        if self.optimizer == "muon" and self.objective != "language_modeling":
-            raise ValueError(f"optimizer muon is for objective language_modeling, not {self.objective}")
         if self.distillation_chunk_size < 1:
             raise ValueError(f"distillation_chunk_size must be at least 1, got {self.distillation_chunk_size}")
         super().__post_init__()

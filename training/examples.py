@@ -107,7 +107,8 @@ class CompressionDataset(Dataset):
         questions_per_example: questions asked one after the other about one context.
         canonical_prompts: the first template of each task only.
         prompts: file of prompt templates; the packaged one when `None`.
-        length_schedule: (fraction of the examples, longest context) pairs, linear in between.
+        length_schedule: (fraction of the examples, longest context) pairs for texts and generated documents, linear in
+            between.
         overlong_contexts: "truncate" (counted in `num_cut`) or "skip" contexts of questions and summaries that are too
             long.
         seed: everything is drawn from it.
@@ -228,6 +229,9 @@ class CompressionDataset(Dataset):
         self, source: _FileSource, position: int, turn: int, limit: int, rng: random.Random
     ) -> dict[str, Any]:
         task = rng.choice(source.source.tasks)
+        if task in ("question_answering", "summarisation"):
+            # A context that belongs to a question cannot be made shorter, so the schedule does not bear on it.
+            limit = self.max_context_tokens
         row = self._row(position, source.num_rows, turn)
         for _ in range(_ATTEMPTS):
             ids = source.texts[source.text_of_row[row]]

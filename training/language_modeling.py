@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase
 
 from .data import DataSource, TokenizedTexts, distinct_texts, encode, read_rows, start_token_id
 from .examples import check_length_schedule, draw_document, scheduled_length
 from .generated import MIN_TOKENS
-from .optimizers import MuonWithAdamW, parameter_groups
 from .prompts import format_prompt
+from .step_guard import StepGuard
 from .suggestions import check_choice
 
 ROW_KINDS = ("text", "copy", "generated", "question_answering")
@@ -262,7 +262,7 @@ class LanguageModelingCollator:
         }
 
 
-class LanguageModelingTrainer(Trainer):
+class LanguageModelingTrainer(StepGuard):
     """A `transformers.Trainer` that computes logits only where there is a label, and knows Muon.
 
     In these rows one token in five has a label; a fused head over all positions would spend most of its time on
@@ -286,17 +286,3 @@ class LanguageModelingTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
-
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Muon for hidden matrices and AdamW for the rest when the recipe says `optimizer: muon`."""
-        if self.optimizer is None and self.args.optimizer == "muon":
-            groups = parameter_groups(
-                model or self.model,
-                "muon",
-                self.args.learning_rate,
-                self.args.muon_learning_rate,
-                self.args.weight_decay,
-            )
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
-            self.optimizer = MuonWithAdamW(groups, momentum=self.args.muon_momentum, betas=betas)
-        return super().create_optimizer(model)

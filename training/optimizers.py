@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 
 class MuonWithAdamW(torch.optim.AdamW):
@@ -127,3 +128,21 @@ def parameter_groups(
         {"params": vectors, "muon": False, "lr": learning_rate, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+class OptimizerChoice(Trainer):
+    """A `Trainer` that knows `optimizer: muon` in its arguments."""
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """Muon for hidden matrices and AdamW for the rest when the recipe says `optimizer: muon`."""
+        if self.optimizer is None and self.args.optimizer == "muon":
+            groups = parameter_groups(
+                model or self.model,
+                "muon",
+                self.args.learning_rate,
+                self.args.muon_learning_rate,
+                self.args.weight_decay,
+            )
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            self.optimizer = MuonWithAdamW(groups, momentum=self.args.muon_momentum, betas=betas)
+        return super().create_optimizer(model)

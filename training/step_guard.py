@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+
+from .optimizers import OptimizerChoice
 
 _METADATA = ("example_ids", "num_cut")
 
@@ -16,7 +17,7 @@ def without_metadata(inputs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in inputs.items() if key not in _METADATA}
 
 
-class StepGuard(Trainer):
+class StepGuard(OptimizerChoice):
     """A `Trainer` that stops with the batch's ids when the loss is not finite, and logs context and cut-off tokens.
 
     Weights that are not finite are never saved, so the last checkpoint stays good.

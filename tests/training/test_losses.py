@@ -102,7 +102,7 @@ def test_states_and_head_give_the_models_own_logits_with_soft_capping():
     with captured_states(model) as states:
         logits = model(input_ids=torch.arange(6)[None]).logits
     torch.testing.assert_close(logits_function(model)(states[0]), logits)
-    assert logits.abs().max() < 0.5
+    assert 0.1 < logits.abs().max() <= 0.5
     assert len(states) == 1
     model(input_ids=torch.arange(6)[None])
     assert len(states) == 1
