@@ -3,10 +3,11 @@
     python benchmarks/answer_latency.py
     python benchmarks/answer_latency.py --device cuda --dtype bfloat16 --hidden-size 2048 --layers 16
 
-Full context: the plain language model of the same shape reads context and question. Memory: the compressor, its adapters
-in place (or merged, with --merge-adapters), reads slots and question. Both write greedily, always the same number of
-tokens. Compression is timed by itself, so that the table can show the time with it, too, and after how many readings it
-has paid for itself: compression time / (full-context time - memory time). Weights are random: they change no time.
+Full context: the plain language model of the same shape reads context and question. Memory: the compressor, its
+adapters in place (or merged, with --merge-adapters), reads slots and question. Both write greedily, always the same
+number of tokens. Compression is timed by itself, so that the table can show the time with it, too, and after how many
+readings it has paid for itself: compression time / (full-context time - memory time). Weights are random: they change
+no time.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def measure(
     """Rows of one context length, one for each ratio."""
     device = device_of(arguments)
     generator = torch.Generator().manual_seed(length)
-    ids = torch.randint(
-        2, arguments.vocab_size, (1, length + arguments.question_tokens), generator=generator
-    ).to(device)
+    ids = torch.randint(2, arguments.vocab_size, (1, length + arguments.question_tokens), generator=generator).to(
+        device
+    )
     context, question = ids[:, :length], ids[:, length:]
     ratios, new_tokens = arguments.ratios, arguments.new_tokens
     memories = {ratio: compressor.compress(context, ratio=ratio) for ratio in ratios}
@@ -137,7 +138,16 @@ def _row(
 
 def table(rows: Sequence[dict[str, Any]], new_tokens: int) -> str:
     """The rows for people, times in milliseconds."""
-    header = ["N", "ratio", "to token", "full context", "memory", "compression", "with compression", "break-even reads"]
+    header = [
+        "N",
+        "ratio",
+        "to token",
+        "full context",
+        "memory",
+        "compression",
+        "with compression",
+        "break-even reads",
+    ]
     body = []
     for row in rows:
         for name, tokens in (("first_token", 1), ("last_token", new_tokens)):
@@ -165,12 +175,21 @@ def build_parser() -> argparse.ArgumentParser:
     add_shape_arguments(parser, hidden_size=128, layers=4)
     add = parser.add_argument
     add("--method", default="mean_pooling", help="default: mean_pooling")
-    add("--lengths", nargs="+", type=positive_int, default=[512, 2048, 8192], metavar="N", help="default: 512 2048 8192")
+    add(
+        "--lengths",
+        nargs="+",
+        type=positive_int,
+        default=[512, 2048, 8192],
+        metavar="N",
+        help="default: 512 2048 8192",
+    )
     add("--ratios", nargs="+", type=positive_int, default=[4, 16], metavar="R", help="default: 4 16")
     add("--question-tokens", type=positive_int, default=16, metavar="N", help="default: 16")
     add("--new-tokens", type=positive_int, default=64, metavar="N", help="tokens of an answer (default: 64)")
     add("--repeats", type=positive_int, default=3, metavar="N", help="measurements of everything (default: 3)")
-    add("--merge-adapters", action="store_true", help="merge the compressor's adapters: encoder and decoder then apart")
+    add(
+        "--merge-adapters", action="store_true", help="merge the compressor's adapters: encoder and decoder then apart"
+    )
     return parser
 
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 # Importing the models registers every method with the Auto classes.
-from context_compressors import modeling  # noqa: F401
+from context_compressors import modeling
 from context_compressors.evaluation.report import environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -161,9 +161,7 @@ def measured(benchmark: str, arguments: argparse.Namespace, rows: Sequence[dict[
     }
 
 
-def save_and_report(
-    benchmark: str, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], table: str
-) -> None:
+def save_and_report(benchmark: str, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], table: str) -> None:
     """Print the table and write the result file."""
     path = Path(arguments.output or RESULTS / f"{benchmark}_{device_of(arguments).type}.json")
     write_json(path, measured(benchmark, arguments, rows))

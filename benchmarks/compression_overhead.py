@@ -1,11 +1,11 @@
 """Time and peak memory of `compress`, beside the bare forward pass of its encoder.
 
     python benchmarks/compression_overhead.py
-    python benchmarks/compression_overhead.py --device cuda --dtype bfloat16 --hidden-size 2048 --layers 16 --repeats 20
+    python benchmarks/compression_overhead.py --device cuda --dtype bfloat16 --hidden-size 2048 --layers 16
 
 Both calls see the same batch, the same attention and the same adapter, and take turns, so that whatever else the
-machine does hits both. Memory is what a call holds at its peak beyond the weights. The goal for mean pooling is at most
-1.05 times the encoder alone, in both.
+machine does hits both. Memory is what a call holds at its peak beyond the weights. The goal for mean pooling is at
+most 1.05 times the encoder alone, in both.
 """
 
 from __future__ import annotations
@@ -83,7 +83,17 @@ def measure(
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
-    header = ["method", "N", "encoder ms", "compress ms", "time ratio", "of fastest", "encoder MiB", "compress MiB", "memory ratio"]
+    header = [
+        "method",
+        "N",
+        "encoder ms",
+        "compress ms",
+        "time ratio",
+        "of fastest",
+        "encoder MiB",
+        "compress MiB",
+        "memory ratio",
+    ]
     body = [
         [
             row["method"],
@@ -126,9 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for method in arguments.methods:
             model = random_compressor(method, config, [arguments.ratio], arguments.dtype, device)
             for length in arguments.lengths:
-                row = measure(
-                    model, method, length, arguments.batch_size, arguments.ratio, arguments.repeats, device
-                )
+                row = measure(model, method, length, arguments.batch_size, arguments.ratio, arguments.repeats, device)
                 rows.append(row)
                 print(f"{method}, N = {length}: time {row['time_ratio']:.3f}, memory {row['memory_ratio']:.3f}")
     except ValueError as error:

@@ -1,12 +1,13 @@
-"""Quality of a method trained under a fixed budget on the small base: the same tokens, seeds and prompts for every one.
+"""Quality of a method trained under a fixed budget on the small base: the same tokens, seeds and prompts for all.
 
     python benchmarks/small_scale.py --data DATA                      # mean pooling at ratio 4, three seeds
     python benchmarks/small_scale.py --data DATA --ratios 2 4 8 16    # one model for all four ratios
     python benchmarks/small_scale.py --seeds 0 --steps 50             # generated documents alone, and briefly
 
-DATA is a folder with the data files: SQuAD, NarrativeQA summaries and OpenStax. Reconstruction, continuation and question
-answering are trained together on contexts of at most --context-tokens, and tested on documents that are not in training,
-beside the base itself without context and with the full context. A question's answer always stands in its context.
+DATA is a folder with the data files: SQuAD, NarrativeQA summaries and OpenStax. Reconstruction, continuation and
+question answering are trained together on contexts of at most --context-tokens, and tested on documents that are not
+in training, beside the base itself without context and with the full context. A question's answer always stands in its
+context.
 
 Every finished (method, ratios, seed) is a run in the result file and is not done again; runs of another budget are
 refused there. Scores are means over seeds, with the standard deviation.
@@ -36,7 +37,7 @@ from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.report import environment, markdown_table, ratio_condition
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.training.arguments import ModelArguments, TrainingConfig
+from context_compressors.training.arguments import OPTIMIZERS, ModelArguments, TrainingConfig
 from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.examples import CompressionDataset
 from context_compressors.training.train import METHODS, load_compressor
@@ -79,12 +80,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ratios", nargs="+", type=positive_int, default=[4], metavar="R", help="ratios of the model (default: 4)")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
     add("--base", default=str(BASE), metavar="FOLDER", help="the base language model (default: checkpoints/base)")
-    add("--steps", type=positive_int, default=1200, metavar="N", help="optimizer steps (default: 1200)")
+    add("--steps", type=positive_int, default=250, metavar="N", help="optimizer steps (default: 250)")
     add("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per step (default: 8)")
-    add("--learning-rate", type=float, default=1e-3, metavar="X", help="peak, with a cosine to a tenth (default: 1e-3)")
+    add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon, for matrices; AdamW for all else")
+    add("--muon-learning-rate", type=float, default=0.02, metavar="X", help="default: 0.02")
+    add("--learning-rate", type=float, default=1e-3, metavar="X", help="AdamW's (default: 1e-3)")
     add("--context-tokens", type=positive_int, default=192, metavar="N", help="longest context (default: 192)")
     add("--eval-samples", type=positive_int, default=200, metavar="N", help="questions and continuations per data set")
-    add("--bleu-samples", type=positive_int, default=32, metavar="N", help="reconstructions per data set (default: 32)")
+    add(
+        "--bleu-samples", type=positive_int, default=32, metavar="N", help="reconstructions per data set (default: 32)"
+    )
     add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
     add("--output", metavar="FILE", default=str(RESULTS / "small_scale.json"), help="the result file, also read")
     return parser
@@ -104,6 +109,8 @@ def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "data": "generated" if arguments.data is None else "generated and real text",
         "steps": arguments.steps,
         "batch_size": arguments.batch_size,
+        "optimizer": arguments.optimizer,
+        "muon_learning_rate": arguments.muon_learning_rate,
         "learning_rate": arguments.learning_rate,
         "context_tokens": arguments.context_tokens,
         "eval_samples": arguments.eval_samples,
@@ -127,7 +134,9 @@ def read_results(path: Path, budget: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{path} is not a result file of this benchmark: {error!r}") from error
     changed = {name: (known.get(name), value) for name, value in budget.items() if known.get(name) != value}
     if finished and changed:
-        raise ValueError(f"{path} has runs of another budget, (there, now): {changed}; name another file with --output")
+        raise ValueError(
+            f"{path} has runs of another budget, (there, now): {changed}; name another file with --output"
+        )
     return {**results, "budget": dict(budget)}
 
 
@@ -169,6 +178,8 @@ def train(
         objective="compression",
         max_steps=arguments.steps,
         per_device_train_batch_size=arguments.batch_size,
+        optimizer=arguments.optimizer,
+        muon_learning_rate=arguments.muon_learning_rate,
         learning_rate=arguments.learning_rate,
         adam_beta2=0.95,
         lr_scheduler_type="cosine_with_min_lr",
@@ -184,7 +195,7 @@ def train(
         seed=seed,
     )
     trainer = CompressionTrainer(
-        model=model, args=args, train_dataset=dataset, processing_class=tokenizer, data_collator=collator
+        model=model, args=args, train_dataset=dataset.as_dataset(), processing_class=tokenizer, data_collator=collator
     )
     start = time.perf_counter()
     outcome = trainer.train()
@@ -271,7 +282,8 @@ def table(summary: Sequence[Mapping[str, Any]]) -> str:
             spread = "" if score is None or score["std"] is None or not compressed else f" ± {score['std']:.2f}"
             cells.append("-" if score is None else f"{score['mean']:.2f}{spread}")
         rows.setdefault(
-            (row["dataset"], name, row["condition"]), [row["dataset"], name, row["condition"], len(row["seeds"]), *cells]
+            (row["dataset"], name, row["condition"]),
+            [row["dataset"], name, row["condition"], len(row["seeds"]), *cells],
         )
     order = list(dict.fromkeys(row["dataset"] for row in summary))
     header = ["data set", "model", "context", "seeds", *(title for *_, title in COLUMNS)]

@@ -57,7 +57,9 @@ def answerable(
     for row in rows:
         context = row["context"]
         if context not in cut:
-            cut[context] = [(window, f" {normalize_answer(window)} ") for window in windows(context, tokenizer, max_tokens)]
+            cut[context] = [
+                (window, f" {normalize_answer(window)} ") for window in windows(context, tokenizer, max_tokens)
+            ]
         answers = [f" {answer} " for answer in map(normalize_answer, row["answers"]) if answer]
         holding = [window for window, normal in cut[context] if any(answer in normal for answer in answers)]
         if len(holding) == 1:

@@ -155,7 +155,7 @@ class CheckpointMixin:
         }
         self.config.auto_map = type(self.config).default_auto_map()
         if save_dtype is not None:
-            dtype = getattr(torch, save_dtype) if isinstance(save_dtype, str) else save_dtype
+            dtype = getattr(torch, save_dtype, None) if isinstance(save_dtype, str) else save_dtype
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {save_dtype!r}")
             state_dict = self.state_dict() if state_dict is None else state_dict

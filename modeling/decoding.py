@@ -64,7 +64,7 @@ class DecodingMixin:
                 "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
             )
         if context_input_ids is not None:
-            memory = self._compress(context_input_ids, context_attention_mask, [ratio])[0]
+            memory = self._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
         cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         if memory is not None and not cached:
             memory = check_memory(memory, self, input_ids)
@@ -94,7 +94,8 @@ class DecodingMixin:
         """Slots and text as one sequence for the language model."""
         text_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
         check_text(text_mask)
-        check_token_ids("input_ids", input_ids, text_mask, self.config.vocab_size, self.config.task_token_ids)
+        config = self.config
+        input_ids = check_token_ids("input_ids", input_ids, text_mask, config.vocab_size, config.task_token_ids)
         positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
         embeddings = self._embed_text(input_ids)
         if memory is None:

@@ -58,7 +58,7 @@ class MemoryGenerationMixin:
             check_text(attention_mask)
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
-            memory = self.compress(context_input_ids, context_attention_mask, ratio)
+            memory = self.model._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
         if memory is not None:
             memory = check_memory(memory, self.model, question)
             kwargs["memory"] = memory

@@ -32,7 +32,9 @@ def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Te
     return (mask != 0).to(device=ids.device, dtype=torch.long)
 
 
-def check_token_ids(name: str, ids: Tensor, mask: Tensor, vocab_size: int, task_token_ids: Mapping[str, int]) -> Tensor:
+def check_token_ids(
+    name: str, ids: Tensor, mask: Tensor, vocab_size: int, task_token_ids: Mapping[str, int]
+) -> Tensor:
     """Every real id must be in the vocabulary, or one of the method's own task tokens.
 
     Returns:
@@ -93,7 +95,7 @@ def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_un
         if value not in trained and not allow_untrained:
             raise ValueError(
                 f"this checkpoint was not trained for the ratio {value}; it has {list(trained)} "
-                "(allow_untrained_ratio=True goes on nevertheless)"
+                "(compress(..., allow_untrained_ratio=True) goes on nevertheless)"
             )
     return ratio
 

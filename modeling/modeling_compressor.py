@@ -46,6 +46,15 @@ class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
     def post_init(self) -> None:
         super().post_init()
         self.apply_trainable_set()
+        if self.config.trainable_parameters is not None:
+            # What trains is loaded in float32 whatever type the rest is loaded in; the class names its own parts only.
+            names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+            self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the base; what trains is float32 beside it."""
+        return self.get_input_embeddings().weight.dtype
 
     def apply_trainable_set(self) -> None:
         """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest.
@@ -94,8 +103,8 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
 
     # The LM head of a full checkpoint is not part of the backbone.
     _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
-    # False where the encoder uses no positions, so that the context may be longer than it has.
-    _encoder_has_positions = True
+    # False where no language model encodes: the context may be longer than it has positions.
+    _has_encoder = True
 
     def __init__(self, config: CompressorConfig):
         super().__init__(config)
@@ -145,6 +154,9 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
 
     def encoder_states(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
         """Last hidden states of the encoder with its adapter, `(num_chunks, num_tokens, hidden_size)`."""
+        if input_ids.shape[1] == 0:
+            # No backbone runs on a sequence without places.
+            return self.encoder_backbone.get_input_embeddings()(input_ids)
         with self._adapter(self.encoder_backbone, ENCODER):
             outputs = self.encoder_backbone(
                 input_ids=input_ids,
@@ -194,17 +206,22 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def _compress(
-        self, input_ids: Tensor, attention_mask: Tensor | None, ratios: list, allow_untrained_ratio: bool = False
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        ratios: list,
+        allow_untrained_ratio: bool = False,
+        prefix: str = "",
     ) -> list[CompressedContext]:
         config = self.config
-        attention_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
-        check_token_ids(
-            "input_ids", input_ids, attention_mask, config.get_encoder_config().vocab_size, config.task_token_ids
-        )
+        attention_mask = check_mask(f"{prefix}attention_mask", attention_mask, f"{prefix}input_ids", input_ids)
+        # Task tokens belong to the text: the encoder has no embeddings for them.
+        vocab_size = config.get_encoder_config().vocab_size
+        input_ids = check_token_ids(f"{prefix}input_ids", input_ids, attention_mask, vocab_size, {})
         ratios = check_ratios(ratios, config.compression_ratios, input_ids, allow_untrained_ratio)
         num_context_tokens = attention_mask.sum(dim=1)
         chunks = cut(input_ids, attention_mask, config.chunk_size, config.position_layout)
-        if self._encoder_has_positions and chunks.position_ids.numel():
+        if self._has_encoder and chunks.position_ids.numel():
             check_context_length(config.get_encoder_config(), int(chunks.position_ids.max()) + 1, config.chunk_size)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded = self.encode(chunks.input_ids, chunks.attention_mask, chunks.position_ids, chunk_ratios)
@@ -244,19 +261,20 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
     def merge_adapters(self) -> None:
         """Add the adapters to the weights they sit on, so that inference needs no `peft`.
 
-        A shared base with an encoder adapter becomes two models, which takes twice the memory; a warning says so.
+        A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
+        warning says so.
         """
         config = self.config
-        if config.encoder_lora is not None:
-            if self.encoder_model is None:
-                logger.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
-                self.encoder_model = copy.deepcopy(self.language_model)
-                config.encoder_config = copy.deepcopy(config.decoder_config)
+        if config.encoder_lora is None and config.decoder_lora is None:
+            return
+        if self._has_encoder and self.encoder_model is None:
+            logger.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
+            self.encoder_model = copy.deepcopy(self.language_model)
+            config.encoder_config = copy.deepcopy(config.decoder_config)
+        if self.encoder_model is not None:
             merge_lora(self.encoder_model, ENCODER)
-            config.encoder_lora = None
-        if config.decoder_lora is not None or self.encoder_model is not None:
-            merge_lora(self.language_model, DECODER)
-            config.decoder_lora = None
+        merge_lora(self.language_model, DECODER)
+        config.encoder_lora = config.decoder_lora = None
         self.apply_trainable_set()
 
     # --- identity ---

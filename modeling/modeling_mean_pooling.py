@@ -27,7 +27,7 @@ class MeanPoolingModel(CompressorModel):
 
     def __init__(self, config: MeanPoolingConfig):
         super().__init__(config)
-        self._encoder_has_positions = config.encoder_type == "language_model"
+        self._has_encoder = config.encoder_type == "language_model"
         encoder_width = config.get_encoder_config().hidden_size
         self.slot_projection = None
         if config.linear_after_pooling:
@@ -49,7 +49,7 @@ class MeanPoolingModel(CompressorModel):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         # Section 4.1: h_1 ... h_L, with full self-attention; the ablation "No Encoder" pools token embeddings.
-        if self.config.encoder_type == "embeddings" or input_ids.shape[1] == 0:
+        if self.config.encoder_type == "embeddings":
             hidden_states = self._embed_text(input_ids)
         else:
             is_causal = self.config.encoder_attention == "causal"

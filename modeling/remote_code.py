@@ -7,6 +7,7 @@ Code from the Hub can only import its siblings. The package's files import acros
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 import re
@@ -42,6 +43,8 @@ answer = model.generate(**tokenizer(question, return_tensors="pt"), memory=memor
 """
 
 
+# A file is read once: a training run saves often, and goes on with the code that it has loaded.
+@functools.cache
 def _local_imports(path: Path) -> list[tuple[ast.ImportFrom, Path]]:
     """Relative imports of a file, each with the file that it names."""
     found = []
@@ -74,6 +77,7 @@ def collect(*files: Path) -> dict[str, Path]:
     return dict(sorted(collected.items()))
 
 
+@functools.cache
 def flatten(path: Path) -> str:
     """The source of a file with `from ..folder.x import` turned into `from .x import`."""
     source = path.read_text(encoding="utf-8")

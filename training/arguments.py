@@ -73,6 +73,7 @@ _POSITIVE = (
     "tokens_per_batch",
     "max_questions",
     "questions_per_example",
+    "group_batches",
     "num_eval_examples",
 )
 
@@ -92,6 +93,7 @@ class DataArguments:
         max_target_tokens: targets are cut to so many tokens (counted in the log).
         questions_per_example: questions about one context in an example of a compressor.
         overlong_contexts: truncate (counted) or skip contexts of questions and summaries that are too long.
+        group_batches: batches of a compressor that are sorted by length together, so that they hold little padding.
         num_eval_examples: examples of `eval_sources`.
         length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
         row_mixture: share of each kind of row of language modelling.
@@ -109,6 +111,7 @@ class DataArguments:
     max_target_tokens: int = field(default=256, metadata={"help": "longest target in tokens"})
     questions_per_example: int = field(default=1, metadata={"help": "questions about one context in an example"})
     overlong_contexts: str = field(default="truncate", metadata={"help": "truncate (counted) or skip"})
+    group_batches: int = field(default=1, metadata={"help": "batches sorted by length together"})
     num_eval_examples: int = field(default=200, metadata={"help": "number of evaluation examples"})
     length_schedule: list | str | None = field(default=None, metadata={"help": "how the length limit grows"})
     row_mixture: dict | str | None = field(default=None, metadata={"help": "share of each kind of row"})

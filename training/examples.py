@@ -61,9 +61,14 @@ def draw_document(
             )
         except ValueError:
             # A few seeds start with a sentence longer than a very short limit.
-            if length >= 8 * MIN_TOKENS:
+            if length >= 8 * MIN_TOKENS and length >= max_tokens:
                 raise
-            length *= 2
+            length = max_tokens if length < max_tokens else 2 * length
+
+
+def _num_tokens(example: Mapping[str, Any]) -> int:
+    turns = sum(len(prompt) + len(target) for prompt, target in example["more_turns"])
+    return len(example["context_ids"]) + len(example["prompt_ids"]) + len(example["target_ids"]) + turns
 
 
 class _FileSource:
@@ -111,6 +116,9 @@ class CompressionDataset(Dataset):
             between.
         overlong_contexts: "truncate" (counted in `num_cut`) or "skip" contexts of questions and summaries that are too
             long.
+        group_size: with more than 1, so many neighbours are put in order of length, and then dealt out in batches of
+            `batch_size` in random order: batches hold little padding.
+        batch_size: rows in a batch, for `group_size`, which is a multiple of it.
         seed: everything is drawn from it.
 
     Raises:
@@ -132,6 +140,8 @@ class CompressionDataset(Dataset):
         prompts: str | None = None,
         length_schedule: Sequence[Sequence[float]] | None = None,
         overlong_contexts: str = "truncate",
+        group_size: int = 1,
+        batch_size: int = 1,
         seed: int = 0,
     ):
         check_choice("overlong_contexts", overlong_contexts, ("truncate", "skip"))
@@ -143,6 +153,12 @@ class CompressionDataset(Dataset):
                 f"questions_per_example at least 1, got {max_target_tokens}, {min_context_tokens}, "
                 f"{max_context_tokens} and {questions_per_example}"
             )
+        if group_size < 1 or batch_size < 1 or (group_size > 1 and group_size % batch_size):
+            raise ValueError(
+                f"group_size must be 1 or a multiple of batch_size, both at least 1, got {group_size} and {batch_size}"
+            )
+        self.group_size, self.batch_size = group_size, batch_size
+        self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
         self.tokenizer, self.end, self.seed = tokenizer, tokenizer.eos_token_id, seed
         self.max_context_tokens, self.min_context_tokens = max_context_tokens, min_context_tokens
         self.max_target_tokens, self.questions_per_example = max_target_tokens, questions_per_example
@@ -189,6 +205,24 @@ class CompressionDataset(Dataset):
         """The example at `index`; `IndexError` outside the data set."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside the {len(self)} examples")
+        if self.group_size == 1:
+            return self._example_at(index)
+        group, place = divmod(index, self.group_size)
+        if self._group[0] != group:
+            self._group = (group, self._sorted_group(group))
+        return self._group[1][place]
+
+    def _sorted_group(self, group: int) -> list[dict[str, Any]]:
+        first = group * self.group_size
+        examples = [self._example_at(index) for index in range(first, min(first + self.group_size, len(self)))]
+        examples.sort(key=_num_tokens)
+        batches = [examples[start : start + self.batch_size] for start in range(0, len(examples), self.batch_size)]
+        # Only whole batches change places: the last group's short one has to stay the last.
+        whole = len(examples) // self.batch_size
+        order = [*random.Random(f"{self.seed}/group/{group}").sample(range(whole), whole), *range(whole, len(batches))]
+        return [example for batch in order for example in batches[batch]]
+
+    def _example_at(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self.seed}/{index}")
         limit = min(self.max_context_tokens, scheduled_length(self.length_points, index / len(self)))
         position = int(self.source_of[index])

@@ -41,6 +41,9 @@ def captured_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def _chunked_sum(function: Callable[..., Tensor], chunk_size: int, *tensors: Tensor) -> Tensor:
+    if 0 < tensors[0].shape[0] <= chunk_size:
+        # One chunk may stay in memory until backward, which then need not run it again.
+        return function(*tensors)
     parts = [
         checkpoint(function, *chunk, use_reentrant=False)
         for chunk in zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True)

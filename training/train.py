@@ -23,7 +23,7 @@ from transformers import (
     Trainer,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
 
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe
 from .collators import CompressionCollator
@@ -131,6 +131,7 @@ def build_compression_dataset(
     tokenizer: PreTrainedTokenizerBase,
     num_examples: int | None,
     seed: int,
+    batch_size: int = 1,
     name: str = "sources",
 ) -> CompressionDataset:
     """The examples that the recipe's `sources` (or `eval_sources`) describe."""
@@ -147,6 +148,8 @@ def build_compression_dataset(
         prompts=data_args.prompts,
         length_schedule=data_args.length_schedule if name == "sources" else None,
         overlong_contexts=data_args.overlong_contexts,
+        group_size=data_args.group_batches * batch_size,
+        batch_size=batch_size,
         seed=seed,
     )
 
@@ -157,13 +160,16 @@ def _data_arguments(
     """What every trainer of tokenized examples takes: data sets, collator and tokenizer."""
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     num_examples = args.max_steps * batch if args.max_steps > 0 else None
-    dataset = build_compression_dataset(data_args, tokenizer, num_examples, args.seed)
+    rows = args.per_device_train_batch_size
+    dataset = build_compression_dataset(data_args, tokenizer, num_examples, args.seed, rows)
     # An example is a function of its index, drawn at random already; in order, lengths grow and resuming is exact.
     args.train_sampling_strategy = "sequential"
     evaluation = None
     if data_args.eval_sources:
         count = data_args.num_eval_examples
-        evaluation = build_compression_dataset(data_args, tokenizer, count, args.seed + 1, "eval_sources").as_dataset()
+        evaluation = build_compression_dataset(
+            data_args, tokenizer, count, args.seed + 1, name="eval_sources"
+        ).as_dataset()
     return {
         "args": args,
         "train_dataset": dataset.as_dataset(),
@@ -248,6 +254,19 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
 _PRIVATE_FIELDS = ("data_dir", "output_dir", "logging_dir", "hub_token", "resume_from_checkpoint")
 
 
+def latest_checkpoint(output_dir: str) -> str | None:
+    """The newest complete checkpoint of a run, or `None`; one that a kill left half written is passed over."""
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        # The Trainer writes its state last.
+        try:
+            json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return str(folder)
+    return None
+
+
 def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Path) -> None:
     """Beside the checkpoint: the recipe as it was run, and what came of it."""
     recipe = {}
@@ -282,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer = build_trainer(*arguments)
     resume = args.resume_from_checkpoint
     if resume == "latest":
-        resume = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        resume = latest_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():

@@ -84,7 +84,9 @@ BASES: dict[str, tuple[type, dict[str, Any]]] = {
     ),
 }
 # transformers has no sdpa for Gemma 2, whose attention scores are capped.
-BACKBONES = [(name, attention) for name in BASES for attention in ("eager", "sdpa") if (name, attention) != ("gemma2", "sdpa")]
+BACKBONES = [
+    (name, attention) for name in BASES for attention in ("eager", "sdpa") if (name, attention) != ("gemma2", "sdpa")
+]
 
 
 def base_config(architecture: str = "llama", **fields: Any) -> Any:

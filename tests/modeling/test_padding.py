@@ -4,7 +4,7 @@ import pytest
 import torch
 
 CONTEXT_LENGTHS, TEXT_LENGTHS = [13, 5, 1, 9], [4, 7, 2, 5]
-NEW_TOKENS = 6
+NEW_TOKENS = 4
 
 
 def slots_of(memory, row):
@@ -41,7 +41,7 @@ def test_logits_do_not_depend_on_the_batch_or_its_padding(case, padding, random_
 
 
 def test_generated_ids_do_not_depend_on_the_batch_or_its_padding(case, padding, random_rows, pad_rows):
-    contexts, texts = random_rows(CONTEXT_LENGTHS), random_rows(TEXT_LENGTHS, seed=1)
+    contexts, texts = random_rows([13, 5]), random_rows([4, 7], seed=1)
     texts[1][0] = 1
     ids, mask = pad_rows(contexts, padding)
     text_ids, text_mask = pad_rows(texts, padding)
@@ -66,10 +66,10 @@ def test_a_memory_of_one_row_padded_by_others_is_read_like_its_own(variant_case,
         torch.testing.assert_close(together[i], alone[0], atol=1e-4, rtol=0)
 
 
-def test_an_empty_context_has_no_slots_and_still_generates(case, padding, random_rows, pad_rows):
+def test_an_empty_context_has_no_slots_and_still_generates(case, random_rows, pad_rows):
     model = case.model
     contexts, texts = random_rows([7, 0, 3]), random_rows([3, 3, 3], seed=1)
-    ids, mask = pad_rows(contexts, padding)
+    ids, mask = pad_rows(contexts, "left")
     memory = model.compress(ids, mask)
     assert memory.num_slots.tolist() == [4, 0, 2]
     assert memory.embeddings.isfinite().all()
@@ -78,13 +78,15 @@ def test_an_empty_context_has_no_slots_and_still_generates(case, padding, random
     batched = model.generate(input_ids=text, memory=memory, **settings)
     plain = model.generate(input_ids=text[1:2], **settings)
     assert batched[1].tolist() == plain[0].tolist(), "without slots the decoder is a plain language model"
-    everything_empty = model.generate(input_ids=text, context_input_ids=torch.zeros((3, 0), dtype=torch.long), **settings)
+    everything_empty = model.generate(
+        input_ids=text, context_input_ids=torch.zeros((3, 0), dtype=torch.long), **settings
+    )
     assert everything_empty[1].tolist() == plain[0].tolist()
 
 
-def test_an_empty_context_leaves_the_other_rows_gradients_alone(case, random_rows, pad_rows):
+def test_an_empty_context_leaves_the_other_rows_gradients_alone(backbone_case, random_rows, pad_rows):
     def gradients(lengths):
-        model = case.build().train()
+        model = backbone_case.build().train()
         contexts = random_rows([7, 5])
         ids, mask = pad_rows([context[:length] for context, length in zip(contexts, lengths, strict=True)])
         text = torch.stack(random_rows([4, 4], seed=1))

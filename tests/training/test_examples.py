@@ -149,6 +149,23 @@ def test_the_length_limit_grows(tokenizer, folder):
     assert [scheduled_length(points, x) for x in (0, 0.2, 0.3, 0.35, 0.4, 1)] == [10, 10, 20, 25, 30, 30]
 
 
+def test_groups_hold_the_same_examples_in_batches_of_like_length(tokenizer, folder):
+    def width(batch):
+        return max(len(example["context_ids"]) + len(example["target_ids"]) for example in batch)
+
+    plain = make(tokenizer, folder, TEXT, num_examples=44)
+    grouped = make(tokenizer, folder, TEXT, num_examples=44, group_size=20, batch_size=4)
+    for start, end in ((0, 20), (20, 40), (40, 44)):
+        first, second = ([data[index] for index in range(start, end)] for data in (plain, grouped))
+        assert sorted(map(str, first)) == sorted(map(str, second))
+    batches = [[[data[index] for index in range(i, i + 4)] for i in range(0, 40, 4)] for data in (plain, grouped)]
+    assert sum(map(width, batches[1])) < 0.85 * sum(map(width, batches[0]))
+    widths = [width(batch) for batch in batches[1][:5]]
+    assert widths != sorted(widths) or [width(batch) for batch in batches[1][5:]] != sorted(map(width, batches[1][5:]))
+    again = make(tokenizer, folder, TEXT, num_examples=44, group_size=20, batch_size=4)
+    assert [again[index] for index in reversed(range(44))] == [grouped[index] for index in range(44)][::-1]
+
+
 def test_the_hub_kind_of_dataset_holds_the_same_examples(tokenizer, folder):
     dataset = make(tokenizer, folder, GENERATED, TEXT, num_examples=6)
     wrapped = dataset.as_dataset()
@@ -174,6 +191,7 @@ def test_iteration_ends(tokenizer, folder):
         ([TEXT], {"overlong_contexts": "truncat"}, "did you mean 'truncate'"),
         ([TEXT], {"length_schedule": [[0.5, 10], [0.1, 20]]}, "length_schedule must be"),
         ([TEXT], {"length_schedule": 7}, "length_schedule must be"),
+        ([TEXT], {"group_size": 6, "batch_size": 4}, "group_size must be 1 or a multiple of batch_size"),
     ],
 )
 def test_wrong_arguments_are_refused(tokenizer, folder, sources, fields, message):

@@ -118,7 +118,7 @@ def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compress
 @pytest.mark.parametrize(
     ("trainer_class", "mode"), [(CompressionTrainer, "compressed"), (DistillationTrainer, "distillation")]
 )
-def test_training_moves_exactly_the_trainable_parameters(make_trainer, trainer_class, mode):
+def test_training_moves_exactly_the_trainable_parameters(make_trainer, dataset, trainer_class, mode):
     trainer = make_trainer(trainer_class, mode, config={"gradient_accumulation_steps": 2, "max_steps": 4})
     model = trainer.model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -128,8 +128,17 @@ def test_training_moves_exactly_the_trainable_parameters(make_trainer, trainer_c
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     part = "loss_ratio_{}" if mode == "compressed" else "kl_per_token_ratio_{}"
     assert all(part.format(ratio) in logs[-1] for ratio in (2, 4))
-    assert logs[-1]["num_context_tokens"] > 0
-    assert logs[-1]["num_cut_tokens"] == 0
+    used = [dataset[index] for index in range(4 * 2 * 2)]
+    assert logs[-1]["num_context_tokens"] == sum(len(example["context_ids"]) for example in used)
+    assert logs[-1]["num_cut_tokens"] == sum(example["num_cut"] for example in used)
+
+
+def test_muon_trains_the_adapters(make_trainer):
+    trainer = make_trainer(config={"optimizer": "muon"})
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    assert any(group["muon"] for group in trainer.optimizer.param_groups)
+    assert all(not torch.equal(p.detach(), before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
 
 
 def test_random_ratio_is_drawn_from_seed_and_step(make_trainer):
@@ -147,7 +156,8 @@ def test_random_ratio_is_drawn_from_seed_and_step(make_trainer):
     assert set(all_steps) == {2, 4}
     assert 15 < all_steps.count(2) < 45
     assert drawn(trainer, range(20, 60)) == all_steps[20:]
-    assert trainer.model.eval() and trainer.step_ratios() == [2, 4]
+    trainer.model.eval()
+    assert trainer.step_ratios() == [2, 4]
 
 
 def plain_distillation(model, teacher_logits, batch):

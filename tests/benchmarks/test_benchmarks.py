@@ -1,0 +1,319 @@
+"""Every benchmark at toy size: complete result files, refusals, and what the numbers rest on."""
+
+import hashlib
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from context_compressors.modeling.pooling import mean_pool
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TOY = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size", "64", "--device", "cpu"]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch):
+    """Import a benchmark as its own command line does: with its folder in front of the module path."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny language model with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=257,
+    )
+    folder = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data files that the small-scale benchmark reads, each with a few rows."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, count in (
+        ("qa_squad_train", 8),
+        ("qa_squad_dev", 4),
+        ("qa_narrativeqa_valid", 24),
+    ):
+        rows = [
+            {
+                "context": f"The mill of {name} {i} stands by the river. It was built by Nora Zill {i}. It has a red door.",
+                "question": f"Who built mill {i}?",
+                "answers": [f"Nora Zill {i}"],
+            }
+            for i in range(count)
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+    for name in ("text_openstax_train", "text_openstax_valid"):
+        rows = [{"text": f"Cells of kind {i} in {name} divide. " * 20} for i in range(4)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+    return folder
+
+
+# --- tools ---
+
+
+def test_peak_memory_counts_what_is_held_at_once_and_not_what_was_there_before(script):
+    tools: ModuleType = script("benchmark_tools")
+    weights = torch.zeros(1000, 1000)
+
+    def one_after_the_other() -> None:
+        for _ in range(3):
+            weights + 1
+
+    device = torch.device("cpu")
+    assert tools.peak_bytes(one_after_the_other, device) == pytest.approx(4_000_000, rel=0.01)
+    assert tools.peak_bytes(lambda: [weights + 1, weights + 2], device) == pytest.approx(8_000_000, rel=0.01)
+
+
+def test_an_unknown_method_is_refused_with_the_methods_there_are(script):
+    with pytest.raises(ValueError, match=r"'mean_poling'; there are: .*mean_pooling"):
+        script("benchmark_tools").method_model_type("mean_poling")
+
+
+def test_a_head_size_that_does_not_divide_the_width_is_refused(
+    script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "result.json"
+    arguments = [*TOY, "--head-dim", "24", "--output", str(output)]
+    assert script("compression_overhead").main(arguments) == 1
+    assert "--head-dim 24 must divide --hidden-size 32" in capsys.readouterr().err
+    assert not output.exists()
+
+
+# --- compression overhead ---
+
+
+def test_compression_overhead_writes_a_row_for_every_method_and_length(
+    script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "results" / "overhead.json"
+    arguments = [*TOY, "--lengths", "16", "33", "--batch-size", "2", "--repeats", "2", "--output", str(output)]
+    assert script("compression_overhead").main(arguments) == 0
+    content = json.loads(output.read_text(encoding="utf-8"))
+    assert [(row["method"], row["num_tokens"]) for row in content["rows"]] == [
+        ("mean_pooling", 16),
+        ("mean_pooling", 33),
+    ]
+    assert content["environment"]["versions"]["torch"] == torch.__version__
+    assert "output" not in content["settings"]
+    for row in content["rows"]:
+        assert len(row["seconds"]["encoder"]) == len(row["seconds"]["compress"]) == 2
+        assert row["time_ratio"] == pytest.approx(row["compress_seconds"] / row["encoder_seconds"])
+        # Compressing runs the encoder, so it can hold no less at its peak.
+        assert row["compress_peak_bytes"] >= row["encoder_peak_bytes"] > 0
+    assert "<= 1.05" in capsys.readouterr().out
+
+
+def test_the_bare_encoder_does_the_encoders_whole_work_and_no_more(script):
+    tools, overhead = script("benchmark_tools"), script("compression_overhead")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = tools.random_compressor("mean_pooling", config, [4], "float32", torch.device("cpu"))
+    input_ids = torch.arange(2, 32).view(2, 15)
+    with torch.no_grad():
+        states = overhead.bare_encoder(model, input_ids)()
+    # The linear map starts as the identity, so the slots are the means of the encoder's states.
+    expected, _ = mean_pool(states, torch.ones_like(input_ids), 4)
+    torch.testing.assert_close(model.compress(input_ids, ratio=4).embeddings, expected)
+
+
+# --- answer latency ---
+
+
+@pytest.mark.parametrize(
+    ("compression", "full", "memory", "reads"),
+    [(3.0, 2.0, 1.0, 3), (3.1, 2.0, 1.0, 4), (0.1, 2.0, 1.0, 1), (1.0, 1.0, 1.0, None), (1.0, 1.0, 2.0, None)],
+)
+def test_break_even_is_the_first_number_of_reads_at_which_compressing_costs_no_more(
+    script, compression: float, full: float, memory: float, reads: int | None
+):
+    assert script("answer_latency").break_even(compression, full, memory) == reads
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_answer_latency_writes_a_row_for_every_length_and_ratio(
+    script, merged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "latency.json"
+    arguments = [*TOY, "--lengths", "16", "33", "--ratios", "4", "8", "--new-tokens", "3", "--repeats", "2"]
+    arguments += ["--output", str(output)] + ["--merge-adapters"] * merged
+    assert script("answer_latency").main(arguments) == 0
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["num_tokens"], row["ratio"], row["slots"]) for row in rows] == [
+        (16, 4, 4),
+        (16, 8, 2),
+        (33, 4, 9),
+        (33, 8, 5),
+    ]
+    for row in rows:
+        assert len(row["samples"]["memory"]) == len(row["samples"]["compression"]) == 2
+        first, last = row["first_token"], row["last_token"]
+        for name in ("full_context_seconds", "memory_seconds"):
+            assert 0 < first[name] < last[name]
+        assert last["memory_and_compression_seconds"] == pytest.approx(
+            last["memory_seconds"] + row["compression_seconds"]
+        )
+    assert "break-even reads" in capsys.readouterr().out
+
+
+# --- small scale ---
+
+
+def small_scale_arguments(base: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("--base", str(base), "--output", str(output), "--device", "cpu"),
+        *("--steps", "2", "--batch-size", "2", "--eval-samples", "4", "--bleu-samples", "2"),
+        *more,
+    ]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.slow
+def test_small_scale_scores_every_data_set_beside_the_bounds(
+    script, base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    before, output = digests(base), tmp_path / "small.json"
+    arguments = small_scale_arguments(base, output, "--data", str(data), "--seeds", "0", "1", "--ratios", "2", "4")
+    assert script("small_scale").main(arguments) == 0
+    results = json.loads(output.read_text(encoding="utf-8"))
+    assert digests(base) == before
+    assert [(run["method"], run["ratios"], run["seed"]) for run in results["runs"]] == [
+        ("mean_pooling", [2, 4], 0),
+        ("mean_pooling", [2, 4], 1),
+    ]
+    for run in results["runs"]:
+        assert run["training"]["steps"] == 2
+        assert run["training"]["context_tokens"] > 0
+        assert run["training"]["target_tokens"] > 0
+    expected = {"reconstruction/bleu", "reconstruction/token_accuracy", "continuation/perplexity"}
+    questions = {"question_answering/exact_match", "question_answering/f1"}
+    summary = {(row["dataset"], row["condition"]): row for row in results["summary"]}
+    for dataset in ("generated", "squad", "narrativeqa_summaries", "openstax"):
+        for condition in ("no_context", "full_context", "ratio=2", "ratio=4"):
+            scores = summary[dataset, condition]["scores"]
+            assert expected | (questions if dataset != "openstax" else set()) <= set(scores)
+            assert summary[dataset, condition]["seeds"] == [0, 1]
+            if condition.endswith("context"):
+                # The bounds are the base's own: training changes nothing about them.
+                assert scores["continuation/perplexity"]["std"] == pytest.approx(0, abs=1e-9)
+    assert summary["squad", "ratio=2"]["scores"]["continuation/perplexity"]["std"] > 0
+    assert "| openstax" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_small_scale_goes_on_where_it_stopped_and_keeps_to_one_budget(
+    script, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    main, output = script("small_scale").main, tmp_path / "small.json"
+    assert main(small_scale_arguments(base, output, "--seeds", "0")) == 0
+    first = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    assert main(small_scale_arguments(base, output, "--seeds", "0", "1")) == 0
+    both = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    assert both[:1] == first
+    assert [run["seed"] for run in both] == [0, 1]
+    finished = output.read_bytes()
+    assert main(small_scale_arguments(base, output, "--seeds", "2", "--context-tokens", "100")) == 1
+    assert "'context_tokens': (192, 100)" in capsys.readouterr().err
+    assert output.read_bytes() == finished
+
+
+def test_small_scale_refuses_what_it_cannot_use(
+    script, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    main, output = script("small_scale").main, tmp_path / "small.json"
+    assert main(small_scale_arguments(tmp_path / "nowhere", output)) == 1
+    assert "there is no base language model in" in capsys.readouterr().err
+    assert main(small_scale_arguments(base, output, "--method", "median_pooling")) == 1
+    assert "--method must be one of ['mean_pooling'" in capsys.readouterr().err
+    output.write_text('{"runs": 3}', encoding="utf-8")
+    assert main(small_scale_arguments(base, output)) == 1
+    assert "is not a result file of this benchmark" in capsys.readouterr().err
+
+
+def test_summaries_are_means_and_standard_deviations_over_seeds(script):
+    def run(seed: int, score: float | None) -> dict:
+        row = {"dataset": "d", "task": "continuation", "condition": "ratio=4", "metrics": {"perplexity": score}}
+        return {"method": "m", "ratios": [4], "seed": seed, "rows": [row]}
+
+    summarize = script("small_scale").summarize
+    (row,) = summarize([run(0, 1.0), run(1, 2.0), run(2, 6.0)])
+    assert row["seeds"] == [0, 1, 2]
+    assert row["scores"]["continuation/perplexity"] == {"mean": 3.0, "std": pytest.approx(7**0.5)}
+    (row,) = summarize([run(5, 1.5)])
+    assert row["scores"]["continuation/perplexity"] == {"mean": 1.5, "std": None}
+    # A score that is not finite is stored as null, and has no mean.
+    (row,) = summarize([run(5, None)])
+    assert row["scores"] == {}
+
+
+def test_windows_end_between_sentences_and_keep_the_limit(script, tokenizer: PreTrainedTokenizerFast):
+    windows = script("small_scale_data").windows
+    text = "One two. Three four? " + "Too long for any window, this one is. " + "Five! Six seven."
+    # One token a byte, and a space in front of every sentence.
+    assert windows(text, tokenizer, 24) == ["One two. Three four?", "Five! Six seven."]
+    assert windows("", tokenizer, 24) == []
+
+
+def test_a_question_gets_the_one_window_that_holds_its_answer(script, tokenizer: PreTrainedTokenizerFast):
+    answerable = script("small_scale_data").answerable
+    context = "Ada keeps bees. The cat is grey. Ada has a dog. It is two."
+
+    def ask(answer: str) -> list[dict]:
+        return answerable([{"context": context, "question": "?", "answers": [answer]}], tokenizer, 36)
+
+    assert ask("the BEES") == [
+        {"context": "Ada keeps bees. The cat is grey.", "question": "?", "answers": ["the BEES"]}
+    ]
+    assert ask("Ada") == []  # both windows hold it: which one was meant?
+    assert ask("horse") == []
+    assert ask("do") == []  # a part of a word is no answer
+
+
+def test_training_and_test_contexts_never_meet(script, tokenizer: PreTrainedTokenizerFast, data: Path, tmp_path: Path):
+    sources, tests = script("small_scale_data").prepare(str(data), tokenizer, 192, tmp_path)
+    trained = set()
+    for source in sources[1:]:
+        table = pyarrow.parquet.read_table(tmp_path / source["path"])
+        trained |= set(table["context" if "context" in table.column_names else "text"].to_pylist())
+    tested = {example.get("context") or example["text"] for test in tests for example in test.examples}
+    assert len(trained) > 20
+    assert len(tested) > 10
+    assert not trained & tested

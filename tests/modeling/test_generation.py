@@ -1,0 +1,228 @@
+"""`generate` after a memory: with and without a cache, beams, samples, streams, and many questions of one document."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+NEW_TOKENS = 6
+GREEDY = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+
+
+@pytest.fixture
+def texts(random_rows, pad_rows):
+    """Three contexts and three questions of different lengths, one context empty, questions padded on the left."""
+    context_ids, context_mask = pad_rows(random_rows([11, 0, 6]))
+    rows = random_rows([5, 3, 4], seed=1)
+    rows[0][0] = 1
+    input_ids, attention_mask = pad_rows(rows, "left")
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "context_input_ids": context_ids,
+        "context_attention_mask": context_mask,
+    }
+
+
+def greedy_by_hand(model, texts, num_tokens):
+    """Each token from a forward pass over everything so far."""
+    texts = dict(texts)
+    for _ in range(num_tokens):
+        logits = model(**texts).logits[:, -1].clone()
+        logits[:, model.config.eos_token_id] = -torch.inf
+        texts["input_ids"] = torch.cat([texts["input_ids"], logits.argmax(dim=-1, keepdim=True)], dim=1)
+        texts["attention_mask"] = torch.nn.functional.pad(texts["attention_mask"], (0, 1), value=1)
+    return texts["input_ids"]
+
+
+@torch.no_grad()
+def test_every_way_to_generate_greedily_gives_the_same_ids(case, texts):
+    expected = greedy_by_hand(case.model, texts, NEW_TOKENS)
+    for settings in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        assert case.model.generate(**texts, **GREEDY, **settings).tolist() == expected.tolist(), settings
+
+
+@torch.no_grad()
+def test_step_by_step_with_a_cache_equals_one_pass(case, texts):
+    model = case.model
+    memory = model.compress(texts["context_input_ids"], texts["context_attention_mask"])
+    ids, mask = texts["input_ids"], texts["attention_mask"]
+    together = model(input_ids=ids, attention_mask=mask, memory=memory).logits
+    first = 5
+    offset = model.model.text_position_offset(memory, ids[:, :first], mask[:, :first])
+    outputs = model(input_ids=ids[:, :first], attention_mask=mask[:, :first], memory=memory, use_cache=True)
+    steps = [outputs.logits]
+    for end in range(first + 1, ids.shape[1] + 1):
+        outputs = model(
+            input_ids=ids[:, end - 1 : end],
+            attention_mask=mask[:, :end],
+            memory=memory,
+            past_key_values=outputs.past_key_values,
+            text_position_offset=offset,
+        )
+        steps.append(outputs.logits)
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(steps, dim=1)[real], together[real], atol=1e-4, rtol=0)
+
+
+def test_several_tokens_at_once_after_a_cache_equal_one_pass(method_case, random_rows):
+    model = method_case.model
+    memory = model.compress(random_rows([9])[0][None])
+    text = random_rows([7], seed=1)[0][None]
+    together = model(input_ids=text, memory=memory).logits
+    cache = DynamicCache(config=model.config.decoder_config)
+    model(input_ids=text[:, :3], memory=memory, past_key_values=cache)
+    rest = model(
+        input_ids=text[:, 3:], memory=memory, past_key_values=cache, text_position_offset=memory.num_slots
+    ).logits
+    torch.testing.assert_close(rest, together[:, 3:], atol=1e-4, rtol=0)
+
+
+def test_a_static_cache_of_the_callers_holds_the_slots_too(method_case, random_rows):
+    model, text = method_case.model, random_rows([4], seed=1)[0][None]
+    memory = model.compress(random_rows([9])[0][None])
+    cache = StaticCache(config=model.config.decoder_config, max_cache_len=5 + 4 + NEW_TOKENS)
+    cached = model.generate(input_ids=text, memory=memory, past_key_values=cache, **GREEDY)
+    assert cached.tolist() == model.generate(input_ids=text, memory=memory, **GREEDY).tolist()
+
+
+def best_sequence_by_hand(model, question, memory, num_beams, num_tokens):
+    """Beam search for one row, from forward passes over whole sequences."""
+    beams = [(0.0, question)]
+    for _ in range(num_tokens):
+        candidates = []
+        for score, ids in beams:
+            scores = model(input_ids=ids, memory=memory).logits[0, -1].log_softmax(dim=-1)
+            scores[model.config.eos_token_id] = -torch.inf
+            best = scores.topk(num_beams)
+            for value, token in zip(best.values, best.indices, strict=True):
+                candidates.append((score + float(value), torch.cat([ids, token.reshape(1, 1)], dim=1)))
+        beams = sorted(candidates, key=lambda candidate: -candidate[0])[:num_beams]
+    return beams[0][1]
+
+
+@torch.no_grad()
+def test_beams_read_their_own_rows_memory(backbone_case, texts):
+    model = backbone_case.model
+    beams = model.generate(**texts, max_new_tokens=4, min_new_tokens=4, num_beams=3, do_sample=False)
+    memory = model.compress(texts["context_input_ids"], texts["context_attention_mask"])
+    for i in (0, 2):
+        question = texts["input_ids"][i : i + 1, texts["attention_mask"][i].bool()]
+        by_hand = best_sequence_by_hand(model, question, memory.rows(i), 3, 4)
+        assert beams[i, -by_hand.shape[1] :].tolist() == by_hand[0].tolist()
+
+
+@pytest.mark.parametrize("settings", [{"num_beams": 1}, {"num_beams": 3}], ids=["samples", "sampling_beams"])
+def test_several_sequences_for_each_question(variant_case, texts, settings):
+    model = variant_case.model
+    settings = {**settings, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": True, "num_return_sequences": 2}
+    torch.manual_seed(3)
+    first = model.generate(**texts, **settings)
+    torch.manual_seed(3)
+    assert model.generate(**texts, **settings).equal(first)
+    length = texts["input_ids"].shape[1]
+    assert first.shape == (6, length + 5)
+    assert first[:, :length].equal(texts["input_ids"].repeat_interleave(2, dim=0))
+
+
+@torch.no_grad()
+def test_returned_sequences_are_scored_with_their_own_memory(method_case, texts):
+    model = method_case.model
+    torch.manual_seed(0)
+    outputs = model.generate(
+        **texts,
+        max_new_tokens=3,
+        min_new_tokens=3,
+        do_sample=True,
+        top_k=0,
+        num_return_sequences=2,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    memory = model.compress(texts["context_input_ids"], texts["context_attention_mask"]).repeat_interleave(2)
+    mask = torch.nn.functional.pad(texts["attention_mask"].repeat_interleave(2, dim=0), (0, 3), value=1)
+    again = model(input_ids=outputs.sequences, attention_mask=mask, memory=memory).logits[:, -4:-1]
+    torch.testing.assert_close(torch.stack(outputs.logits, dim=1), again, atol=1e-4, rtol=0)
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.ids, self.ended = [], False
+
+    def put(self, value):
+        self.ids += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_a_streamer_sees_question_and_new_tokens(method_case, random_rows):
+    model, question = method_case.model, random_rows([4])[0][None]
+    memory, recorder = model.compress(random_rows([9], seed=1)[0][None]), Recorder()
+    generated = model.generate(question, memory=memory, streamer=recorder, **GREEDY)
+    assert recorder.ids == generated[0].tolist()
+    assert recorder.ended
+
+
+def test_the_result_is_question_and_new_tokens_without_slots(variant_case, texts):
+    generated = variant_case.model.generate(**texts, max_new_tokens=5, do_sample=False)
+    length = texts["input_ids"].shape[1]
+    assert generated[:, :length].equal(texts["input_ids"])
+    assert length < generated.shape[1] <= length + 5
+    by_length = variant_case.model.generate(**texts, max_length=length + 2, min_length=length + 2, do_sample=False)
+    assert by_length.shape[1] == length + 2, "slots do not count towards max_length"
+
+
+def test_one_document_serves_several_questions(variant_case, random_rows, pad_rows):
+    model, questions = variant_case.model, random_rows([3, 6, 2], seed=1)
+    memory = model.compress(random_rows([10])[0][None])
+    ids, mask = pad_rows(questions, "right")
+    together = model.generate(input_ids=ids, attention_mask=mask, memory=memory, **GREEDY)
+    for row, question in zip(together, questions, strict=True):
+        alone = model.generate(input_ids=question[None], memory=memory, **GREEDY)
+        assert row[-alone.shape[1] :].tolist() == alone[0].tolist()
+
+
+def test_the_context_is_compressed_once(method_case, texts, monkeypatch):
+    model, calls = method_case.model, []
+    encode = model.model.encode
+    monkeypatch.setattr(model.model, "encode", lambda *args: calls.append(1) or encode(*args))
+    model.generate(**texts, **GREEDY)
+    assert len(calls) == 1
+
+
+def test_no_memory_means_the_plain_language_model(backbone_case, random_rows):
+    model, text = backbone_case.model, random_rows([5])[0][None]
+    generated = model.generate(text, **GREEDY)
+    assert (
+        generated.tolist()
+        == greedy_by_hand(model, {"input_ids": text, "attention_mask": text * 0 + 1}, NEW_TOKENS).tolist()
+    )
+
+
+def test_generation_reads_the_checkpoints_own_stop_token(method_case, random_rows):
+    model, question = method_case.model, random_rows([4])[0][None]
+    memory = model.compress(random_rows([9], seed=1)[0][None])
+    generated = model.generate(question, memory=memory, **GREEDY)[0]
+    stop = int(generated[5])
+    stopped = model.generate(question, memory=memory, max_new_tokens=6, min_new_tokens=0, eos_token_id=stop)[0]
+    end = generated[4:].tolist().index(stop)
+    assert stopped.tolist() == generated[: 4 + end + 1].tolist()
+
+
+def test_a_memory_from_a_file_generates_the_same(variant_case, random_rows, tmp_path):
+    model, question = variant_case.model, random_rows([4])[0][None]
+    memory = model.compress(random_rows([9], seed=1)[0][None])
+    memory.save(tmp_path / "document.safetensors")
+    loaded = type(memory).load(tmp_path / "document.safetensors", model_id=model.model_id)
+    expected = model.generate(question, memory=memory, **GREEDY)
+    assert model.generate(question, memory=loaded, **GREEDY).equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_memory_of_another_float_type_is_read(method_case, random_rows, dtype):
+    model, question = method_case.model, random_rows([4])[0][None]
+    memory = model.compress(random_rows([9], seed=1)[0][None])
+    logits = model(question, memory=memory.to(dtype=dtype)).logits
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, model(question, memory=memory).logits, atol=0.3, rtol=0.1)

@@ -1,0 +1,320 @@
+"""Where slots and text stand: chunks, position layouts, task tokens, BOS, and documents joined together."""
+
+import pytest
+import torch
+
+from context_compressors.modeling.compressed_context import CompressedContext
+from context_compressors.modeling.position_layout import decoder_position_ids, encoder_position_ids
+
+PAD, BOS = 0, 1
+AE, LM = 128, 129
+
+
+class Seen:
+    """What the language model of a compressor is called with."""
+
+    def __init__(self, model, monkeypatch):
+        self.calls = []
+        backbone = model.model.language_model
+        original = backbone.forward
+
+        def forward(*args, **kwargs):
+            self.calls.append(kwargs)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(backbone, "forward", forward)
+
+    def positions(self, call=-1):
+        """Position ids of the real places of each row."""
+        kwargs = self.calls[call]
+        return [row[mask.bool()].tolist() for row, mask in zip(kwargs["position_ids"], kwargs["attention_mask"])]
+
+
+def random_ids(length, seed=0):
+    return torch.randint(5, 128, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+# --- several ratios ---
+
+
+def test_many_ratios_cost_one_pass_and_equal_separate_calls(case, random_rows, pad_rows, monkeypatch):
+    model = case.model
+    ids, mask = pad_rows(random_rows([13, 0, 7, 1]))
+    ratios = list(model.config.compression_ratios)
+    separate = [model.compress(ids, mask, ratio=ratio) for ratio in ratios]
+    calls = []
+    states = model.model.encoder_states
+    monkeypatch.setattr(model.model, "encoder_states", lambda *a, **k: calls.append(1) or states(*a, **k))
+    together = model.compress(ids, mask, ratio=ratios)
+    assert len(calls) <= 1
+    for one, other, ratio in zip(together, separate, ratios, strict=True):
+        assert one.ratio == ratio
+        assert one.embeddings.equal(other.embeddings)
+        assert one.attention_mask.equal(other.attention_mask)
+        assert one.position_ids.equal(other.position_ids)
+
+
+def test_a_ratio_for_each_row_equals_separate_calls(variant_case, random_rows, pad_rows):
+    model, lengths, ratios = variant_case.model, [13, 6, 7, 0], [8, 2, 3, 2]
+    rows = random_rows(lengths)
+    ids, mask = pad_rows(rows)
+    memory = model.compress(ids, mask, ratio=torch.tensor(ratios))
+    text = random_ids(4, seed=1)
+    logits = model(text.expand(4, -1), memory=memory).logits
+    direct = model(
+        text.expand(4, -1), context_input_ids=ids, context_attention_mask=mask, ratio=torch.tensor(ratios)
+    ).logits
+    torch.testing.assert_close(direct, logits, atol=1e-5, rtol=0)
+    for i, (row, ratio) in enumerate(zip(rows, ratios, strict=True)):
+        alone = model.compress(row[None], ratio=ratio)
+        slots = memory.embeddings[i, memory.attention_mask[i].bool()]
+        torch.testing.assert_close(slots, alone.embeddings[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits[i], model(text, memory=alone).logits[0], atol=1e-4, rtol=0)
+
+
+def test_the_first_ratio_is_the_default(method_case):
+    memory = method_case.model.compress(random_ids(12))
+    assert memory.ratio == method_case.model.config.compression_ratios[0] == 2
+    assert memory.num_slots.tolist() == [6]
+
+
+def test_a_tensor_with_one_ratio_is_an_int(method_case):
+    assert method_case.model.compress(random_ids(12), ratio=torch.tensor(3)).ratio == 3
+
+
+# --- chunks ---
+
+
+@pytest.mark.parametrize("length", [4, 5, 6, 10, 13])
+def test_a_chunked_context_is_its_chunks_alone_joined(method_case, length, random_rows, pad_rows):
+    model = method_case.build(chunk_size=5)
+    rows = random_rows([length, 3])
+    ids, mask = pad_rows(rows, "left")
+    memory = model.compress(ids, mask, ratio=2)
+    chunks = [model.compress(chunk[None], ratio=2) for chunk in rows[0].split(5)]
+    expected = torch.cat([chunk.embeddings[0] for chunk in chunks])
+    torch.testing.assert_close(memory.embeddings[0, : len(expected)], expected, atol=1e-5, rtol=0)
+    assert memory.num_slots.tolist() == [len(expected), 2]
+    assert memory.position_ids[0].tolist() == list(range(len(expected)))
+
+
+def test_the_last_context_tokens_change_their_own_chunk_only(method_case):
+    model = method_case.build(chunk_size=6)
+    ids = random_ids(15)
+    before = model.compress(ids, ratio=3).embeddings
+    ids[0, 14] = 4
+    after = model.compress(ids, ratio=3).embeddings
+    assert after[0, :4].equal(before[0, :4])
+    assert not after[0, 4].equal(before[0, 4])
+
+
+# --- position layouts ---
+
+
+@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
+def test_slots_and_text_stand_where_the_layout_says(method_case, layout, random_rows, pad_rows, monkeypatch):
+    model = method_case.build(chunk_size=6, position_layout=layout, task_token_ids={"[AE]": AE, "[LM]": LM})
+    ids, mask = pad_rows(random_rows([15, 4]), "left")
+    texts, text_mask = pad_rows(random_rows([5, 3], seed=1), "right")
+    seen = Seen(model, monkeypatch)
+    memory = model.compress(ids, mask, ratio=2)
+    encoded = seen.positions(0)
+    starts = [0, 6, 12]
+    for row, length, start in ((0, 6, starts[0]), (1, 6, starts[1]), (2, 3, starts[2]), (3, 4, starts[0])):
+        assert encoded[row] == encoder_position_ids(length, 0, layout, start)[0].tolist()
+    for first, task in ((AE, "reconstruction"), (LM, "continuation"), (7, "continuation")):
+        texts[:, 0] = first
+        model(input_ids=texts, attention_mask=text_mask, memory=memory)
+        chunkings = (([6, 6, 3], [3, 3, 2], 5), ([4], [2], 3))
+        for positions, (lengths, counts, text_length) in zip(seen.positions(), chunkings, strict=True):
+            slots, text = decoder_position_ids(lengths, counts, text_length, layout, "embeddings", task)
+            assert positions == [*slots.tolist(), *text.tolist()]
+
+
+def test_generation_goes_on_from_the_layouts_positions(variant_case, random_rows, pad_rows, monkeypatch):
+    model = variant_case.model
+    ids, mask = pad_rows(random_rows([15, 4]), "left")
+    texts, text_mask = pad_rows(random_rows([5, 3], seed=1), "right")
+    memory = model.compress(ids, mask)
+    seen = Seen(model, monkeypatch)
+    model.generate(texts, attention_mask=text_mask, memory=memory, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    last = [positions[-1] for positions in seen.positions(0)]
+    assert [kwargs["position_ids"].tolist() for kwargs in seen.calls[1:]] == [
+        [[last[0] + step], [last[1] + step]] for step in (1, 2)
+    ]
+
+
+def test_callers_positions_count_within_the_text(variant_case, random_rows, pad_rows):
+    model = variant_case.model
+    memory = model.compress(random_ids(9))
+    texts, mask = pad_rows(random_rows([5, 3], seed=1), "left")
+    implicit = model(texts, attention_mask=mask, memory=memory).logits
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    explicit = model(texts, attention_mask=mask, position_ids=positions, memory=memory).logits
+    assert explicit.equal(implicit)
+    later = model(texts, attention_mask=mask, position_ids=positions + 7, memory=memory).logits
+    assert not later.allclose(implicit, atol=1e-3), "other positions must matter"
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    generated = model.generate(texts, attention_mask=mask, memory=memory, **settings)
+    again = model.generate(texts, attention_mask=mask, position_ids=positions, memory=memory, **settings)
+    assert again.equal(generated)
+
+
+# --- what is aligned with what ---
+
+
+def test_states_and_logits_are_aligned_with_the_text(case, random_rows, pad_rows):
+    model = case.model
+    ids, mask = pad_rows(random_rows([15, 0, 3]), "left")
+    texts, text_mask = pad_rows(random_rows([5, 3, 7], seed=1), "right")
+    inputs = {"input_ids": texts, "attention_mask": text_mask}
+    memory = model.compress(ids, mask)
+    outputs = model.model(**inputs, memory=memory, output_hidden_states=True)
+    assert outputs.last_hidden_state.shape == (3, texts.shape[1], 32)
+    assert [states.shape for states in outputs.hidden_states] == [(3, texts.shape[1], 32)] * 3
+    logits = model(**inputs, memory=memory).logits
+    for keep in (1, 2, texts.shape[1]):
+        last = model(**inputs, memory=memory, logits_to_keep=keep).logits
+        torch.testing.assert_close(last, logits[:, -keep:], atol=1e-5, rtol=0)
+    some = model(**inputs, memory=memory, logits_to_keep=torch.tensor([0, 3])).logits
+    torch.testing.assert_close(some, logits[:, [0, 3]], atol=1e-5, rtol=0)
+    # The first text token differs: only what a causal decoder may change changes.
+    texts = texts.clone()
+    texts[:, 2] = 4
+    changed = model(input_ids=texts, attention_mask=text_mask, memory=memory).logits
+    torch.testing.assert_close(changed[:, :2], logits[:, :2], atol=1e-5, rtol=0)
+    assert not changed[:, 2].allclose(logits[:, 2], atol=1e-3)
+
+
+def test_a_plain_concatenation_gives_the_same_states(backbone_case):
+    """Slots as input embeddings in front of the text's, by hand."""
+    model, text = backbone_case.build(decoder_lora=None), random_ids(6, seed=1)
+    memory = model.compress(random_ids(9), ratio=2)
+    embeddings = torch.cat([memory.embeddings, model.get_input_embeddings()(text)], dim=1)
+    by_hand = model.model.language_model(inputs_embeds=embeddings).last_hidden_state[:, 5:]
+    states = model.model(text, memory=memory).last_hidden_state
+    torch.testing.assert_close(states, by_hand, atol=1e-5, rtol=0)
+
+
+# --- BOS in front of the slots ---
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
+def test_bos_moves_in_front_of_the_slots(method_case, layout, chunk_size, monkeypatch):
+    model = method_case.build(bos_before_slots=True, position_layout=layout, chunk_size=chunk_size, decoder_lora=None)
+    text = random_ids(6, seed=1)
+    text[0, 0] = BOS
+    memory = model.compress(random_ids(9), ratio=2)
+    slots = int(memory.num_slots)
+    seen = Seen(model, monkeypatch)
+    states = model.model(text, memory=memory).last_hidden_state
+    table = model.get_input_embeddings()
+    embeddings = torch.cat([table(text[:, :1]), memory.embeddings, table(text[:, 1:])], dim=1)
+    torch.testing.assert_close(seen.calls[0]["inputs_embeds"], embeddings)
+    if layout == "enhanced":
+        expected = [0, *memory.position_ids[0].tolist(), *range(10, 15)]
+    else:
+        expected = list(range(slots + 6))
+    assert seen.positions() == [expected]
+    by_hand = model.model.language_model(
+        inputs_embeds=embeddings, position_ids=torch.tensor([expected]), attention_mask=torch.ones(1, slots + 6).long()
+    ).last_hidden_state
+    # The token after BOS is predicted from the state of the last slot, not from that of BOS.
+    torch.testing.assert_close(states, by_hand[:, slots:], atol=1e-5, rtol=0)
+
+
+def test_a_text_without_bos_stays_behind_the_slots(method_case, monkeypatch):
+    model, plain = method_case.build(bos_before_slots=True), method_case.model
+    text, context = random_ids(6, seed=1), random_ids(9)
+    assert model(text, context_input_ids=context).logits.equal(plain(text, context_input_ids=context).logits)
+    text[0, 3] = BOS
+    logits = model(text, context_input_ids=context).logits
+    assert logits.equal(plain(text, context_input_ids=context).logits), "only a leading BOS moves"
+
+
+def test_rows_with_and_without_bos_in_one_batch(backbone_case, random_rows, pad_rows):
+    model = backbone_case.build(bos_before_slots=True)
+    contexts, texts = random_rows([9, 5, 0]), random_rows([4, 6, 5], seed=1)
+    texts[0][0] = texts[2][0] = BOS
+    ids, mask = pad_rows(contexts)
+    text_ids, text_mask = pad_rows(texts, "interior")
+    inputs = {"context_input_ids": ids, "context_attention_mask": mask}
+    batch = model(text_ids, attention_mask=text_mask, **inputs).logits
+    for i, (context, text) in enumerate(zip(contexts, texts, strict=True)):
+        alone = model(text[None], context_input_ids=context[None]).logits
+        torch.testing.assert_close(batch[i, text_mask[i].bool()], alone[0], atol=1e-4, rtol=0)
+
+
+# --- task tokens ---
+
+
+def test_task_tokens_are_looked_up_in_the_methods_own_embeddings(backbone_case, monkeypatch):
+    model = backbone_case.build(task_token_ids={"[AE]": AE, "[LM]": LM})
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == 128
+    text = torch.tensor([[AE, 9, LM, 12]])
+    seen = Seen(model, monkeypatch)
+    model(text, context_input_ids=random_ids(9))
+    embedded = seen.calls[-1]["inputs_embeds"][0, -4:]
+    table = model.get_input_embeddings()
+    expected = [*model.model.task_embeddings[:1], *table(text[0, 1:2]), *model.model.task_embeddings[1:]]
+    torch.testing.assert_close(embedded, torch.stack([*expected, *table(text[0, 3:])]))
+
+
+def test_an_id_inside_the_vocabulary_may_be_a_task_token(method_case, monkeypatch):
+    model = method_case.build(task_token_ids={"[AE]": 17})
+    seen = Seen(model, monkeypatch)
+    model(torch.tensor([[17, 9]]))
+    assert seen.calls[-1]["inputs_embeds"][0, 0].equal(model.model.task_embeddings[0])
+
+
+def test_task_tokens_start_like_the_bases_embeddings(backbone_case):
+    torch.manual_seed(0)
+    config = backbone_case.config(task_token_ids={f"[{i}]": 128 + i for i in range(64)})
+    model = backbone_case.method.causal_lm_class(config)
+    embedded = model.get_input_embeddings()(torch.arange(5, 128))
+    task = model.model.task_embeddings
+    torch.testing.assert_close(task.std(), embedded.std(), atol=0, rtol=0.2)
+    assert task[0].sub(task[1]).abs().max() > 0
+
+
+def test_generation_may_start_from_a_task_token(method_case):
+    model = method_case.build(task_token_ids={"[AE]": AE, "[LM]": LM})
+    memory = model.compress(random_ids(9))
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    for settings in (settings, {**settings, "num_beams": 2}):
+        generated = model.generate(torch.tensor([[AE]]), memory=memory, **settings)
+        assert generated[0, 0] == AE
+        assert (generated[0, 1:] < 128).all()
+
+
+# --- several documents ---
+
+
+@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
+def test_documents_joined_are_read_like_one_chunked_context(method_case, layout, random_rows):
+    model = method_case.build(chunk_size=6, position_layout=layout)
+    first, second = random_rows([6, 9])
+    joined = CompressedContext.concatenate([model.compress(first[None]), model.compress(second[None])])
+    whole = model.compress(torch.cat([first, second])[None])
+    assert joined.position_ids.equal(whole.position_ids)
+    assert joined.num_context_tokens.equal(whole.num_context_tokens)
+    # Rotations are relative, so a chunk's slots do not depend on where it starts.
+    torch.testing.assert_close(joined.embeddings, whole.embeddings, atol=1e-4, rtol=0)
+    text = random_ids(5, seed=1)
+    logits = model(text, memory=joined).logits
+    torch.testing.assert_close(logits, model(text, memory=whole).logits, atol=1e-4, rtol=0)
+    generated = model.generate(text, memory=joined, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert generated.shape == (1, 9)
+
+
+def test_ragged_documents_joined_equal_each_row_joined_alone(variant_case, random_rows, pad_rows):
+    model = variant_case.model
+    documents = [random_rows([7, 0, 4], seed=seed) for seed in (0, 1)]
+    memories = [model.compress(*pad_rows(rows, "left")) for rows in documents]
+    text = random_ids(5, seed=2)
+    together = model(text.expand(3, -1), memory=CompressedContext.concatenate(memories)).logits
+    for i in range(3):
+        joined = CompressedContext.concatenate([memory.rows(i) for memory in memories])
+        alone = model(text, memory=joined).logits
+        torch.testing.assert_close(together[i], alone[0], atol=1e-4, rtol=0)

@@ -1,0 +1,298 @@
+"""What is saved comes back: outputs, trainable set, types and code, for each class from one checkpoint."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from context_compressors.configuration.configuration_compressor import CompressorConfig
+from context_compressors.modeling.modeling_compressor import CompressorForCausalLM
+
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+
+
+@pytest.fixture
+def question():
+    return torch.tensor([[1, 9, 40, 7]])
+
+
+@pytest.fixture
+def inputs(question):
+    return {"input_ids": question, "context_input_ids": torch.arange(5, 18)[None]}
+
+
+def trainable(model, prefix=""):
+    return {name.removeprefix(prefix) for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def parameter_bytes(model):
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return sum(storages.values())
+
+
+def base_bytes(model):
+    """What base, head and the method's parts take in float32 when each is held once."""
+    config = model.config
+    backbones = [model.model.language_model] + [model.model.encoder_model] * (config.encoder_config is not None)
+    bases = sum(p.numel() for backbone in backbones for n, p in backbone.named_parameters() if "lora_" not in n)
+    head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    parts = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return 4 * (bases + head + parts)
+
+
+@torch.no_grad()
+def test_a_loaded_model_is_the_saved_one(case, inputs, tmp_path):
+    model = case.model
+    model.save_pretrained(tmp_path)
+    loaded = case.method.causal_lm_class.from_pretrained(tmp_path, attn_implementation=case.attention)
+    assert not loaded.training
+    assert loaded.config._attn_implementation == case.attention
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+    assert loaded.generate(**inputs, **GREEDY).equal(model.generate(**inputs, **GREEDY))
+    assert loaded.model_id == model.model_id
+    assert trainable(loaded) == trainable(model)
+    # The base is held once, in memory and on disk.
+    assert parameter_bytes(model) == parameter_bytes(loaded) == base_bytes(model)
+    weights = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert 0 <= weights - base_bytes(model) < 20_000
+
+
+@torch.no_grad()
+def test_one_checkpoint_serves_the_backbone_too(variant_case, inputs, tmp_path):
+    model = variant_case.model
+    model.save_pretrained(tmp_path)
+    backbone = variant_case.method.model_class.from_pretrained(tmp_path)
+    assert backbone(**inputs).last_hidden_state.equal(model.model(**inputs).last_hidden_state)
+    assert trainable(backbone) == trainable(model, "model.")
+    memory = backbone.compress(inputs["context_input_ids"])
+    assert memory.embeddings.equal(model.compress(inputs["context_input_ids"]).embeddings)
+
+
+@torch.no_grad()
+def test_a_loaded_model_saves_and_loads_again(backbone_case, inputs, tmp_path):
+    model = backbone_case.model
+    folders = [tmp_path / str(i) for i in range(3)]
+    model.save_pretrained(folders[0])
+    for source, target in zip(folders, folders[1:], strict=False):
+        backbone_case.method.causal_lm_class.from_pretrained(source).save_pretrained(target)
+    assert sorted(path.name for path in folders[2].iterdir()) == sorted(path.name for path in folders[0].iterdir())
+    for path in folders[0].iterdir():
+        assert (folders[2] / path.name).read_bytes() == path.read_bytes(), path.name
+    loaded = backbone_case.method.causal_lm_class.from_pretrained(
+        folders[2], attn_implementation=backbone_case.attention
+    )
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+@torch.no_grad()
+def test_a_saved_backbone_loads_as_a_backbone(method_case, inputs, tmp_path):
+    backbone = method_case.model.model
+    backbone.save_pretrained(tmp_path)
+    loaded = method_case.method.model_class.from_pretrained(tmp_path)
+    assert loaded(**inputs).last_hidden_state.equal(backbone(**inputs).last_hidden_state)
+    with pytest.raises(ValueError, match=r"lacks 1 weights.*lm_head\.weight"):
+        method_case.method.causal_lm_class.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_the_auto_classes_find_the_method(method_case, inputs, tmp_path):
+    method, model = method_case.method, method_case.model
+    model.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is method.config_class
+    assert type(AutoModel.from_pretrained(tmp_path)) is method.model_class
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is method.causal_lm_class
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+def test_the_configuration_comes_back(case, tmp_path):
+    config = case.config()
+    config.save_pretrained(tmp_path)
+    loaded = case.method.config_class.from_pretrained(tmp_path)
+    assert loaded.to_dict() == config.to_dict()
+    assert loaded.compression_ratios == config.compression_ratios
+    for name in ("decoder_config", "encoder_config"):
+        assert type(getattr(loaded, name)) is type(getattr(config, name))
+
+
+@torch.no_grad()
+def test_bfloat16_keeps_what_trains_in_float32(backbone_case, inputs, tmp_path):
+    model = backbone_case.build(task_token_ids={"[AE]": 128})
+    model.save_pretrained(tmp_path)
+    loaded = backbone_case.method.causal_lm_class.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation=backbone_case.attention
+    )
+    types = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
+    for name, parameter in loaded.named_parameters():
+        assert types[name] == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
+        if parameter.requires_grad:
+            assert parameter.equal(model.get_parameter(name)), name
+    logits = loaded(**inputs).logits
+    assert logits.dtype == torch.bfloat16
+    expected = model(**inputs).logits
+    assert (logits - expected).norm() < 0.3 * expected.norm()
+    assert loaded.generate(**inputs, **GREEDY).shape == (1, 9)
+    loaded.save_pretrained(tmp_path / "again")
+    again = backbone_case.method.causal_lm_class.from_pretrained(
+        tmp_path / "again", attn_implementation=backbone_case.attention
+    )
+    assert {name: parameter.dtype for name, parameter in again.named_parameters()} == types
+    assert again(**inputs).logits.equal(logits)
+    assert again.model_id == loaded.model_id
+
+
+@pytest.mark.parametrize("save_dtype", ["bfloat16", torch.bfloat16])
+def test_weights_can_be_stored_in_another_type(method_case, inputs, tmp_path, save_dtype):
+    model = method_case.model
+    model.save_pretrained(tmp_path, save_dtype=save_dtype)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+    loaded = method_case.method.causal_lm_class.from_pretrained(tmp_path)
+    expected = model(**inputs).logits
+    assert (loaded(**inputs).logits - expected).norm() < 0.3 * expected.norm()
+    assert {p.dtype for p in loaded.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "the saved model keeps its own"
+
+
+@pytest.mark.parametrize("save_dtype", ["int8", "half a float", torch.int64, 16])
+def test_other_storage_types_are_refused(method_case, tmp_path, save_dtype):
+    with pytest.raises(ValueError, match="save_dtype"):
+        method_case.model.save_pretrained(tmp_path, save_dtype=save_dtype)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tied_head_stays_tied(backbone_case, inputs, tmp_path):
+    model = backbone_case.build(decoder_config={"tie_word_embeddings": True})
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+    loaded = backbone_case.method.causal_lm_class.from_pretrained(
+        tmp_path, attn_implementation=backbone_case.attention
+    )
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+@torch.no_grad()
+def test_a_changed_trainable_set_is_part_of_the_checkpoint(method_case, tmp_path):
+    patterns = [r"\.lora_B\.decoder\.", r"language_model\.norm\.weight$"]
+    model = method_case.build(trainable_parameters=patterns)
+    names = trainable(model)
+    assert "model.language_model.norm.weight" in names
+    assert all(".lora_B.decoder." in name or name.endswith(".norm.weight") for name in names)
+    model.save_pretrained(tmp_path)
+    loaded = method_case.method.causal_lm_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert trainable(loaded) == names
+    assert {p.dtype for p in loaded.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_a_folder_holds_weights_code_configuration_and_card_and_nothing_of_this_machine(variant_case, tmp_path):
+    variant_case.model.save_pretrained(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} < names
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl", ".pickle"))]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    for target in config["auto_map"].values():
+        file, class_name = target.split(".")
+        assert f"class {class_name}(" in (tmp_path / f"{file}.py").read_text()
+    assert config["architectures"] == [variant_case.method.causal_lm_class.__name__]
+    for path in tmp_path.iterdir():
+        if path.suffix != ".safetensors":
+            text = path.read_text(encoding="utf-8")
+            assert str(tmp_path) not in text, path.name
+            assert "/work" not in text, path.name
+
+
+def test_an_incomplete_checkpoint_is_refused(method_case, tmp_path):
+    model = method_case.model
+    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.self_attn.q_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match=r"lacks \d+ weights .*layers\.1\.self_attn\.q_proj"):
+        method_case.method.causal_lm_class.from_pretrained(tmp_path)
+
+
+def test_loading_information_is_still_there(method_case, tmp_path):
+    method_case.model.save_pretrained(tmp_path)
+    _, info = method_case.method.causal_lm_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+def test_a_copied_model_is_a_model_of_its_own(method_case, inputs):
+    model = method_case.build()
+    other = copy.deepcopy(model)
+    expected = model(**inputs).logits
+    assert other.model_id == model.model_id
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    assert model(**inputs).logits.equal(expected)
+    assert not other(**inputs).logits.allclose(expected, atol=1e-3)
+    assert other.model_id != model.model_id
+
+
+# --- adapters ---
+
+
+@torch.no_grad()
+def test_merged_adapters_give_the_same_outputs(case, inputs, tmp_path, caplog):
+    model = case.build()
+    expected = model(**inputs).logits
+    generated = model.generate(**inputs, **GREEDY)
+    config = model.config
+    adapted = config.encoder_lora is not None or config.decoder_lora is not None
+    shared = adapted and config.encoder_config is None and "encoder_type" not in case.method.hard.get(case.variant, {})
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        model.merge_adapters()
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert ("twice the memory" in caplog.text) == shared
+    assert not [name for name, _ in model.named_parameters() if "lora" in name]
+    torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-4, rtol=0)
+    model.save_pretrained(tmp_path)
+    loaded = case.method.causal_lm_class.from_pretrained(tmp_path, attn_implementation=case.attention)
+    assert loaded.config.encoder_lora is None
+    assert loaded.config.decoder_lora is None
+    torch.testing.assert_close(loaded(**inputs).logits, expected, atol=1e-4, rtol=0)
+    assert loaded.generate(**inputs, **GREEDY).equal(generated)
+    loaded.merge_adapters()
+    torch.testing.assert_close(loaded(**inputs).logits, expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_without_adapters_the_base_is_untouched(case, inputs, question):
+    config = case.config()
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config.decoder_config, attn_implementation=case.attention).eval()
+    model = case.build()
+    weights = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
+    head = {} if config.tie_word_embeddings else {"lm_head.weight": weights["lm_head.weight"]}
+    prefix = "model.language_model."
+    own = {n.replace(prefix, "model."): t for n, t in weights.items() if n.startswith(prefix) and "lora_" not in n}
+    base.load_state_dict({**own, **head}, strict=not config.tie_word_embeddings)
+    adapted = model(question).logits
+    with model.base_language_model():
+        assert model(question).logits.equal(base(question).logits)
+        assert model.generate(question, **GREEDY).equal(base.generate(question, **GREEDY))
+        with model.base_language_model():
+            pass
+        assert model(question).logits.equal(base(question).logits), "blocks may stand in one another"
+    assert model(question).logits.equal(adapted)
+    assert adapted.allclose(base(question).logits, atol=1e-3) == (config.decoder_lora is None)
+    with pytest.raises(RuntimeError, match="inside"), model.base_language_model():
+        raise RuntimeError("inside")
+    assert model(question).logits.equal(adapted), "adapters are on again after an error"
+
+
+def test_the_base_class_needs_a_method(tiny_base_config):
+    model = CompressorForCausalLM(CompressorConfig(decoder_config=tiny_base_config()))
+    with pytest.raises(NotImplementedError, match="does not define `encode`"):
+        model.compress(torch.tensor([[5, 6]]))

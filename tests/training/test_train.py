@@ -1,0 +1,312 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.optimization import get_scheduler
+
+import context_compressors.training
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.arguments import parse_recipe, read_recipe
+from context_compressors.training.data import DataSource
+from context_compressors.training.train import latest_checkpoint, load_compressor, main
+
+RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
+SETTINGS = ("teacher", "single_ratio", "multi_ratio", "ratio_sampling")
+BASES = sorted(path.stem for path in (RECIPES / "mean_pooling" / "bases").glob("*.yaml"))
+GENERATED = "[{generated: true, tasks: [question_answering, reconstruction], weight: 1}]"
+
+
+def write_recipe(path: Path, **fields) -> str:
+    defaults = {
+        "sources": yaml.safe_load(GENERATED),
+        "max_context_tokens": 60,
+        "max_target_tokens": 64,
+        "per_device_train_batch_size": 2,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "output_dir": str(path / "out"),
+    }
+    file = path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**defaults, **fields}))
+    return str(file)
+
+
+def new_model(hidden_size: int = 32) -> dict:
+    return {
+        "objective": "language_modeling",
+        "model_config": {
+            "model_type": "llama",
+            "hidden_size": hidden_size,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+        },
+        "train_tokenizer": {"vocab_size": 300, "num_texts": 20},
+        "row_mixture": {"copy": 1, "generated": 1},
+        "tokens_per_batch": 200,
+        "optimizer": "muon",
+    }
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("base", BASES)
+def test_paper_recipes_hold_table_6(setting, base, tmp_path):
+    files = [f"mean_pooling/{setting}.yaml", f"mean_pooling/bases/{base}.yaml", "mean_pooling/data.yaml"]
+    model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    assert (args.learning_rate, args.max_steps, args.warmup_steps) == (2e-4, 48_000, 2_400)
+    assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.0, 1.0)
+    assert (data.max_context_tokens, data.max_target_tokens) == (1024, 256)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
+    assert all(source.name for source in data.parsed_sources())
+    assert "/" in model.base
+    if setting == "teacher":
+        assert args.objective == "teacher"
+        assert (model.teacher_lora["rank"], model.teacher_lora["alpha"]) == (16, 16)
+        return
+    assert args.objective == "distillation"
+    ratios = [4] if setting == "single_ratio" else [4, 8, 16, 32, 64, 128]
+    assert model.method_config["compression_ratios"] == ratios
+    assert args.ratio_mode == ("random" if setting == "ratio_sampling" else "all")
+    for part in ("encoder_lora", "decoder_lora"):
+        assert model.method_config[part] == {"rank": 16, "alpha": 16}
+
+
+def test_every_base_of_the_paper_has_a_recipe():
+    assert {read_recipe(f"mean_pooling/bases/{base}.yaml")["base"] for base in BASES} == {
+        "Qwen/Qwen3-0.6B",
+        "Qwen/Qwen3-1.7B",
+        "Qwen/Qwen3-4B",
+        "Qwen/Qwen3-8B",
+        "google/gemma-2-2b-it",
+        "meta-llama/Llama-3.2-1B-Instruct",
+    }
+
+
+def test_learning_rate_schedule_of_table_6(tmp_path):
+    _, _, args = parse_recipe(["mean_pooling/teacher.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    scheduler = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        args.warmup_steps,
+        args.max_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+    rate = scheduler.lr_lambdas[0]
+    rates = [args.learning_rate * rate(step) for step in (1200, 2400, 25200, 48000)]
+    assert rates == pytest.approx([1e-4, 2e-4, 1.1e-4, 2e-5], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["base", "mean_pooling"])
+def test_embedded_recipes_use_data_for_commercial_use_only(name, tmp_path):
+    model, data, args = parse_recipe([f"embedded/{name}.yaml", "--output_dir", str(tmp_path)])
+    allowed = {
+        "text_standardebooks_train", "text_openstax_train", "text_us_gov_blogs_train", "text_factbook_train",
+        "text_peps_train", "text_us_presidents_train", "text_eltec_eng_train", "qa_fairytaleqa_train",
+        "qa_policyqa_dev", "qa_pubmedqa_labelled",
+    }  # fmt: skip
+    sources = data.parsed_sources()
+    assert {Path(source.path).stem for source in sources if source.path} <= allowed
+    assert all(source.split == "train" for source in sources if source.generated)
+    assert model.dtype == "float32"
+    assert args.bf16 is False
+
+
+def test_the_command_line_wins_over_recipes_and_a_later_recipe_over_an_earlier(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text(f"learning_rate: 1.0e-3\nmax_steps: 5\nsources: {GENERATED}\n")
+    second.write_text("max_steps: 7\n")
+    argv = [
+        str(first),
+        str(second),
+        "--warmup-steps",
+        "3",
+        "--output_dir",
+        str(tmp_path),
+        "--row_mixture",
+        "{copy: 2}",
+    ]
+    _, data, args = parse_recipe([*argv, "--use_cpu", "true", "--bf16", "false"])
+    assert (args.learning_rate, args.max_steps, args.warmup_steps) == (1e-3, 7, 3)
+    assert data.row_mixture == {"copy": 2}
+    assert data.parsed_sources() == [DataSource.from_mapping(yaml.safe_load(GENERATED)[0])]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "message"),
+    [
+        ({"learning_rte": 1}, [], "unknown field 'learning_rte' in the recipe; did you mean 'learning_rate'"),
+        ({}, ["--max_step", "3"], "unknown field '--max_step'; did you mean 'max_steps'"),
+        ({"objective": "distilation"}, [], "did you mean 'distillation'"),
+        ({"optimizer": "muun", "objective": "language_modeling"}, [], "did you mean 'muon'"),
+        ({"ratio_mode": "al"}, [], "did you mean 'all'"),
+        ({"dtype": "bfloat"}, [], "did you mean 'bfloat16'"),
+        ({"max_questions": 0}, [], "max_questions must be at least 1, got 0"),
+        ({"min_context_tokens": 2000}, [], r"min_context_tokens must be 1 to max_context_tokens \(60\)"),
+        ({"sources": "text"}, [], "sources must be a list"),
+        ({"model_config": [1]}, [], "model_config must be a mapping"),
+        ({"distillation_chunk_size": 0}, [], "distillation_chunk_size must be at least 1"),
+    ],
+)
+def test_wrong_fields_and_values_are_refused(tmp_path, recipe, argv, message):
+    with pytest.raises(ValueError, match=message):
+        parse_recipe([write_recipe(tmp_path, **recipe), *argv])
+
+
+def test_wrong_recipes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no recipe 'embeded/base.yaml'; did you mean 'embedded/base.yaml'"):
+        parse_recipe(["embeded/base.yaml"])
+    with pytest.raises(ValueError, match="the first argument is the recipe"):
+        parse_recipe(["--max_steps", "3"])
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="must hold fields and values"):
+        parse_recipe([str(tmp_path / "list.yaml")])
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+def test_help_shows_examples(argv, capsys):
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert "examples:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"objective": "language_modeling"}, "needs either model_config .* or base"),
+        ({**new_model(), "max_steps": -1}, "needs max_steps"),
+        ({**new_model(), "model_config": {"hidden_size": 8}}, "needs a model_type"),
+        ({**new_model(), "train_tokenizer": {"vocab_size": 10}}, "vocab_size must be at least 259"),
+        ({"objective": "compression", "tokenizer": "BASE"}, "give either base .* or checkpoint"),
+        ({"objective": "compression", "base": "BASE", "method": "mean_poling"}, "did you mean 'mean_pooling'"),
+        (
+            {"objective": "compression", "base": "BASE", "method_config": {"compression_ratio": 2}},
+            "compression_ratios",
+        ),
+        ({"objective": "compression", "base": "BASE", "sources": []}, "the recipe has no sources"),
+        ({"objective": "teacher", "base": "BASE", "teacher_lora": {"rnk": 2}}, "did you mean 'rank'"),
+        ({"objective": "teacher", "tokenizer": "BASE"}, "give a base"),
+        ({"objective": "teacher"}, "give a tokenizer, a base, a checkpoint"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused(tmp_path, base_folder, fields, message):
+    fields = {name: str(base_folder) if value == "BASE" else value for name, value in fields.items()}
+    with pytest.raises(ValueError, match=message):
+        main([write_recipe(tmp_path, **fields)])
+
+
+def test_a_base_model_is_trained_with_its_tokenizer(tmp_path):
+    assert main([write_recipe(tmp_path, **new_model())]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.config.vocab_size == len(tokenizer) == 300
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    summary = json.loads((tmp_path / "out" / "training_summary.json").read_text())
+    assert summary["steps"] == 2
+    ran = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert ran["max_steps"] == 2
+    assert str(tmp_path) not in (tmp_path / "out" / "recipe.yaml").read_text()
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}])
+def test_teacher_then_distillation_then_going_on(tmp_path, base_folder, lora):
+    teacher, student, further = (tmp_path / name for name in ("teacher", "student", "further"))
+    fields = {"base": str(base_folder), "learning_rate": 1e-2}
+    settings = {} if lora is None else {"teacher_lora": lora}
+    main([write_recipe(tmp_path, objective="teacher", **fields, **settings), "--output_dir", str(teacher)])
+    recipe = write_recipe(tmp_path, objective="distillation", **fields, method_config={"compression_ratios": [2, 4]})
+    main([recipe, "--teacher", str(teacher), "--output_dir", str(student)])
+    trained = MeanPoolingForCausalLM.from_pretrained(student)
+    assert trained.config.compression_ratios in ((2, 4), [2, 4])
+    recipe = write_recipe(tmp_path, objective="compression", checkpoint=str(student))
+    main([recipe, "--output_dir", str(further)])
+    assert (further / "model.safetensors").exists()
+
+
+def test_eval_sources_are_evaluated(tmp_path, base_folder):
+    recipe = write_recipe(
+        tmp_path,
+        objective="compression",
+        base=str(base_folder),
+        method_config={"compression_ratios": [2]},
+        eval_sources=[{"generated": True, "split": "test", "tasks": ["reconstruction"], "weight": 1}],
+        num_eval_examples=4,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    main([recipe])
+    log = json.loads((tmp_path / "out" / "training_summary.json").read_text())["log"]
+    assert any("eval_loss_ratio_2" in entry for entry in log)
+
+
+def test_method_config_belongs_to_a_new_compressor(tmp_path, base_folder):
+    recipe = write_recipe(tmp_path, checkpoint=str(base_folder), method_config={"compression_ratios": [2]})
+    with pytest.raises(ValueError, match="method_config is fixed by the checkpoint"):
+        load_compressor(parse_recipe([recipe])[0])
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    states = sorted(
+        folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.split("-")[1])
+    )
+    log = json.loads(states[-1].read_text())["log_history"]
+    return {entry["step"]: entry["loss"] for entry in log if "loss" in entry}
+
+
+def test_a_half_written_checkpoint_is_passed_over(tmp_path):
+    assert latest_checkpoint(str(tmp_path / "missing")) is None
+    for step, state in ((9, "{}"), (10, "{}"), (11, '{"global'), (12, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["language_modeling", "compression", "distillation"])
+def test_a_killed_run_goes_on_with_the_same_loss_curve(tmp_path, base_folder, objective):
+    fields = new_model() if objective == "language_modeling" else {"base": str(base_folder), "ratio_mode": "random"}
+    fields = {**fields, "objective": objective, "max_steps": 40, "gradient_accumulation_steps": 2}
+    if objective != "language_modeling":
+        fields["method_config"] = {"compression_ratios": [2, 4]}
+    recipe = write_recipe(tmp_path, **fields, save_steps=10, length_schedule=[[0.0, 40], [1.0, 60]], seed=3)
+    command = [sys.executable, "-m", "context_compressors.training.train", recipe, "--save_strategy", "steps"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    main([*command[3:], "--output_dir", str(whole)])
+
+    process = subprocess.Popen([*command, "--output_dir", str(killed)], env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while not (killed / "checkpoint-20").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert process.poll() is None, "the run ended before it could be killed"
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert not (killed / "checkpoint-40").exists()
+    argv = [*command[3:], "--output_dir", str(killed), "--resume_from_checkpoint", "latest"]
+    main(argv)
+    expected = losses_of(whole)
+    assert set(losses_of(killed)) == set(expected) == set(range(1, 41))
+    for step, loss in losses_of(killed).items():
+        assert loss == pytest.approx(expected[step], rel=1e-4), step
