@@ -80,15 +80,21 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ratios", nargs="+", type=positive_int, default=[4], metavar="R", help="ratios of the model (default: 4)")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
     add("--base", default=str(BASE), metavar="FOLDER", help="the base language model (default: checkpoints/base)")
-    add("--steps", type=positive_int, default=250, metavar="N", help="optimizer steps (default: 250)")
+    add("--steps", type=positive_int, default=200, metavar="N", help="optimizer steps (default: 200)")
     add("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per step (default: 8)")
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon, for matrices; AdamW for all else")
     add("--muon-learning-rate", type=float, default=0.02, metavar="X", help="default: 0.02")
     add("--learning-rate", type=float, default=1e-3, metavar="X", help="AdamW's (default: 1e-3)")
     add("--context-tokens", type=positive_int, default=192, metavar="N", help="longest context (default: 192)")
-    add("--eval-samples", type=positive_int, default=200, metavar="N", help="questions and continuations per data set")
     add(
-        "--bleu-samples", type=positive_int, default=32, metavar="N", help="reconstructions per data set (default: 32)"
+        "--eval-samples",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="questions per data set; also texts to continue (default: 128)",
+    )
+    add(
+        "--bleu-samples", type=positive_int, default=24, metavar="N", help="reconstructions per data set (default: 24)"
     )
     add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
     add("--output", metavar="FILE", default=str(RESULTS / "small_scale.json"), help="the result file, also read")

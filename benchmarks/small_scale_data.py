@@ -31,7 +31,7 @@ def windows(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> l
     """Cut a text between sentences into windows of at most `max_tokens` tokens; longer sentences are left out."""
     found: list[list[str]] = [[]]
     length = 0
-    for sentence in re.split(r"(?<=[.!?])\s+", text.strip()):
+    for sentence in filter(None, re.split(r"(?<=[.!?])\s+", text.strip())):
         size = len(encode(tokenizer, " " + sentence))
         if length + size > max_tokens:
             found.append([])

@@ -32,6 +32,7 @@ _MODULE_OF = {
     "evaluate_model": "evaluation.evaluate",
     "model_card": "hub_cards.cards",
     "language_model_card": "hub_cards.cards",
+    "write_card": "hub_cards.write_card",
 }
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]

@@ -15,6 +15,7 @@ _COMMANDS = {
     "evaluate": ("evaluation.evaluate", "main", "score a checkpoint beside no context and full context"),
     "compress": ("commands", "compress_main", "read documents once, and keep each as a memory file"),
     "ask": ("commands", "ask_main", "answer questions from memory files or documents"),
+    "card": ("hub_cards.write_card", "main", "write a checkpoint's card from its training run and its evaluation"),
 }
 
 _OPTIONS = ("--help", "--version", "--traceback")

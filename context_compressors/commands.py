@@ -231,9 +231,10 @@ def _compress_all(
     import torch
     from tqdm.auto import tqdm
 
-    from .training.data import encode
+    from .training.data import context_start_ids, encode
 
-    ids = [encode(tokenizer, document.text) for document in documents]
+    start = context_start_ids(tokenizer)
+    ids = [[*start, *encode(tokenizer, document.text)] for document in documents]
     limit = arguments.max_tokens
     num_cut = sum(len(row) > limit for row in ids) if limit else 0
     if num_cut:

@@ -64,7 +64,7 @@ class Demo:
 
     def compress(self, text: str) -> dict[int, Any]:
         """Memories of a text at every ratio, from one pass of the encoder."""
-        ids = torch.tensor([encode(self.tokenizer, text)], device=self.model.device)
+        ids = self.tokenizer(text, return_tensors="pt").input_ids.to(self.model.device)
         return dict(zip(self.ratios, self.model.compress(ids, ratio=self.ratios), strict=True))
 
     def write(self, memory: Any, prompt: str, max_new_tokens: int) -> str:

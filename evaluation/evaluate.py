@@ -39,6 +39,9 @@ examples:
   # Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
   context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
       --context-tokens 256 --reconstruction-bleu
+
+  # The plain language model that a compressor stands on:
+  context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
 """
 
 
@@ -52,13 +55,13 @@ def evaluate_model(
     model_name: str | None = None,
     progress: bool = True,
 ) -> EvaluationReport:
-    """Score a compressor on data sets: without context, with full context, and at every ratio.
+    """Score a model on data sets: without context, with full context, and a compressor at every ratio.
 
     All conditions see the same samples and the same prompt, the first template of each task. Answers and summaries are
     written greedily; reconstructions and continuations are scored token by token given the right text before.
 
     Args:
-        model: a compressor's `...ForCausalLM`.
+        model: a compressor's `...ForCausalLM`, or a plain causal language model for the two bounds alone.
         tokenizer: the tokenizer saved with it.
         datasets: what to score; a data set takes part in the tasks that its columns allow.
         settings: options, see `EvaluationSettings`.
@@ -70,15 +73,17 @@ def evaluate_model(
         The report, a row for each data set, task and condition.
 
     Raises:
-        TypeError: the model is not a compressor.
-        ValueError: a ratio that the checkpoint was not trained for, a task that no data set serves, two data sets of
-            one name, a teacher with another vocabulary, or a context that does not fit and may not be cut.
+        TypeError: the model is neither a compressor nor a causal language model.
+        ValueError: ratios, a teacher or zero shot for a plain language model, a ratio that the checkpoint was not
+            trained for, a task that no data set serves, two data sets of one name, a teacher with another vocabulary,
+            or a context that does not fit and may not be cut.
     """
     settings = settings or EvaluationSettings()
-    if not callable(getattr(model, "compress", None)):
-        raise TypeError(f"model must be a compressor with a compress method, got {type(model).__name__}")
+    compresses = can_compress(model)
+    if not compresses:
+        _check_language_model(model, teacher, settings)
     work = _work(datasets, settings)
-    ratios = _ratios(model.config, settings)
+    ratios = _ratios(model.config, settings) if compresses else []
     conditions = _conditions(model, teacher, ratios, settings)
     builder = SampleBuilder(
         tokenizer,
@@ -88,7 +93,7 @@ def evaluate_model(
         settings.continuation_tokens,
         settings.truncate_context,
         settings.seed,
-        _max_context_tokens(model.config),
+        _max_context_tokens(model.config) if compresses else None,
     )
     # All samples are made before anything is scored, so that a data set that does not fit is refused at once.
     samples = [(dataset, task, builder.build(dataset, task, settings.max_samples)) for dataset, task in work]
@@ -97,7 +102,7 @@ def evaluate_model(
         tokenizer,
         conditions,
         start_token_id(tokenizer),
-        _task_start_ids(model.config),
+        _task_start_ids(model.config) if compresses else {},
         settings.allow_untrained_ratio,
     )
     report = EvaluationReport(
@@ -109,6 +114,25 @@ def evaluate_model(
     with _evaluation_mode([model] if teacher is None else [model, teacher]):
         _score_all(report, scorer, samples, settings, progress)
     return report
+
+
+def can_compress(model: PreTrainedModel) -> bool:
+    """Whether a model is a compressor, and not a plain language model."""
+    return callable(getattr(model, "compress", None))
+
+
+def _check_language_model(
+    model: PreTrainedModel, teacher: PreTrainedModel | None, settings: EvaluationSettings
+) -> None:
+    name = type(model).__name__
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise TypeError(f"model must be a compressor or a causal language model, got {name}")
+    refused = {"ratios": settings.ratios, "teacher": teacher, "zero shot": settings.zero_shot}
+    if wrong := [what for what, value in refused.items() if value]:
+        raise ValueError(
+            f"{name} is a plain language model, scored without context and with full context only: "
+            f"it takes no {' and no '.join(wrong)}"
+        )
 
 
 @contextmanager
@@ -253,13 +277,14 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line of `context-compressors evaluate`."""
     parser = _Parser(
         prog="context-compressors evaluate",
-        description="Score a compressor without context, with full context, and at every ratio.",
+        description="Score a compressor without context, with full context, and at every ratio; or a plain language "
+        "model without context and with full context.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", help="Hub id or folder of the compressor")
+    add("model", help="Hub id or folder of the compressor or plain language model")
     source = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:one_hop or generated:two_hop"
     add(
         "--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {source}; NAME=SOURCE names one"
@@ -337,8 +362,13 @@ def main(argv: list[str] | None = None) -> int:
             for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
             for source in sources
         ]
+        model = _load(arguments.model, arguments)
+        if arguments.plots and not can_compress(model):
+            raise ValueError(
+                f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
+            )
         report = evaluate_model(
-            _load(arguments.model, arguments),
+            model,
             tokenizer,
             datasets,
             settings,

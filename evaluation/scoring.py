@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..training.data import context_start_ids
 from .metrics import bleu, perplexity, rouge_scores, squad_scores, substring_accuracy, summed_nll, token_accuracy
 from .samples import Sample
 
@@ -142,7 +143,8 @@ class Scorer:
         ratios = [condition.ratio for condition in self.conditions if condition.ratio is not None]
         if not ratios:
             return {}
-        input_ids, attention_mask = self._pad(contexts, self.compressor.device)
+        start = context_start_ids(self.tokenizer)
+        input_ids, attention_mask = self._pad([[*start, *ids] for ids in contexts], self.compressor.device)
         memories = self.compressor.compress(
             input_ids, attention_mask, ratio=ratios, allow_untrained_ratio=self.allow_untrained_ratio
         )

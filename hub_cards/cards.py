@@ -51,6 +51,7 @@ class TrainingRecord:
         seeds: every seed, one for each run behind the scores.
         hardware: what it was trained on, such as "1 x H200".
         tokens: training tokens.
+        context_tokens: tokens of the compressed contexts, beside `tokens` of text.
         hours: wall-clock hours.
         recipe: the recipe's file.
         versions: library versions by name.
@@ -61,6 +62,7 @@ class TrainingRecord:
     seeds: Sequence[int]
     hardware: str
     tokens: int | None = None
+    context_tokens: int | None = None
     hours: float | None = None
     recipe: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -88,7 +90,7 @@ class Score:
         value: with the compressed context, or with the whole one where there is no ratio.
         no_context: the same questions with no context at all.
         full_context: the same questions with the whole context.
-        split: data split.
+        split: data split; None where the data has none by name.
     """
 
     task: str
@@ -98,7 +100,7 @@ class Score:
     value: float
     no_context: float | None = None
     full_context: float | None = None
-    split: str = "test"
+    split: str | None = "test"
 
     def __post_init__(self) -> None:
         if self.task not in _TASK_NAMES:
@@ -131,6 +133,7 @@ def model_card(
     *,
     model_id: str,
     summary: str | None = None,
+    scores_note: str | None = None,
     license: str = "apache-2.0",
     language: str | Sequence[str] = "en",
 ) -> str:
@@ -143,6 +146,7 @@ def model_card(
         limits: what it cannot do, one sentence each; never empty.
         model_id: repository or folder that the snippet loads.
         summary: what it is, in a sentence or two; made from the configuration when None.
+        scores_note: how the scores were measured, in sentences under their table.
         license: licence of the weights, as the Hub writes it.
         language: ISO 639-1 code or codes.
 
@@ -159,13 +163,14 @@ def model_card(
     base = config.base_model_name_or_path
     metadata = _metadata(model_id, training, scores, license, language)
     # The Hub refuses a base model that is a path.
-    metadata.base_model = base if base and base.count("/") == 1 and not base.startswith((".", "/", "~")) else None
+    metadata.base_model = base if base and base.count("/") == 1 and not _is_path(base) else None
     metadata.tags = ["context-compression", "soft-prompt", _method(config).replace(" ", "-")]
     return _fill(
         "compressor_template.md",
         metadata,
         training,
         scores,
+        scores_note,
         limits,
         model_id=model_id,
         summary=summary or _default_summary(config),
@@ -185,6 +190,7 @@ def language_model_card(
     model_id: str,
     summary: str,
     num_parameters: int,
+    scores_note: str | None = None,
     license: str = "apache-2.0",
     language: str | Sequence[str] = "en",
 ) -> str:
@@ -198,6 +204,7 @@ def language_model_card(
         model_id: repository or folder that the snippet loads.
         summary: what it is, in a sentence or two.
         num_parameters: number of parameters.
+        scores_note: how the scores were measured, in sentences under their table.
         license: licence of the weights, as the Hub writes it.
         language: ISO 639-1 code or codes.
 
@@ -220,6 +227,7 @@ def language_model_card(
         metadata,
         training,
         scores,
+        scores_note,
         limits,
         model_id=model_id,
         summary=summary,
@@ -250,6 +258,7 @@ def _fill(
     metadata: ModelCardData,
     training: TrainingRecord,
     scores: Sequence[Score],
+    scores_note: str | None,
     limits: Sequence[str],
     **fields: str,
 ) -> str:
@@ -257,7 +266,7 @@ def _fill(
         raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
     text = Template((_FOLDER / template).read_text(encoding="utf-8")).substitute(
         title=_title(fields["model_id"]),
-        scores=score_table(scores),
+        scores="\n\n".join(filter(None, [score_table(scores), scores_note])),
         training=_training(training),
         limits="\n".join(f"- {limit}" for limit in limits),
         **fields,
@@ -267,6 +276,11 @@ def _fill(
 
 def _title(model_id: str) -> str:
     return model_id.rstrip("/").rpartition("/")[2]
+
+
+def _is_path(name: str) -> bool:
+    """Whether a model's name is a place on this machine and not a Hub id."""
+    return name.startswith((".", "/", "~")) or Path(name).is_dir()
 
 
 def _method(config: PreTrainedConfig) -> str:
@@ -290,7 +304,7 @@ def score_table(scores: Sequence[Score]) -> str:
         compressed = (score.value, score.full_context) if score.ratio is not None else (None, score.value)
         cells = [
             _TASK_NAMES[score.task],
-            f"{score.dataset} ({score.split})",
+            f"{score.dataset} ({score.split})" if score.split else score.dataset,
             score.metric,
             "–" if score.ratio is None else str(score.ratio),
             *("–" if number is None else f"{number:.2f}" for number in (score.no_context, *compressed)),
@@ -341,7 +355,8 @@ def _training(record: TrainingRecord) -> str:
         lines.append(f"| {name} | {data.licence} | {data.note or 'all'} |")
     facts = [f"Steps: {record.steps:,}"]
     if record.tokens is not None:
-        facts.append(f"Tokens: {record.tokens:,}")
+        contexts = f" of text, {record.context_tokens:,} of compressed contexts" if record.context_tokens else ""
+        facts.append(f"Tokens: {record.tokens:,}{contexts}")
     facts.append(f"Seeds: {', '.join(map(str, record.seeds))}")
     facts.append(f"Hardware: {record.hardware}" + (f", {record.hours:g} hours" if record.hours is not None else ""))
     if record.recipe:
@@ -351,16 +366,22 @@ def _training(record: TrainingRecord) -> str:
     return "\n".join([*lines, "", *(f"- {fact}" for fact in facts)])
 
 
+def _metric_name(score: Score) -> str:
+    # The Hub puts all that is text generation into one group, so the name tells which task it was.
+    name = score.metric if score.task in _HUB_TASKS else f"{score.task} {score.metric}"
+    return name if score.ratio is None else f"{name}, ratio {score.ratio}"
+
+
 def _eval_results(scores: Sequence[Score]) -> list[EvalResult] | None:
     results = [
         EvalResult(
             task_type=_HUB_TASKS.get(score.task, "text-generation"),
-            task_name=_TASK_NAMES[score.task],
+            task_name=_TASK_NAMES[score.task] if score.task in _HUB_TASKS else "Text generation",
             dataset_type=score.dataset.lower().replace(" ", "_"),
             dataset_name=score.dataset,
             dataset_split=score.split,
             metric_type=score.metric.lower().replace(" ", "_"),
-            metric_name=score.metric if score.ratio is None else f"{score.metric}, ratio {score.ratio}",
+            metric_name=_metric_name(score),
             metric_value=round(score.value, 4),
         )
         for score in scores

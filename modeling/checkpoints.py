@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,12 +56,15 @@ class CheckpointMixin:
         }
         config = cls.config_class(
             decoder_config=AutoConfig.from_pretrained(base, **source),
-            base_model_name_or_path=str(base),
+            # Where a folder lies on this machine is nobody else's business.
+            base_model_name_or_path=Path(base).resolve().name if os.path.isdir(base) else str(base),
             base_model_revision=loading.get("revision"),
             **fields,
         )
         language_model = AutoModelForCausalLM.from_pretrained(base, **loading)
         config.decoder_config = language_model.config
+        config.decoder_config.name_or_path = config.base_model_name_or_path
+        config._attn_implementation = language_model.config._attn_implementation
         with torch.device("meta"):
             model = cls(config)
         model._adopt(language_model)
@@ -100,7 +104,8 @@ class CheckpointMixin:
                     fresh.add(path)
         for path in fresh:
             if ".lora_" not in path:
-                self._init_weights(self.get_submodule(path))
+                # The backbone knows its own parts' start values.
+                backbone._init_weights(self.get_submodule(path))
         initialize_lora(self)
         self.tie_weights()
         self.apply_trainable_set()

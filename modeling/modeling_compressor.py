@@ -222,7 +222,8 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
         num_context_tokens = attention_mask.sum(dim=1)
         chunks = cut(input_ids, attention_mask, config.chunk_size, config.position_layout)
         if self._has_encoder and chunks.position_ids.numel():
-            check_context_length(config.get_encoder_config(), int(chunks.position_ids.max()) + 1, config.chunk_size)
+            last = int((chunks.position_ids * chunks.attention_mask).max())
+            check_context_length(config.get_encoder_config(), last + 1, config.chunk_size)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded = self.encode(chunks.input_ids, chunks.attention_mask, chunks.position_ids, chunk_ratios)
         memories = []

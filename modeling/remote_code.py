@@ -34,7 +34,7 @@ model answers as if it had read the document.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 memory = model.compress(**tokenizer(document, return_tensors="pt"), ratio={default_ratio})
 memory.save("document.safetensors")

@@ -85,7 +85,7 @@ def slots(text: str, ratio: int) -> int:
         (["comprss"], "unknown command 'comprss'; did you mean 'compress'?"),
         (["evaluation"], "did you mean 'evaluate'?"),
         (["--hlep"], "unknown option '--hlep'; did you mean '--help'?"),
-        (["qqq"], "allowed: ask, compress, evaluate, train"),
+        (["qqq"], "allowed: ask, card, compress, evaluate, train"),
         ([], "usage: context-compressors"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_wrong_option_exits_with_2_and_the_nearest_one(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "compress", "ask"])
+@pytest.mark.parametrize("command", ["train", "evaluate", "compress", "ask", "card"])
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([command, "--help"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .data import context_start_ids as find_context_start_ids
 from .data import start_token_id as find_start_token_id
 from .suggestions import check_choice
 
@@ -32,6 +33,7 @@ class CompressionCollator:
     Args:
         pad_token_id: id that fills up.
         start_token_id: id that the text starts with: BOS, or EOS where a tokenizer has no BOS.
+        context_start_ids: ids that a compressed context starts with, see `data.context_start_ids`.
         mode: one of `MODES`.
         ratios: draw one of these for every row and give it to the model as `ratio` `(batch_size,)`; a row's ratio
             depends on its own id and `seed` only. `None` leaves the ratio to the model or the trainer.
@@ -49,6 +51,7 @@ class CompressionCollator:
         self,
         pad_token_id: int,
         start_token_id: int,
+        context_start_ids: Sequence[int] = (),
         mode: str = "compressed",
         ratios: Sequence[int] | None = None,
         padding_side: str = "right",
@@ -66,21 +69,22 @@ class CompressionCollator:
             if mode != "compressed":
                 raise ValueError(f"ratios go with mode 'compressed' only, not with {mode!r}")
         self.pad_token_id, self.start_token_id = pad_token_id, start_token_id
+        self.context_start_ids = list(context_start_ids)
         self.mode, self.ratios, self.padding_side = mode, ratios, padding_side
         self.pad_to_multiple_of, self.with_metadata, self.seed = pad_to_multiple_of, with_metadata, seed
 
     @classmethod
     def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> CompressionCollator:
-        """A collator with the tokenizer's pad (or EOS) and BOS (or EOS) ids; `kwargs` are the other arguments."""
+        """A collator with the tokenizer's pad (or EOS), BOS (or EOS) and context start ids; `kwargs` are the rest."""
         start = find_start_token_id(tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        return cls(start if pad is None else pad, start, **kwargs)
+        return cls(start if pad is None else pad, start, find_context_start_ids(tokenizer), **kwargs)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch; every tensor is `(batch_size, width)` of int64."""
         batch: dict[str, Any] = self._text(examples, with_context=self.mode == "full_context", prefix="")
         if self.mode in ("compressed", "distillation"):
-            contexts = [example["context_ids"] for example in examples]
+            contexts = [[*self.context_start_ids, *example["context_ids"]] for example in examples]
             batch["context_input_ids"] = self._pad(contexts, self.pad_token_id)
             batch["context_attention_mask"] = self._pad([[1] * len(ids) for ids in contexts], 0)
         if self.mode == "distillation":

@@ -49,6 +49,9 @@ class DataSource:
         kind: only this kind of generated document.
         columns: where the source has other names: our column -> its column, with dots into structs, e.g.
             `{context: article, summary: highlights}` or `{answers: answers.text}`.
+        licence: the data's licence, for the model card.
+        hub_id: the data set's repository on the Hub, for the model card, where `path` is a copy of it.
+        title: what the model card calls the data set.
     """
 
     name: str | None = None
@@ -61,6 +64,9 @@ class DataSource:
     max_samples: int | None = None
     kind: str | None = None
     columns: Mapping[str, str] | None = None
+    licence: str | None = None
+    hub_id: str | None = None
+    title: str | None = None
 
     def __post_init__(self) -> None:
         if sum((self.name is not None, self.path is not None, bool(self.generated))) != 1:
@@ -79,6 +85,10 @@ class DataSource:
             check_choice(f"column of source {self.label!r}:", column, _COLUMNS)
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"max_samples of source {self.label!r} must be at least 1, got {self.max_samples!r}")
+        for field in ("licence", "hub_id", "title"):
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, str) and value.strip()):
+                raise ValueError(f"{field} of source {self.label!r} must be a text, got {value!r}")
 
     @property
     def label(self) -> str:
@@ -207,6 +217,18 @@ def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if token_id is not None:
             return token_id
     raise ValueError("the tokenizer has neither a BOS nor an EOS token: set one before training")
+
+
+def context_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What `tokenizer(document)` puts in front of a document: BOS for most tokenizers, nothing for some.
+
+    People compress what their tokenizer gives them, so training and evaluation put the same in front of a context.
+    """
+    whole, plain = tokenizer("a").input_ids, encode(tokenizer, "a")
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start]
+    return []
 
 
 class TokenizedTexts(Sequence):

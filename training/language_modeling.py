@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_outputs import CausalLMOutput
 
 from .data import DataSource, TokenizedTexts, distinct_texts, encode, read_rows, start_token_id
 from .examples import check_length_schedule, draw_document, scheduled_length
 from .generated import MIN_TOKENS
+from .losses import logits_function
 from .prompts import format_prompt
 from .step_guard import StepGuard
 from .suggestions import check_choice
+from .wrapped_forward import as_forward_pass
 
 ROW_KINDS = ("text", "copy", "generated", "question_answering")
 _SHORTEST_COPY = 16
@@ -272,17 +275,21 @@ class LanguageModelingTrainer(StepGuard):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Cross-entropy summed over labelled positions, divided by their number in the whole step."""
         labels = inputs["labels"][:, 1:]
-        # One logit per row keeps the head inside the wrapped model's forward; the states are what is used.
-        outputs = model(input_ids=inputs["input_ids"], output_hidden_states=True, logits_to_keep=1, use_cache=False)
         labelled = labels != -100
-        states = outputs.hidden_states[-1][:, :-1][labelled]
-        logits = self.accelerator.unwrap_model(model).get_output_embeddings()(states)
-        total = torch.nn.functional.cross_entropy(logits.float(), labels[labelled], reduction="sum")
+        module = self.accelerator.unwrap_model(model)
+
+        def step(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            states = module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            logits = logits_function(module)(states[:, :-1][labelled])
+            return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+        with self.accelerator.autocast():
+            total = as_forward_pass(model, module, step, input_ids=inputs["input_ids"], targets=labels[labelled])
         count = labelled.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         loss = total / count.clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
-        return (loss, outputs) if return_outputs else loss
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +22,6 @@ def logits_function(model: PreTrainedModel) -> Head:
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
     return logits
-
-
-@contextmanager
-def captured_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Collect the backbone's last hidden states of every forward pass of `model` in the `with` block.
-
-    A hook rather than a call of the backbone: the forward pass then goes through whatever wraps the model (DDP,
-    compilation), which the gradients need.
-    """
-    states: list[Tensor] = []
-    handle = model.base_model.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
-    try:
-        yield states
-    finally:
-        handle.remove()
 
 
 def _chunked_sum(function: Callable[..., Tensor], chunk_size: int, *tensors: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..evaluation.report import environment
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe
 from .collators import CompressionCollator
 from .examples import CompressionDataset
@@ -267,7 +267,32 @@ def latest_checkpoint(output_dir: str) -> str | None:
     return None
 
 
-def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Path) -> None:
+def _device_name(args: TrainingConfig) -> str:
+    """What the run computes on, such as "2 x NVIDIA H200" or a CPU's name and its number of threads."""
+    if args.device.type == "cuda":
+        return f"{args.world_size} x {torch.cuda.get_device_name(args.device)}"
+    hardware = environment()
+    threads = hardware["torch_threads"]
+    return f"{hardware['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _over_all_parts(log_history: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """A quantity that grows over a run and starts anew when it is resumed, added up; `None` when it is not logged."""
+    values = [entry[name] for entry in log_history if name in entry]
+    if not values:
+        return None
+    return sum(value for value, later in zip(values, [*values[1:], 0], strict=True) if later < value)
+
+
+def _training_hours(log_history: Sequence[Mapping[str, Any]], resumed: bool) -> float | None:
+    """Wall-clock hours of a run, all its parts together when it was resumed; `None` when the log does not tell."""
+    seconds = _over_all_parts(log_history, "train_runtime")
+    # Only where tokens are counted does every entry show the clock; elsewhere the parts before the last are not timed.
+    untimed = resumed and any("loss" in entry and "train_runtime" not in entry for entry in log_history)
+    return None if seconds is None or untimed else float(f"{seconds / 3600:.3g}")
+
+
+def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Path, resumed: bool) -> None:
     """Beside the checkpoint: the recipe as it was run, and what came of it."""
     recipe = {}
     for group in arguments[:2]:
@@ -281,15 +306,18 @@ def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Pa
     shown = {name: value for name, value in (recipe | changed).items() if name not in _PRIVATE_FIELDS}
     plain = json.loads(json.dumps(shown, default=str))
     (output_dir / "recipe.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    history = trainer.state.log_history
     summary = {
         "steps": trainer.state.global_step,
         "input_tokens": trainer.state.num_input_tokens_seen,
+        # Each process counts its own.
+        "context_tokens": _over_all_parts(history, "num_context_tokens") if trainer.args.world_size == 1 else None,
         "seed": trainer.args.seed,
-        "device": device,
+        "hours": _training_hours(history, resumed),
+        "device": _device_name(trainer.args),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "log": trainer.state.log_history[-20:],
+        "log": history[-20:],
     }
     (output_dir / "training_summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
@@ -305,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
-        _write_summary(trainer, arguments, Path(args.output_dir))
+        _write_summary(trainer, arguments, Path(args.output_dir), resumed=resume is not None)
     return 0
 
 

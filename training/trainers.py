@@ -11,18 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
 
 from .arguments import TrainingConfig
-from .losses import (
-    captured_states,
-    distillation_loss,
-    logits_function,
-    negative_log_likelihood,
-    prediction_positions,
-)
+from .losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions
 from .step_guard import StepGuard, without_metadata
 from .suggestions import check_choice
+from .wrapped_forward import as_forward_pass
 
 _PAPER = {
     "title": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
@@ -98,24 +94,32 @@ class CompressionTrainer(StepGuard, SFTTrainer):
         inputs = without_metadata(inputs)
         if "context_input_ids" not in inputs:
             raise ValueError(f"batches need context_input_ids: use CompressionCollator(mode={self._collator_mode!r})")
-        context = {"input_ids": inputs["context_input_ids"], "attention_mask": inputs["context_attention_mask"]}
-        target = self._target(inputs, num_items_in_batch)
         ratios = self.step_ratios()
-        memories = self.accelerator.unwrap_model(model).compress(**context, ratio=ratios)
-        losses = []
-        for ratio, memory in zip(ratios, memories, strict=True):
-            with captured_states(self.accelerator.unwrap_model(model)) as states:
-                outputs = model(
-                    input_ids=inputs["input_ids"],
-                    attention_mask=inputs["attention_mask"],
-                    memory=memory,
-                    logits_to_keep=1,
-                    use_cache=False,
-                )
-            losses.append(self._ratio_loss(states[0], inputs["labels"], target, ratio))
+
+        def step(**batch: Tensor) -> Tensor:
+            return self._step_loss(batch, ratios, num_items_in_batch)
+
+        with self.accelerator.autocast():
+            loss = as_forward_pass(model, self._unwrapped(), step, **inputs)
         self._count_tokens(inputs)
-        loss = torch.stack(losses).sum()
-        return (loss, outputs) if return_outputs else loss
+        # Whoever asks for outputs gets no logits: they are never all in memory.
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+    def _unwrapped(self) -> PreTrainedModel:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _step_loss(
+        self, batch: dict[str, Tensor], ratios: list[int], num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
+        model = self._unwrapped()
+        target = self._target(batch, num_items_in_batch)
+        context = {"input_ids": batch["context_input_ids"], "attention_mask": batch["context_attention_mask"]}
+        text = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+        losses = []
+        for ratio, memory in zip(ratios, model.compress(**context, ratio=ratios), strict=True):
+            states = model.base_model(**text, memory=memory).last_hidden_state
+            losses.append(self._ratio_loss(states, batch["labels"], target, ratio))
+        return torch.stack(losses).sum()
 
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
         """What every ratio of the step shares: here the number of target tokens that the loss is divided by."""
@@ -127,7 +131,7 @@ class CompressionTrainer(StepGuard, SFTTrainer):
 
     def _ratio_loss(self, states: Tensor, labels: Tensor, target: Tensor, ratio: int) -> Tensor:
         chosen = prediction_positions(labels)
-        head = logits_function(self.accelerator.unwrap_model(self.model))
+        head = logits_function(self._unwrapped())
         total, correct = negative_log_likelihood(
             states[chosen], labels[:, 1:][chosen[:, :-1]], head, self.args.distillation_chunk_size
         )
@@ -192,12 +196,12 @@ class DistillationTrainer(CompressionTrainer):
         with torch.no_grad():
             if self.teacher is not None:
                 return self.accelerator.unwrap_model(self.teacher).base_model(**text, use_cache=False)[0][chosen]
-            student = self.accelerator.unwrap_model(self.model)
+            student = self._unwrapped()
             with student.base_language_model(), _evaluating(student):
                 return student.base_model(**text, use_cache=False)[0][chosen]
 
     def _ratio_loss(self, states: Tensor, labels: Tensor, target: Tensor, ratio: int) -> Tensor:
-        student = self.accelerator.unwrap_model(self.model)
+        student = self._unwrapped()
         teacher = student if self.teacher is None else self.accelerator.unwrap_model(self.teacher)
         chosen = prediction_positions(labels)
         total = distillation_loss(

@@ -70,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         rows = [
             {
-                "context": f"The mill of {name} {i} stands by the river. It was built by Nora Zill {i}. It has a red door.",
+                "context": f"The mill of {name} {i} stands by the river. It was built by Nora Zill {i}.",
                 "question": f"Who built mill {i}?",
                 "answers": [f"Nora Zill {i}"],
             }

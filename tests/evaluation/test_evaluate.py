@@ -202,6 +202,32 @@ def test_full_and_no_context_come_from_the_teacher_when_there_is_one(model, teac
         assert report.score("tiny", RECONSTRUCTION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_plain_language_model_has_full_and_no_context(teacher, tokenizer):
+    report = run(teacher, tokenizer, tasks=(RECONSTRUCTION, QA))
+    assert report.conditions(RECONSTRUCTION) == report.conditions(QA) == ["no_context", "full_context"]
+    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
+    for condition in ("no_context", "full_context"):
+        for metric, expected in naive_scores(teacher, tokenizer, condition, triples).items():
+            assert report.score("tiny", RECONSTRUCTION, condition, metric) == pytest.approx(expected, rel=1e-4)
+    assert report.num_parameters == teacher.num_parameters()
+    assert report.settings["ratios"] == []
+    assert "| full_context" in report.to_markdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratios": (4,)}, "LlamaForCausalLM is a plain language model, .*: it takes no ratios"),
+        ({"zero_shot": True, "ratios": (2,)}, "takes no ratios and no zero shot"),
+    ],
+)
+def test_a_plain_language_model_refuses_what_a_compressor_takes(teacher, tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(teacher, tokenizer, **options)
+    with pytest.raises(ValueError, match="it takes no teacher"):
+        run(teacher, tokenizer, teacher=teacher)
+
+
 def test_zero_shot_is_the_base_with_the_adapters_off(model, tokenizer, folders):
     report = run(model, tokenizer, tasks=(RECONSTRUCTION,), zero_shot=True)
     base = LlamaForCausalLM.from_pretrained(folders / "base").eval()
@@ -348,8 +374,8 @@ def test_untrained_ratios_are_refused_unless_allowed(model, tokenizer):
 
 
 def test_wrong_inputs_are_refused(model, teacher, tokenizer):
-    with pytest.raises(TypeError, match="must be a compressor"):
-        run(teacher, tokenizer)
+    with pytest.raises(TypeError, match="must be a compressor or a causal language model, got LlamaModel"):
+        run(teacher.model, tokenizer)
     with pytest.raises(ValueError, match="no data set has the columns for"):
         run(model, tokenizer, [{"text": "text"}], tasks=(QA,))
     with pytest.raises(ValueError, match="nothing to evaluate on"):
@@ -480,6 +506,18 @@ def test_command_reports_wrong_values_without_a_traceback(folders, tmp_path, cap
     assert "unknown task 'qa'" in capsys.readouterr().err
     assert main([model, "--data", "generated", "--ratios", "3"]) == 1
     assert "not trained for the ratios [3]" in capsys.readouterr().err
+
+
+def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
+    output = tmp_path / "results.json"
+    argv = [str(folders / "teacher"), "--data", "generated", "--documents", "2", "--document-tokens", "150"]
+    argv += ["--tasks", CONTINUATION, "--context-tokens", "8", "--continuation-tokens", "4", "--device", "cpu"]
+    assert main([*argv, "--output", str(output)]) == 0
+    assert {row["condition"] for row in json.loads(output.read_text())["rows"]} == {"no_context", "full_context"}
+    assert main([*argv, "--ratios", "4"]) == 1
+    assert "plain language model, scored without context and with full context only" in capsys.readouterr().err
+    assert main([*argv, "--plots", str(tmp_path)]) == 1
+    assert "--plots draws quality by ratio, and teacher is a plain language model" in capsys.readouterr().err
 
 
 def test_command_help_has_examples(capsys):

@@ -57,7 +57,7 @@ def test_metadata_is_read_back_by_the_hub_library():
     assert data.tags == ["context-compression", "soft-prompt", "mean-pooling"]
     assert [(result.metric_name, result.metric_value) for result in data.eval_results] == [
         ("exact match, ratio 4", 61.25),
-        ("perplexity, ratio 8", 21.0),
+        ("continuation perplexity, ratio 8", 21.0),
     ]
     assert [result.task_type for result in data.eval_results] == ["question-answering", "text-generation"]
 

@@ -166,7 +166,7 @@ class Case:
 
 
 def cast_frozen(model: Any, dtype: torch.dtype) -> Any:
-    """The model as `from_pretrained(dtype=...)` gives it: frozen parameters of that type, trainable ones in float32."""
+    """The model as `from_pretrained(dtype=...)` gives it: what is frozen in that type, what trains in float32."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

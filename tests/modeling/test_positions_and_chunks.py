@@ -27,7 +27,8 @@ class Seen:
     def positions(self, call=-1):
         """Position ids of the real places of each row."""
         kwargs = self.calls[call]
-        return [row[mask.bool()].tolist() for row, mask in zip(kwargs["position_ids"], kwargs["attention_mask"])]
+        rows = zip(kwargs["position_ids"], kwargs["attention_mask"].bool(), strict=True)
+        return [positions[mask].tolist() for positions, mask in rows]
 
 
 def random_ids(length, seed=0):
@@ -282,8 +283,8 @@ def test_generation_may_start_from_a_task_token(method_case):
     model = method_case.build(task_token_ids={"[AE]": AE, "[LM]": LM})
     memory = model.compress(random_ids(9))
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    for settings in (settings, {**settings, "num_beams": 2}):
-        generated = model.generate(torch.tensor([[AE]]), memory=memory, **settings)
+    for num_beams in (1, 2):
+        generated = model.generate(torch.tensor([[AE]]), memory=memory, num_beams=num_beams, **settings)
         assert generated[0, 0] == AE
         assert (generated[0, 1:] < 128).all()
 

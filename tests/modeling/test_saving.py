@@ -1,6 +1,7 @@
 """What is saved comes back: outputs, trainable set, types and code, for each class from one checkpoint."""
 
 import copy
+import itertools
 import json
 import logging
 
@@ -77,7 +78,7 @@ def test_a_loaded_model_saves_and_loads_again(backbone_case, inputs, tmp_path):
     model = backbone_case.model
     folders = [tmp_path / str(i) for i in range(3)]
     model.save_pretrained(folders[0])
-    for source, target in zip(folders, folders[1:], strict=False):
+    for source, target in itertools.pairwise(folders):
         backbone_case.method.causal_lm_class.from_pretrained(source).save_pretrained(target)
     assert sorted(path.name for path in folders[2].iterdir()) == sorted(path.name for path in folders[0].iterdir())
     for path in folders[0].iterdir():

@@ -1,0 +1,319 @@
+"""A checkpoint's card, filled from what its training and evaluation left behind, and the `card` command."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from ..arguments import NearestNameParser
+from ..configuration.configuration_compressor import CompressorConfig
+from ..evaluation.report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition
+from ..training.arguments import read_recipe
+from ..training.data import DataSource
+from .cards import Score, TrainingData, TrainingRecord, language_model_card, model_card
+
+logger = logging.getLogger(__name__)
+
+# Metric -> how the card calls it, per task: the main ones.
+_METRICS = {
+    "question_answering": {"exact_match": "exact match", "f1": "F1"},
+    "summarisation": {"rouge1": "ROUGE-1", "rougeL": "ROUGE-L"},
+    "reconstruction": {"token_accuracy": "token accuracy", "bleu": "BLEU"},
+    "continuation": {"perplexity": "perplexity"},
+}
+_NOT_STATED = "not stated"
+
+_EXAMPLES = """\
+examples:
+  context-compressors card checkpoints/mean_pooling --scores results.json --limit "It has read English only."
+
+  context-compressors card checkpoints/base --scores generated.json books.json --recipe embedded/base.yaml \\
+      --limit "It reads at most 2,048 tokens." --limit "It does not follow instructions."
+"""
+
+
+def write_card(
+    folder: str | Path,
+    reports: Sequence[EvaluationReport | str | Path],
+    limits: Sequence[str],
+    summary: str | None = None,
+    model_id: str | None = None,
+    *,
+    recipe: str | None = None,
+    hardware: str | None = None,
+    license: str = "apache-2.0",
+) -> Path:
+    """Write `README.md` of a checkpoint folder from its configuration, its training's record, and its scores.
+
+    Args:
+        folder: what `context-compressors train` made: a compressor or a plain language model with `recipe.yaml` and
+            `training_summary.json`.
+        reports: evaluations of the checkpoint, or their files; the card says "Not measured." without any.
+        limits: what it cannot do, one sentence each; never empty.
+        summary: what it is, in a sentence or two; made from the configuration when `None`.
+        model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
+            on this machine.
+        recipe: the recipe that was run, such as `embedded/base.yaml`: the card names it, and takes from it the
+            licences, titles and Hub ids that the folder's own `recipe.yaml` leaves out.
+        hardware: what it was trained on; as `training_summary.json` says when `None`.
+        license: licence of the weights, as the Hub writes it.
+
+    Returns:
+        the card's path.
+
+    Raises:
+        ValueError: a file that is missing or holds something else, reports that do not belong to the checkpoint or to
+            each other, or no limits.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    training = _training_record(folder, recipe, hardware)
+    report = _merged(reports)
+    compresses = isinstance(config, CompressorConfig)
+    num_parameters = _num_parameters(config)
+    if report is not None and report.num_parameters not in (None, num_parameters):
+        raise ValueError(
+            f"the scores are of a model with {report.num_parameters:,} parameters ({report.model}); "
+            f"the one in {folder} has {num_parameters:,}"
+        )
+    scores = [] if report is None else _scores(report, compresses)
+    fields: dict[str, Any] = {
+        "model_id": model_id or _shown_name(str(folder)),
+        "scores_note": None if report is None else _scores_note(report),
+        "license": license,
+    }
+    if compresses:
+        if config.base_model_name_or_path:
+            config.base_model_name_or_path = _shown_name(config.base_model_name_or_path)
+        text = model_card(config, training, scores, limits, summary=summary, **fields)
+    else:
+        summary = summary or (
+            f"A language model of {num_parameters:,} parameters ({config.model_type}), trained on the data below: "
+            "context compressors stand on it."
+        )
+        text = language_model_card(
+            config, training, scores, limits, summary=summary, num_parameters=num_parameters, **fields
+        )
+    path = folder / "README.md"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    # Importing the models registers them, so that our own checkpoints need no remote code.
+    from .. import modeling  # noqa: F401
+
+    _check_file(folder / "config.json", "the folder of a checkpoint has one")
+    return AutoConfig.from_pretrained(folder)
+
+
+def _check_file(path: Path, advice: str) -> None:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}: {advice}")
+
+
+def _num_parameters(config: PreTrainedConfig) -> int:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+def _shown_name(name: str) -> str:
+    """A name without where it is on this machine: a Hub id, a path inside the checkout, or a path's last part."""
+    if Path(name).is_absolute() or name.startswith((".", "~")) or ".." in Path(name).parts:
+        return Path(name).expanduser().resolve().name
+    return name.rstrip("/")
+
+
+def _training_record(folder: Path, recipe: str | None, hardware: str | None) -> TrainingRecord:
+    advice = "`context-compressors train` writes it"
+    recipe_file, summary_file = folder / "recipe.yaml", folder / "training_summary.json"
+    for file in (recipe_file, summary_file):
+        _check_file(file, advice)
+    try:
+        summary = json.loads(summary_file.read_text(encoding="utf-8"))
+        steps, seed, device = summary["steps"], summary["seed"], hardware or summary["device"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{summary_file} is not the summary of a training run: {error!r}") from error
+    given = {source.label: source for source in _sources(recipe)} if recipe else {}
+    data = [_training_data(source, given.get(source.label)) for source in _sources(str(recipe_file))]
+    if unknown := [entry.name for entry in data if entry.licence == _NOT_STATED]:
+        logger.warning("no licence is named for %s: give `licence` in the recipe that --recipe names", unknown)
+    return TrainingRecord(
+        data=data,
+        steps=steps,
+        seeds=[seed],
+        hardware=device,
+        # A run that does not count its tokens leaves 0.
+        tokens=summary.get("input_tokens") or None,
+        context_tokens=summary.get("context_tokens"),
+        hours=summary.get("hours"),
+        recipe=_shown_name(recipe) if recipe else recipe_file.name,
+        versions={name: summary[name] for name in ("torch", "transformers") if name in summary},
+    )
+
+
+def _sources(recipe: str) -> list[DataSource]:
+    try:
+        entries = read_recipe(recipe).get("sources")
+    except yaml.YAMLError as error:
+        raise ValueError(f"{recipe} is not a recipe: {error}") from error
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{recipe} has no list of sources: a card names what the checkpoint was trained on")
+    return [DataSource.from_mapping(entry) for entry in entries]
+
+
+def _training_data(source: DataSource, given: DataSource | None) -> TrainingData:
+    if given is not None:
+        missing = {name: getattr(given, name) for name in ("licence", "hub_id", "title") if not getattr(source, name)}
+        source = replace(source, **missing)
+    parts = [", ".join(task.replace("_", " ") for task in dict.fromkeys(source.tasks))]
+    if source.name is not None:
+        parts.insert(0, f"{source.split} split")
+    if source.kind is not None:
+        parts.insert(0, source.kind)
+    if source.max_samples is not None:
+        parts.append(f"at most {source.max_samples:,} rows")
+    if source.generated:
+        # The package makes these texts itself, so they come under its licence.
+        title, licence = source.title or "generated documents", source.licence or "Apache-2.0"
+    else:
+        title = source.title or source.name or Path(source.path).stem
+        licence = source.licence or _NOT_STATED
+    return TrainingData(title, licence, source.hub_id or source.name, "; ".join(parts))
+
+
+def _merged(reports: Sequence[EvaluationReport | str | Path]) -> EvaluationReport | None:
+    """All reports as one: of one model, with bounds of one kind, and no row twice."""
+    loaded = [report if isinstance(report, EvaluationReport) else _load(Path(report)) for report in reports]
+    if not loaded:
+        return None
+    for name in ("model", "num_parameters", "bounds"):
+        values = list(dict.fromkeys(getattr(report, name) for report in loaded))
+        if len(values) > 1:
+            raise ValueError(f"reports on one card must have the same {name}, got {values}")
+    return replace(loaded[0], rows=[row for report in loaded for row in report.rows], settings=_settings(loaded))
+
+
+def _load(path: Path) -> EvaluationReport:
+    _check_file(path, "`context-compressors evaluate --output` writes a report")
+    return EvaluationReport.load(path)
+
+
+def _settings(reports: Sequence[EvaluationReport]) -> dict[str, Any]:
+    """The options that all reports have in common."""
+    first, *others = (report.settings for report in reports)
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+
+
+def _scores(report: EvaluationReport, compresses: bool) -> list[Score]:
+    ratios = sorted({ratio for task in report.tasks() for ratio in report.ratios(task)})
+    if compresses and not ratios:
+        raise ValueError(f"the report of {report.model} has no compression ratio, but the checkpoint is a compressor")
+    if ratios and not compresses:
+        raise ValueError(
+            f"the report of {report.model} has the compression ratios {ratios}, but the checkpoint is a plain "
+            "language model"
+        )
+    scores = []
+    for task in report.tasks():
+        for dataset in report.datasets(task):
+            for metric, label in _METRICS[task].items():
+                row = {
+                    condition: _score(report, dataset, task, condition, metric)
+                    for condition in report.conditions(task)
+                }
+                full, none = row.get(FULL_CONTEXT), row.get(NO_CONTEXT)
+                split = "test" if dataset.startswith("generated") else None
+                scores += [
+                    Score(task, dataset, label, ratio, value, none, full if compresses else None, split)
+                    for ratio in (ratios if compresses else [None])
+                    if (value := row.get(ratio_condition(ratio)) if compresses else full) is not None
+                ]
+    return scores
+
+
+def _score(report: EvaluationReport, dataset: str, task: str, condition: str, metric: str) -> float | None:
+    try:
+        return report.score(dataset, task, condition, metric)
+    except ValueError:
+        return None
+
+
+def _scores_note(report: EvaluationReport) -> str:
+    counts = [row.num_samples for row in report.rows]
+    samples = f"{counts[0]:,}" if len(set(counts)) == 1 else f"{min(counts):,} to {max(counts):,}"
+    seeds = sorted({row.seed for row in report.rows})
+    reader = "a fine-tuned teacher" if report.bounds == "teacher" else "the checkpoint's own language model"
+    notes = [
+        f"Samples a row: {samples}, drawn by seed {', '.join(map(str, seeds))}.",
+        f"No context and full context are read by {reader}. Perplexity is better when lower.",
+    ]
+    window = report.settings.get("context_tokens")
+    if window is not None and {"reconstruction", "continuation"} & set(report.tasks()):
+        notes.append(
+            f"Reconstruction and continuation: windows of at most {window} tokens, scored token by token given the "
+            "right text before."
+        )
+    if truncated := sum(row.num_truncated for row in report.rows if row.condition == FULL_CONTEXT):
+        notes.append(f"Contexts that were cut to fit: {truncated:,}.")
+    outside = sorted({row.dataset for row in report.rows if row.domain == "out"})
+    if outside:
+        notes.append(f"Out of domain (no part of the data set was trained on): {', '.join(outside)}.")
+    return " ".join(notes)
+
+
+def _parser() -> NearestNameParser:
+    parser = NearestNameParser(
+        prog="context-compressors card",
+        description="Write the card (README.md) of a checkpoint from its training run and its evaluation.",
+        epilog=_EXAMPLES,
+    )
+    add = parser.add_argument
+    add("folder", help="checkpoint folder, with recipe.yaml and training_summary.json")
+    add("--scores", nargs="+", default=[], metavar="FILE", help="reports of `context-compressors evaluate --output`")
+    add("--limit", action="append", required=True, metavar="TEXT", help="what it cannot do; once for each sentence")
+    add("--summary", metavar="TEXT", help="what it is, in a sentence or two (default: made from the configuration)")
+    add("--model-id", metavar="NAME", help="repository or folder that the snippet loads (default: the folder)")
+    add("--recipe", metavar="RECIPE", help="recipe that was run: names it, and gives licences the run did not record")
+    add("--hardware", metavar="TEXT", help="what it was trained on (default: as the training run says)")
+    add("--license", default="apache-2.0", metavar="ID", help="licence of the weights (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `context-compressors card`; returns the exit status.
+
+    Args:
+        argv: the arguments after the command's name; `sys.argv[1:]` when None.
+
+    Raises:
+        ValueError: as `write_card`.
+    """
+    arguments = _parser().parse_args(argv)
+    path = write_card(
+        arguments.folder,
+        arguments.scores,
+        arguments.limit,
+        arguments.summary,
+        arguments.model_id,
+        recipe=arguments.recipe,
+        hardware=arguments.hardware,
+        license=arguments.license,
+    )
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error

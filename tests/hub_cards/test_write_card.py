@@ -1,0 +1,308 @@
+"""Cards that are filled from a real, tiny run: training, evaluation, card."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from context_compressors import cli
+from context_compressors.evaluation.report import EvaluationReport, EvaluationRow
+from context_compressors.hub_cards.write_card import main, write_card
+from context_compressors.training.train import _training_hours
+from context_compressors.training.train import main as train
+
+QA, RECONSTRUCTION, CONTINUATION = "question_answering", "reconstruction", "continuation"
+LIMITS = ["It has seen two steps.", "It has read generated English only."]
+RUN = {
+    "max_context_tokens": 60,
+    "max_target_tokens": 64,
+    "per_device_train_batch_size": 2,
+    "max_steps": 2,
+    "seed": 7,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "include_num_input_tokens_seen": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+LANGUAGE_MODEL = {
+    "objective": "language_modeling",
+    "model_config": {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    },
+    "train_tokenizer": {"vocab_size": 300, "num_texts": 20},
+    "row_mixture": {"text": 1, "generated": 1},
+    "tokens_per_batch": 200,
+}
+COMPRESSOR = {"objective": "compression", "method_config": {"compression_ratios": [2, 4]}}
+
+
+def write_recipe(path: Path, **fields: object) -> str:
+    path.write_text(yaml.safe_dump({**RUN, **fields}), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a language model, a compressor on it, and a report of each."""
+    root = tmp_path_factory.mktemp("run")
+    (root / "tales.jsonl").write_text(
+        "".join(json.dumps({"text": f"The mill number {n} stands by the river. " * 9}) + "\n" for n in range(20))
+    )
+    files = {"path": "tales.jsonl", "tasks": [CONTINUATION, RECONSTRUCTION], "weight": 1}
+    tales = {**files, "licence": "CC0 1.0", "title": "Tales", "hub_id": "org/tales"}
+    generated = {"generated": True, "tasks": [QA, QA, RECONSTRUCTION], "weight": 2}
+    places = ["--data_dir", str(root), "--output_dir"]
+    recipe = write_recipe(root / "base.yaml", **LANGUAGE_MODEL, sources=[tales, generated])
+    assert train([recipe, *places, str(root / "base")]) == 0
+    recipe = write_recipe(root / "compressor.yaml", **COMPRESSOR, base=str(root / "base"), sources=[files, generated])
+    assert train([recipe, *places, str(root / "compressor")]) == 0
+    common = ["--data", "generated", "--out-of-domain", "tales.jsonl", "--data-dir", str(root), "--max-samples", "2"]
+    common += ["--tasks", QA, RECONSTRUCTION, CONTINUATION, "--document-tokens", "120", "--context-tokens", "16"]
+    common += ["--continuation-tokens", "4", "--max-new-tokens", "3", "--documents", "2", "--device", "cpu"]
+    for name in ("base", "compressor"):
+        assert cli.main(["evaluate", str(root / name), *common, "--output", str(root / f"{name}.json")]) == 0
+    return root
+
+
+@pytest.fixture
+def report(root: Path) -> EvaluationReport:
+    return EvaluationReport.load(root / "compressor.json")
+
+
+def table_rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+
+
+def run_snippet(text: str, **names: str) -> dict[str, object]:
+    code = text.partition("```python\n")[2].partition("```")[0]
+    namespace: dict[str, object] = dict(names)
+    exec(code, namespace)
+    return namespace
+
+
+def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, report: EvaluationReport):
+    path = write_card(root / "compressor", [root / "compressor.json"], LIMITS)
+    assert path == root / "compressor" / "README.md"
+    rows = {tuple(row[:4]): row[4:] for row in table_rows(path.read_text())}
+    metrics = [(QA, "generated (test)", "exact match", "exact_match"), (QA, "generated (test)", "F1", "f1")]
+    metrics += [(RECONSTRUCTION, "tales", "token accuracy", "token_accuracy")]
+    metrics += [(CONTINUATION, "generated (test)", "perplexity", "perplexity")]
+    for task, dataset, shown, metric in metrics:
+        for ratio in (2, 4):
+            conditions = ("no_context", f"ratio={ratio}", "full_context")
+            expected = [report.score(dataset.split()[0], task, name, metric) for name in conditions]
+            task_name = task.replace("_", " ").capitalize()
+            assert rows[task_name, dataset, shown, str(ratio)] == [f"{value:.2f}" for value in expected]
+    # Questions on one data set, both others on two; questions have two main metrics, and there are two ratios.
+    assert sum(key[3:] in (("2",), ("4",)) for key in rows) == 2 * (2 + 2 + 2)
+
+
+def test_a_compressors_card_holds_its_training(root: Path):
+    text = write_card(root / "compressor", [root / "compressor.json"], LIMITS).read_text()
+    summary = json.loads((root / "compressor" / "training_summary.json").read_text())
+    for part in (
+        "Steps: 2",
+        "Seeds: 7",
+        f"Tokens: {summary['input_tokens']:,} of text, {summary['context_tokens']:,} of compressed contexts",
+        f"Hardware: {summary['device']}, {summary['hours']:g} hours",
+        f"torch {summary['torch']}",
+        "Recipe: `recipe.yaml`",
+        "| generated documents | Apache-2.0 | question answering, reconstruction |",
+        "| tales | not stated | continuation, reconstruction |",
+        "Samples a row: 2, drawn by seed 0.",
+        "windows of at most 16 tokens",
+        "Out of domain (no part of the data set was trained on): tales.",
+        "| Base model | base |",
+        *(f"- {limit}" for limit in LIMITS),
+    ):
+        assert part in text, part
+
+
+def test_no_card_names_a_place_on_this_machine(root: Path):
+    for name in ("base", "compressor"):
+        assert str(root) not in write_card(root / name, [root / f"{name}.json"], LIMITS).read_text()
+    assert str(root) not in write_card(root / "base", [], LIMITS, recipe=str(root / "base.yaml")).read_text()
+
+
+def test_metadata_is_read_back_by_the_hub_library(root: Path):
+    path = write_card(
+        root / "compressor", [root / "compressor.json"], LIMITS, recipe=str(root / "base.yaml"), license="llama3.2"
+    )
+    data = ModelCard.load(path).data
+    assert (data.model_name, data.license, data.base_model) == ("compressor", "llama3.2", None)
+    assert data.datasets == ["org/tales"]
+    assert "mean-pooling" in data.tags
+    assert {result.metric_name for result in data.eval_results} >= {"F1, ratio 2", "continuation perplexity, ratio 4"}
+
+
+def test_a_language_models_card_holds_full_and_no_context(root: Path):
+    path = write_card(root / "base", [root / "base.json"], LIMITS, summary="A model of two steps.")
+    text, report = path.read_text(), EvaluationReport.load(root / "base.json")
+    full, none = (report.score("generated", QA, name, "f1") for name in ("full_context", "no_context"))
+    assert ["Question answering", "generated (test)", "F1", "–", f"{none:.2f}", "–", f"{full:.2f}"] in table_rows(text)
+    assert "| [Tales](https://huggingface.co/datasets/org/tales) | CC0 1.0 | continuation, reconstruction |" in text
+    assert f"| Parameters | {report.num_parameters:,} |" in text
+    assert "A model of two steps." in text
+    assert ModelCard.load(path).data.datasets == ["org/tales"]
+
+
+def test_the_snippets_of_the_cards_run(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(root)
+    text = write_card("compressor", ["compressor.json"], LIMITS).read_text()
+    assert 'name = "compressor"' in text
+    names = run_snippet(text, document="The mill stands by the river.", question="\nQuestion: Where?\nAnswer:")
+    assert names["answer"].shape[0] == 1
+    assert (root / "document.safetensors").exists()
+    text = write_card("./base/", ["base.json"], LIMITS).read_text()
+    assert 'name = "base"' in text
+    assert run_snippet(text)["model"].config.model_type == "llama"
+    assert 'name = "me/base"' in write_card("base", [], LIMITS, model_id="me/base").read_text()
+
+
+def test_a_card_without_reports_says_so(root: Path):
+    assert "Not measured." in write_card(root / "compressor", [], LIMITS).read_text()
+
+
+def test_licences_come_from_the_recipe_that_is_named(root: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        write_card(root / "compressor", [], LIMITS)
+        assert "no licence is named for ['tales']" in caplog.text
+        caplog.clear()
+        text = write_card(root / "compressor", [], LIMITS, recipe=str(root / "base.yaml")).read_text()
+        assert not caplog.text
+    assert "| [Tales](https://huggingface.co/datasets/org/tales) | CC0 1.0 |" in text
+    assert "Recipe: `base.yaml`" in text
+    text = write_card(root / "compressor", [], LIMITS, recipe="embedded/base.yaml", hardware="1 x H200").read_text()
+    assert "Recipe: `embedded/base.yaml`" in text
+    assert "Hardware: 1 x H200" in text
+
+
+def test_hub_sources_kinds_and_limits_are_noted(root: Path, tmp_path: Path):
+    sources = [
+        {"name": "org/questions", "split": "train[:10%]", "tasks": [QA], "max_samples": 5000, "licence": "MIT"},
+        {"generated": True, "kind": "ledger", "tasks": QA, "licence": "CC0 1.0"},
+    ]
+    folder = copy_of(root / "compressor", tmp_path)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"sources": sources}))
+    text = write_card(folder, [], LIMITS).read_text()
+    link = "[org/questions](https://huggingface.co/datasets/org/questions)"
+    assert f"| {link} | MIT | train[:10%] split; question answering; at most 5,000 rows |" in text
+    assert "| generated documents | CC0 1.0 | ledger; question answering |" in text
+
+
+def test_reports_of_several_seeds_are_one_row(root: Path, report: EvaluationReport):
+    second = replace(report, rows=[shifted(row) for row in report.rows])
+    text = write_card(root / "compressor", [report, second], LIMITS).read_text()
+    value = report.score("tales", CONTINUATION, "ratio=2", "perplexity")
+    row = next(row for row in table_rows(text) if row[:4] == ["Continuation", "tales", "perplexity", "2"])
+    assert row[5] == f"{value + 1:.2f}"
+    assert "drawn by seed 0, 1." in text
+
+
+def shifted(row: EvaluationRow) -> EvaluationRow:
+    return replace(row, seed=1, metrics={name: value + 2 for name, value in row.metrics.items()})
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    """The small files of a checkpoint: a card needs no weights."""
+    for name in ("config.json", "recipe.yaml", "training_summary.json"):
+        (target / name).write_bytes((folder / name).read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("name", ["config.json", "recipe.yaml", "training_summary.json"])
+def test_a_missing_file_is_named(root: Path, tmp_path: Path, name: str):
+    folder = copy_of(root / "compressor", tmp_path)
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=rf"there is no file .*{name}"):
+        write_card(folder, [], LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("training_summary.json", "{}", "not the summary of a training run: KeyError"),
+        ("training_summary.json", "{", "not the summary of a training run"),
+        ("recipe.yaml", "sources: [", "recipe.yaml is not a recipe"),
+        ("recipe.yaml", "seed: 1", "has no list of sources"),
+        ("recipe.yaml", "sources: [{path: a.parquet, task: [reconstruction]}]", "did you mean 'tasks'"),
+    ],
+)
+def test_a_wrong_file_is_refused(root: Path, tmp_path: Path, name: str, content: str, message: str):
+    folder = copy_of(root / "compressor", tmp_path)
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        write_card(folder, [], LIMITS)
+
+
+def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
+    compressor = root / "compressor"
+    without = [row for row in report.rows if not row.condition.startswith("ratio")]
+    for folder, reports, message in (
+        (compressor, [root / "none.json"], r"there is no file .*none\.json"),
+        (compressor, [compressor / "recipe.yaml"], "is not an evaluation report"),
+        (compressor, [root / "base.json"], r"the scores are of a model with .* parameters \(base\)"),
+        (compressor, [report, report], "the report has a row for"),
+        (compressor, [report, replace(report, model="other", rows=[])], r"same model, got \['compressor', 'other'\]"),
+        (compressor, [report, replace(report, bounds="teacher", rows=[])], "same bounds"),
+        (compressor, [replace(report, rows=without)], "no compression ratio, but the checkpoint is a compressor"),
+        (root / "base", [replace(report, num_parameters=None)], r"ratios \[2, 4\], but .* plain language model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_card(folder, reports, LIMITS)
+    with pytest.raises(ValueError, match="at least one limit"):
+        write_card(compressor, [], [])
+    with pytest.raises(ValueError, match="no recipe 'embeded/base"):
+        write_card(compressor, [], LIMITS, recipe="embeded/base.yaml")
+
+
+def test_a_refused_card_leaves_the_old_one(root: Path):
+    path = write_card(root / "compressor", [], LIMITS)
+    before = path.read_text()
+    with pytest.raises(ValueError, match="at least one limit"):
+        write_card(root / "compressor", [root / "compressor.json"], [])
+    assert path.read_text() == before
+
+
+def test_training_leaves_its_hours_and_hardware(root: Path):
+    summary = json.loads((root / "base" / "training_summary.json").read_text())
+    assert summary["hours"] == pytest.approx(summary["log"][-1]["train_runtime"] / 3600, rel=0.01)
+    assert "thread" in summary["device"]
+
+
+def test_parts_of_a_resumed_run_are_added_up():
+    log = [{"loss": 1, "train_runtime": time} for time in (100, 2000, 3600)]
+    log += [{"eval_loss": 1}, *({"loss": 1, "train_runtime": time} for time in (50, 1800)), {"train_runtime": 1800}]
+    assert _training_hours(log, resumed=True) == 1.5
+    assert _training_hours(log[:3], resumed=False) == 1
+    assert _training_hours([{"loss": 1}, {"train_runtime": 1800}], resumed=False) == 0.5
+    assert _training_hours([{"loss": 1}, {"train_runtime": 1800}], resumed=True) is None
+    assert _training_hours([{"loss": 1}], resumed=False) is None
+
+
+def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str]):
+    argv = [str(root / "compressor"), "--scores", str(root / "compressor.json"), "--limit", LIMITS[0]]
+    assert cli.main(["card", *argv, "--limit", LIMITS[1], "--summary", "Tiny.", "--model-id", "me/tiny"]) == 0
+    assert capsys.readouterr().out == f"wrote {root / 'compressor' / 'README.md'}\n"
+    text = (root / "compressor" / "README.md").read_text()
+    for part in ("# tiny", "Tiny.", 'name = "me/tiny"', *LIMITS):
+        assert part in text
+    assert cli.main(["card", str(root), "--limit", "x"]) == 1
+    assert "context-compressors card: error: there is no file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(root / "compressor")])
+    assert "--limit" in capsys.readouterr().err

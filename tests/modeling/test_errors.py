@@ -1,0 +1,256 @@
+"""Every mistake has an error that names the value and what is allowed."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+CONTEXT, TEXT = torch.arange(5, 15)[None], torch.arange(20, 24)[None]
+
+
+def raises(error, *parts):
+    """`pytest.raises` with all of `parts` in the message, in order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(re.escape(part) for part in parts))
+
+
+@pytest.fixture
+def model(method_case):
+    return method_case.model
+
+
+# --- ratios ---
+
+
+def test_an_untrained_ratio_lists_the_ones_there_are(model):
+    for call in (
+        lambda: model.compress(CONTEXT, ratio=4),
+        lambda: model.compress(CONTEXT, ratio=[2, 4]),
+        lambda: model.compress(CONTEXT, ratio=torch.tensor([4])),
+        lambda: model(TEXT, context_input_ids=CONTEXT, ratio=4),
+        lambda: model.generate(TEXT, context_input_ids=CONTEXT, ratio=4, max_new_tokens=2),
+    ):
+        with raises(ValueError, "not trained for the ratio 4", "[2, 3, 8]", "allow_untrained_ratio=True"):
+            call()
+    memory = model.compress(CONTEXT, ratio=4, allow_untrained_ratio=True)
+    assert memory.num_slots.tolist() == [3]
+    assert model(TEXT, memory=memory).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "error", "parts"),
+    [
+        (0, ValueError, ("at least 1", "0")),
+        (-2, ValueError, ("at least 1", "-2")),
+        (torch.tensor([0]), ValueError, ("at least 1", "0")),
+        ([], ValueError, ("empty list", "[2, 3, 8]")),
+        ([2, "3"], TypeError, ("'3'",)),
+        (2.0, TypeError, ("2.0",)),
+        (True, TypeError, ("True",)),
+        ("2", TypeError, ("'2'",)),
+        (torch.tensor([2.0]), TypeError, ("float32",)),
+        (torch.tensor([True]), TypeError, ("bool",)),
+        (torch.tensor([2, 2]), ValueError, ("1 rows", "(2,)")),
+        (torch.tensor([[2]]), ValueError, ("1 rows", "(1, 1)")),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("allow", [False, True], ids=["trained", "allow_untrained"])
+def test_impossible_ratios_are_refused_even_if_untrained_ones_are_allowed(model, ratio, error, parts, allow):
+    with raises(error, *parts):
+        model.compress(CONTEXT, ratio=ratio, allow_untrained_ratio=allow)
+
+
+# --- lengths ---
+
+
+def test_a_context_beyond_the_bases_positions_names_both_lengths(method_case):
+    model = method_case.build(decoder_config={"max_position_embeddings": 16})
+    context = torch.full((1, 17), 9)
+    with raises(ValueError, "17", "16", "max_position_embeddings", "chunk_size"):
+        model.compress(context)
+    with raises(ValueError, "17", "16"):
+        model(TEXT, context_input_ids=context)
+    model.compress(context[:, :16])
+    mask = torch.ones_like(context)
+    mask[0, 3] = 0
+    model.compress(context, mask)  # pads do not count
+    chunked = method_case.build(decoder_config={"max_position_embeddings": 16}, chunk_size=16)
+    assert chunked.compress(context).num_slots.tolist() == [9]
+
+
+def test_layouts_that_count_on_from_chunk_to_chunk_need_the_positions(method_case):
+    settings = {"decoder_config": {"max_position_embeddings": 16}, "chunk_size": 8, "position_layout": "enhanced"}
+    model = method_case.build(**settings)
+    model.compress(torch.full((1, 15), 9))
+    with raises(ValueError, "18", "16"):
+        model.compress(torch.full((1, 17), 9))
+
+
+def test_a_chunk_longer_than_the_positions_is_refused(method_case):
+    model = method_case.build(decoder_config={"max_position_embeddings": 16}, chunk_size=20)
+    with raises(ValueError, "18", "16"):
+        model.compress(torch.full((1, 18), 9))
+
+
+# --- questions ---
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])], ids=["no_columns", "pads_only"])
+def test_a_question_without_tokens_is_refused(model, mask):
+    memory = model.compress(CONTEXT)
+    text = TEXT[:, :0] if mask is None else TEXT.expand(2, -1)
+    with raises(ValueError, "no token in row", "0" if mask is None else "1"):
+        model(text, attention_mask=mask, memory=memory)
+    with raises(ValueError, "no token in row", "0" if mask is None else "1"):
+        model.generate(text, attention_mask=mask, memory=memory, max_new_tokens=2)
+
+
+def test_no_question_at_all_is_refused(model):
+    memory = model.compress(CONTEXT)
+    with raises(ValueError, "`input_ids`", "BOS"):
+        model.generate(memory=memory, max_new_tokens=2)
+    with raises(ValueError, "`input_ids`"):
+        model(memory=memory)
+    with raises(ValueError, "`inputs`", "`input_ids`"):
+        model.generate(TEXT, input_ids=TEXT, memory=memory, max_new_tokens=2)
+
+
+def test_context_and_memory_together_are_refused(model):
+    memory = model.compress(CONTEXT)
+    for call in (model, model.model, model.generate):
+        with raises(ValueError, "`context_input_ids` or `memory`"):
+            call(input_ids=TEXT, memory=memory, context_input_ids=CONTEXT)
+
+
+# --- masks and ids ---
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (2, 10), (10,), (1, 1, 10, 10)], ids=str)
+def test_a_mask_of_another_shape_is_refused(model, shape):
+    with raises(ValueError, "`attention_mask`", "`input_ids`", "(1, 10)", str(shape)):
+        model.compress(CONTEXT, torch.ones(shape))
+    for call in (model, model.generate):
+        with raises(ValueError, "`context_attention_mask`", "`context_input_ids`", "(1, 10)", str(shape)):
+            call(input_ids=TEXT, context_input_ids=CONTEXT, context_attention_mask=torch.ones(shape))
+        with raises(ValueError, "`attention_mask`", "(1, 10)", str(shape)):
+            call(input_ids=CONTEXT, attention_mask=torch.ones(shape))
+
+
+def test_a_mask_of_another_shape_after_a_cache_is_refused(model):
+    memory = model.compress(CONTEXT)
+    cache = model(TEXT, memory=memory, use_cache=True).past_key_values
+    with raises(ValueError, "(1, 5)", "(1, 1)"):
+        model(
+            TEXT[:, :1],
+            attention_mask=torch.ones(1, 1),
+            memory=memory,
+            past_key_values=cache,
+            text_position_offset=memory.num_slots,
+        )
+    with raises(ValueError, "`text_position_offset`"):
+        model(TEXT[:, :1], memory=memory, past_key_values=cache)
+
+
+@pytest.mark.parametrize("wrong", [128, 10**6, -1])
+def test_ids_outside_the_vocabulary_are_refused(model, wrong):
+    ids = TEXT.clone()
+    ids[0, 2] = wrong
+    for call in (
+        lambda: model.compress(ids),
+        lambda: model(ids),
+        lambda: model(TEXT, context_input_ids=ids),
+        lambda: model.generate(ids, max_new_tokens=2),
+    ):
+        with raises(ValueError, "input_ids", str(wrong), "128 tokens"):
+            call()
+
+
+def test_other_ids_than_the_task_tokens_are_refused(method_case):
+    model = method_case.build(task_token_ids={"[AE]": 128})
+    model(torch.tensor([[128, 9]]))
+    with raises(ValueError, "129", "[AE]", "128"):
+        model(torch.tensor([[129, 9]]))
+    with raises(ValueError, "128", "vocabulary"):
+        model.compress(torch.tensor([[128, 9]]))  # task tokens belong to the text
+
+
+@pytest.mark.parametrize("ids", [TEXT.float(), TEXT.bool(), [[5, 6]], "text"], ids=["float", "bool", "list", "str"])
+def test_ids_that_are_no_integer_tensor_are_refused(model, ids):
+    with raises(TypeError, "`input_ids`", "integer"):
+        model.compress(ids)
+    with raises(TypeError, "`input_ids`", "integer"):
+        model(ids)
+
+
+@pytest.mark.parametrize("ids", [TEXT[0], TEXT[None]], ids=["one_dimension", "three_dimensions"])
+def test_ids_of_other_dimensions_are_refused(model, ids):
+    for call in (model.compress, model):
+        with raises(ValueError, "(batch_size, num_tokens)", str(tuple(ids.shape))):
+            call(ids)
+
+
+def test_unknown_arguments_of_compress_are_refused(model):
+    with raises(TypeError, "rate"):
+        model.compress(CONTEXT, rate=4)
+    model.compress(CONTEXT, token_type_ids=CONTEXT)
+
+
+# --- memories ---
+
+
+def test_the_memory_of_another_model_is_refused(method_case):
+    other = method_case.build(seed=1)
+    memory = other.compress(CONTEXT)
+    for call in (method_case.model, method_case.model.generate):
+        with raises(ValueError, other.model_id, method_case.model.model_id):
+            call(input_ids=TEXT, memory=memory)
+
+
+def test_the_memory_of_another_width_is_refused(method_case):
+    memory = method_case.build(decoder_config={"hidden_size": 16}).compress(CONTEXT)
+    with raises(ValueError, "width 16", "width 32"):
+        method_case.model(TEXT, memory=memory)
+
+
+def test_the_memory_of_another_batch_is_refused(model):
+    memory = model.compress(CONTEXT.expand(2, -1))
+    for call in (model, model.generate):
+        with raises(ValueError, "2 rows", "3"):
+            call(input_ids=TEXT.expand(3, -1), memory=memory)
+        with raises(ValueError, "2 rows", "1"):
+            call(input_ids=TEXT, memory=memory)
+
+
+def test_a_memory_of_another_carrier_is_refused(model):
+    memory = model.compress(CONTEXT)
+    keys = torch.zeros(1, 2, memory.embeddings.shape[1], 8)
+    memory = dataclasses.replace(memory, embeddings=None, key_values=((keys, keys),) * 2)
+    with raises(ValueError, "key_values", "embeddings"):
+        model(TEXT, memory=memory)
+
+
+@pytest.mark.parametrize("memory", [torch.zeros(1, 5, 32), {"embeddings": None}, "document.safetensors"], ids=type)
+def test_other_things_than_a_memory_are_refused(model, memory):
+    for call in (model, model.generate):
+        with raises(TypeError, "CompressedContext", type(memory).__name__):
+            call(input_ids=TEXT, memory=memory)
+
+
+# --- the model's own settings ---
+
+
+def test_a_pattern_that_matches_nothing_is_refused(method_case):
+    with raises(ValueError, "trainable_parameters", "no_such_part"):
+        method_case.build(trainable_parameters=[r"\.lora_B\.", "no_such_part"])
+
+
+def test_unknown_adapter_targets_are_refused_with_the_ones_there_are(method_case):
+    with raises(ValueError, "target_modules", "query", "q_proj"):
+        method_case.build(decoder_lora={"target_modules": ["q_proj", "query"]})
+
+
+def test_adapters_without_peft_say_what_to_install(method_case, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with raises(ImportError, "pip install peft"):
+        method_case.build()

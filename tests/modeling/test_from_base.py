@@ -1,0 +1,138 @@
+"""Starting from a pretrained language model."""
+
+import json
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DOCUMENT = "Once upon a time there was a little dog named Tim. Tim liked to play with a red ball in the park."
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture
+def base_folder(backbone_case, tmp_path):
+    """A folder with the tiny base of a case."""
+    torch.manual_seed(0)
+    folder = tmp_path / "base"
+    config = backbone_case.config().decoder_config
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def test_the_bases_own_logits_are_there(backbone_case, base_folder):
+    method, text = backbone_case.method, torch.arange(5, 17)[None]
+    settings = {"attn_implementation": backbone_case.attention}
+    model = method.causal_lm_class.from_base(base_folder, **method.easy, **settings)
+    base = AutoModelForCausalLM.from_pretrained(base_folder, **settings)
+    expected = base(text).logits
+    assert model.config._attn_implementation == backbone_case.attention
+    assert not model.training
+    assert model(text).logits.equal(expected), "adapters start as the identity"
+    with model.base_language_model():
+        assert model(text).logits.equal(expected)
+    assert model(text, context_input_ids=text).logits.isfinite().all()
+    backbone = method.model_class.from_base(base_folder, **method.easy, **settings)
+    assert backbone(text).last_hidden_state.equal(base.base_model(text).last_hidden_state)
+
+
+@torch.no_grad()
+def test_a_start_from_bfloat16_trains_in_float32(backbone_case, base_folder, tmp_path):
+    method, text = backbone_case.method, torch.arange(5, 17)[None]
+    settings = {"attn_implementation": backbone_case.attention, "dtype": torch.bfloat16}
+    model = method.causal_lm_class.from_base(base_folder, **method.easy, **settings)
+    assert model.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
+    base = AutoModelForCausalLM.from_pretrained(base_folder, **settings)
+    with model.base_language_model():
+        assert model(text).logits.equal(base(text).logits)
+    logits = model(text, context_input_ids=text).logits
+    assert logits.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "compressor")
+    loaded = method.causal_lm_class.from_pretrained(
+        tmp_path / "compressor", attn_implementation=backbone_case.attention
+    )
+    assert {n: p.dtype for n, p in loaded.named_parameters()} == {n: p.dtype for n, p in model.named_parameters()}
+    assert loaded(text, context_input_ids=text).logits.equal(logits)
+
+
+@torch.no_grad()
+def test_a_pretrained_base_compresses_saves_and_loads(method_case, pretrained_base, tmp_path):
+    method, tokenizer = method_case.method, AutoTokenizer.from_pretrained(pretrained_base)
+    model = method.causal_lm_class.from_base(pretrained_base, **method.easy)
+    base = AutoModelForCausalLM.from_pretrained(pretrained_base)
+    document = tokenizer(DOCUMENT, return_tensors="pt")
+    with model.base_language_model():
+        assert model(document["input_ids"]).logits.equal(base(document["input_ids"]).logits)
+        assert model.generate(**document, **GREEDY).equal(base.generate(**document, **GREEDY))
+    # The base is held once.
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    own = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(storages.values()) == 4 * (own + sum(p.numel() for p in base.parameters()))
+    question = tokenizer("Tim liked", return_tensors="pt")
+    memory = model.compress(**document)
+    generated = model.generate(**question, memory=memory, **GREEDY)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.generate(**question, memory=memory, **GREEDY).equal(generated)
+    assert loaded.generation_config.to_dict() == model.generation_config.to_dict()
+    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == base.config.tie_word_embeddings
+
+
+@torch.no_grad()
+def test_an_encoder_of_its_own_starts_as_a_copy(method_case, pretrained_base, tmp_path):
+    if "own_encoder" not in method_case.method.hard:
+        pytest.skip("the method always shares its base")
+    method = method_case.method
+    base_config = json.loads((pretrained_base / "config.json").read_text())
+    shared = method.causal_lm_class.from_base(pretrained_base, **method.easy)
+    apart = method.causal_lm_class.from_base(pretrained_base, **method.easy, encoder_config=base_config)
+    ids = torch.arange(5, 30)[None]
+    assert apart.compress(ids).embeddings.equal(shared.compress(ids).embeddings)
+    encoder, decoder = apart.model.encoder_model, apart.model.language_model
+    assert encoder.embed_tokens.weight.data_ptr() != decoder.embed_tokens.weight.data_ptr()
+    apart.save_pretrained(tmp_path)
+    loaded = method.causal_lm_class.from_pretrained(tmp_path)
+    assert loaded.compress(ids).embeddings.equal(shared.compress(ids).embeddings)
+
+
+@pytest.mark.parametrize(
+    ("field", "nearest"),
+    [("compression_ratio", "compression_ratios"), ("encoder_lorra", "encoder_lora"), ("chunksize", "chunk_size")],
+)
+def test_an_unknown_field_is_refused_with_the_nearest(method_case, tmp_path, field, nearest):
+    with pytest.raises(ValueError, match=f"{field}.*did you mean '{nearest}'"):
+        method_case.method.causal_lm_class.from_base(tmp_path, **{field: 4})
+
+
+def test_a_field_like_no_other_is_refused_with_all_there_are(method_case, tmp_path):
+    with pytest.raises(ValueError, match=r"zzz.*it has \[.*'compression_ratios'.*'encoder_lora'"):
+        method_case.method.causal_lm_class.from_base(tmp_path, zzz=4)
+
+
+@pytest.mark.parametrize("field", ["decoder_config", "base_model_name_or_path"])
+def test_fields_that_the_base_decides_are_refused(method_case, tmp_path, field):
+    with pytest.raises(ValueError, match=field):
+        method_case.method.causal_lm_class.from_base(tmp_path, **{field: "something"})
+
+
+def test_a_wrong_value_is_refused_before_the_weights_are_read(method_case, tmp_path, tiny_base_config):
+    tiny_base_config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="compression_ratios.*0"):
+        method_case.method.causal_lm_class.from_base(tmp_path, compression_ratios=(4, 0))
+
+
+def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(method_case, pretrained_base, tmp_path):
+    model = method_case.method.causal_lm_class.from_base(pretrained_base, **method_case.method.easy)
+    assert model.config.base_model_name_or_path == pretrained_base.name
+    model.save_pretrained(tmp_path)
+    for path in tmp_path.iterdir():
+        if path.suffix != ".safetensors":
+            assert str(pretrained_base.parent) not in path.read_text(encoding="utf-8"), path.name
+    relative = os.path.relpath(pretrained_base)
+    model = method_case.method.causal_lm_class.from_base(relative, **method_case.method.easy)
+    assert model.config.base_model_name_or_path == pretrained_base.name

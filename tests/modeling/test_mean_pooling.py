@@ -1,0 +1,97 @@
+"""Mean pooling alone: what the paper's equations and start values say."""
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM, MeanPoolingModel
+
+IDS = torch.arange(5, 16)[None]
+
+
+def windows(states, ratio):
+    return torch.stack([window.mean(dim=0) for window in states[0].split(ratio)])[None]
+
+
+@pytest.mark.parametrize("model_class", [MeanPoolingForCausalLM, MeanPoolingModel])
+@torch.no_grad()
+def test_slots_start_as_the_mean_of_the_bases_bidirectional_states(pretrained_base, model_class):
+    """The linear map is the identity at the start, and LoRA adds nothing yet."""
+    model = model_class.from_base(pretrained_base, compression_ratios=(4, 3))
+    base = AutoModelForCausalLM.from_pretrained(pretrained_base).base_model
+    states = base(IDS, is_causal=False).last_hidden_state
+    for ratio in (3, 4):
+        torch.testing.assert_close(model.compress(IDS, ratio=ratio).embeddings, windows(states, ratio))
+    backbone = getattr(model, "model", model)
+    assert backbone.slot_projection.weight.equal(torch.eye(backbone.config.hidden_size))
+
+
+def test_a_model_from_a_configuration_starts_alike(tiny_base_config):
+    model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=tiny_base_config()))
+    assert model.model.slot_projection.weight.equal(torch.eye(32))
+    parts = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    assert parts
+    assert all(bool(parameter.any()) == (".lora_A." in name) for name, parameter in parts.items())
+
+
+def test_a_wide_encoders_projection_starts_at_the_first_coordinates(tiny_base_config):
+    encoder = tiny_base_config(hidden_size=48, num_attention_heads=4)
+    model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=tiny_base_config(), encoder_config=encoder))
+    assert model.model.slot_projection.weight.equal(torch.eye(32, 48))
+
+
+@torch.no_grad()
+def test_the_linear_map_follows_the_pooling(method_case):
+    model = method_case.model.model
+    states = model.encoder_states(IDS, torch.ones_like(IDS), torch.arange(11)[None], is_causal=False)
+    expected = functional.linear(windows(states, 3), model.slot_projection.weight)
+    torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings, expected)
+
+
+@torch.no_grad()
+def test_without_an_encoder_token_embeddings_are_pooled(method_case):
+    model = method_case.on(variant="embeddings").build(linear_after_pooling=False).model
+    embeddings = model.get_input_embeddings()(IDS)
+    torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings, windows(embeddings, 3))
+
+
+def test_without_an_encoder_a_context_may_be_longer_than_the_positions(method_case):
+    model = method_case.on(variant="embeddings").build(decoder_config={"max_position_embeddings": 16})
+    assert model.compress(torch.full((1, 40), 9), ratio=8).num_slots.tolist() == [5]
+
+
+def test_widths_that_differ_need_the_linear_map(tiny_base_config):
+    encoder = tiny_base_config(hidden_size=48, num_attention_heads=4)
+    config = MeanPoolingConfig(
+        decoder_config=tiny_base_config(), encoder_config=encoder, linear_after_pooling=False, encoder_lora=None
+    )
+    with pytest.raises(ValueError, match="width 48.*32.*`linear_after_pooling`"):
+        MeanPoolingModel(config)
+
+
+def test_the_papers_ablations_are_configuration_values(method_case):
+    """Table 3: which parts each of them has and trains."""
+
+    def parts(**fields):
+        names = {
+            name for name, p in method_case.build(**fields).named_parameters() if p.requires_grad
+        }
+        found = {"encoder": ".encoder.", "decoder": ".decoder.", "linear": "slot_projection"}
+        return {part for part, mark in found.items() if any(mark in name for name in names)}
+
+    assert parts() == {"encoder", "decoder", "linear"}
+    assert parts(decoder_lora=None) == {"encoder", "linear"}
+    assert parts(encoder_lora=None) == {"decoder", "linear"}
+    assert parts(encoder_type="embeddings", encoder_lora=None) == {"decoder", "linear"}
+    assert parts(linear_after_pooling=False) == {"encoder", "decoder"}
+
+
+def test_the_papers_adapters_are_the_default():
+    """Table 6."""
+    config = MeanPoolingConfig()
+    expected = {"rank": 16, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
+    assert config.encoder_lora == config.decoder_lora == expected
+    assert config.compression_ratios == (4, 8, 16, 32, 64, 128)
+    assert MeanPoolingConfig(encoder_type="embeddings").encoder_lora is None

@@ -1,0 +1,179 @@
+"""A stock `trl.SFTTrainer` trains every method on every base: no subclass, our collator only."""
+
+import json
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from context_compressors.training.collators import CompressionCollator
+
+PAD, BOS = 0, 1
+COLLATOR = CompressionCollator(PAD, BOS)
+
+
+def examples(num_rows=24):
+    draw = random.Random(0)
+
+    def ids(low, high):
+        return [draw.randrange(5, 128) for _ in range(draw.randint(low, high))]
+
+    return Dataset.from_list(
+        [{"context_ids": ids(0 if i == 3 else 4, 16), "prompt_ids": ids(1, 4), "target_ids": ids(2, 5)} for i in range(num_rows)]
+    )
+
+
+def make_trainer(model, folder, callbacks=None, **settings):
+    arguments = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "remove_unused_columns": False,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        **settings,
+    }
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(**arguments),
+        train_dataset=examples(),
+        data_collator=COLLATOR,
+        processing_class=TOKENIZER,
+        callbacks=callbacks,
+    )
+
+
+def tiny_tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": PAD, "<s>": BOS, "</s>": 2, **{f"t{i}": i for i in range(3, 128)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t3"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="t3"
+    )
+
+
+TOKENIZER = tiny_tokenizer()
+
+
+def state(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def check_training(case, folder, **settings):
+    """Every trainable parameter moves, no frozen one does, and the loss is the model's own."""
+    model = case.build()
+    if model.config.task_token_ids:
+        # Only a token that stands in the text can move.
+        model.model.task_embeddings.requires_grad_(False)
+    before = state(model)
+    trainer = make_trainer(model, folder, **settings)
+    batch = COLLATOR([trainer.train_dataset[i] for i in (0, 1, 3)])
+    model.train()
+    loss = trainer.compute_loss(model, dict(batch))
+    torch.testing.assert_close(loss, model(**batch).loss, atol=1e-4, rtol=1e-4)
+    trainer.train()
+    after = state(model)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    moved = {name for name in before if not after[name].equal(before[name])}
+    assert moved == trainable
+    assert all(torch.tensor(losses(trainer)).isfinite())
+    return trainer
+
+
+def test_a_stock_trainer_moves_what_trains_and_nothing_else(method_case, tmp_path):
+    check_training(method_case, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stock_trainer_trains_on_every_base_in_every_setting(case, tmp_path):
+    check_training(case, tmp_path)
+
+
+def test_a_capped_base_trains_with_its_caps(method_case, tmp_path):
+    check_training(method_case.on(architecture="gemma2", attention="eager"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize(
+    "settings",
+    [{"gradient_checkpointing": True}, {"bf16": True}, {"gradient_accumulation_steps": 2}, {"packing": False}],
+    ids=str,
+)
+def test_the_trainers_usual_settings_work(backbone_case, tmp_path, settings):
+    check_training(backbone_case, tmp_path, **settings)
+
+
+def test_gradient_checkpointing_in_the_trainer_gives_the_same_losses(method_case, tmp_path):
+    curves = []
+    for enabled in (False, True):
+        trainer = make_trainer(method_case.build(), tmp_path / str(enabled), gradient_checkpointing=enabled)
+        trainer.train()
+        curves.append(losses(trainer))
+    assert curves[0] == pytest.approx(curves[1], abs=1e-4)
+
+
+class StopAfter(TrainerCallback):
+    """Ends a run as if somebody had ended it."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_a_run_resumes_from_its_folder_with_the_same_losses(method_case, tmp_path):
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = make_trainer(method_case.build(), tmp_path / "whole", **settings)
+    whole.train()
+    stopped = make_trainer(method_case.build(), tmp_path / "parts", callbacks=[StopAfter(3)], **settings)
+    stopped.train()
+    # The model comes from the checkpoint's folder alone.
+    folder = tmp_path / "parts" / "checkpoint-3"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    resumed = make_trainer(model, tmp_path / "parts", **settings)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert len(losses(whole)) == 6
+    assert losses(stopped) + losses(resumed)[3:] == pytest.approx(losses(whole), abs=1e-5)
+    expected = state(whole.model)
+    for name, parameter in state(resumed.model).items():
+        torch.testing.assert_close(parameter, expected[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_a_trainers_checkpoint_is_a_whole_model(method_case, tmp_path):
+    model = method_case.build()
+    trainer = make_trainer(model, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    folder = tmp_path / "checkpoint-2"
+    config = json.loads((folder / "config.json").read_text())
+    for target in config["auto_map"].values():
+        assert (folder / f"{target.split('.')[0]}.py").is_file()
+    assert (folder / "generation_config.json").is_file()
+    assert (folder / "tokenizer.json").is_file()
+    assert config["use_cache"] is True
+    assert AutoConfig.from_pretrained(folder).to_dict() == model.config.to_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    text, context = torch.tensor([[1, 9, 40]]), torch.arange(5, 18)[None]
+    expected = model.eval()(text, context_input_ids=context).logits
+    assert loaded(text, context_input_ids=context).logits.equal(expected)
+    assert {n for n, p in loaded.named_parameters() if p.requires_grad} == {
+        n for n, p in model.named_parameters() if p.requires_grad
+    }

@@ -1,0 +1,268 @@
+"""What trains, with which gradients, and what the encoder sees."""
+
+import copy
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def batch(random_rows, pad_rows):
+    """Two rows, padded; one context longer than a sliding window."""
+    context_ids, context_mask = pad_rows(random_rows([13, 5]), "left")
+    texts = random_rows([6, 4], seed=1)
+    texts[0][0] = 1
+    input_ids, attention_mask = pad_rows(texts, "right")
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "labels": input_ids.masked_fill(attention_mask == 0, -100),
+        "context_input_ids": context_ids,
+        "context_attention_mask": context_mask,
+    }
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(found, expected, rename=str):
+    assert {rename(name) for name in found} == set(expected)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[rename(name)], atol=1e-5, rtol=1e-4, msg=name)
+
+
+# --- the encoder's view ---
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["no_pads", "pads"])
+@pytest.mark.parametrize("attention", ["bidirectional", "causal"])
+def test_a_bidirectional_encoder_sees_what_comes_later(backbone_case, attention, padded, random_rows, pad_rows):
+    """Perturbation: the last token changes, and so does the first slot, unless the encoder is causal."""
+    if attention == "causal":
+        if "encoder_attention" not in backbone_case.method.hard.get("causal", {}):
+            pytest.skip("the method has no causal setting")
+        model = backbone_case.on(variant="causal").model
+    else:
+        model = backbone_case.model
+        attention = "bidirectional" if backbone_case.method.bidirectional else "causal"
+    row = random_rows([6])[0]
+    changed = row.clone()
+    changed[-1] = 4
+    slots = []
+    for ids in (row, changed):
+        inputs = pad_rows([ids, row[:3]]) if padded else (ids[None], None)
+        slots.append(model.compress(*inputs, ratio=2).embeddings[0])
+    moved = (slots[0] - slots[1]).abs().amax(dim=1) > 1e-3
+    assert moved.tolist() == ([True] * 3 if attention == "bidirectional" else [False, False, True])
+
+
+def test_the_decoder_stays_causal_after_a_bidirectional_pass(backbone_case, random_rows):
+    model, text = backbone_case.model, random_rows([6])[0][None]
+    before = model(text).logits
+    model.compress(random_rows([9])[0][None])
+    assert model(text).logits.equal(before)
+    changed = text.clone()
+    changed[0, -1] = 4
+    assert model(changed).logits[:, :-1].allclose(before[:, :-1], atol=1e-5)
+
+
+def test_a_fixed_encoder_is_the_untouched_base(method_case, random_rows):
+    """On a shared base the decoder's adapter must be off while the encoder works."""
+    if "fixed_encoder" not in method_case.method.hard:
+        pytest.skip("the method's encoder is never fixed")
+    model, context = method_case.on(variant="fixed_encoder").build(), random_rows([9])[0][None]
+    slots = model.compress(context).embeddings
+    with model.base_language_model():
+        torch.testing.assert_close(model.compress(context).embeddings, slots)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".decoder." in name:
+                parameter.zero_()
+    assert model.compress(context).embeddings.equal(slots)
+
+
+# --- gradients ---
+
+
+def test_every_trainable_parameter_gets_a_gradient_and_no_frozen_one(case, batch):
+    model = case.build().train()
+    if model.config.task_token_ids:
+        batch["input_ids"][:, 1] = torch.tensor(list(model.config.task_token_ids.values()))
+        batch["labels"][:, 1] = -100
+    found = gradients(model, batch)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert set(found) == trainable
+    assert [name for name, gradient in found.items() if not gradient.any()] == []
+    assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+def test_evaluation_mode_gives_the_same_gradients_through_forward(method_case, batch):
+    model = method_case.build()
+    expected = gradients(model.train(), batch)
+    assert_same_gradients(gradients(model.eval(), batch), expected)
+
+
+def test_compress_follows_gradients_in_training_mode_only(method_case, batch):
+    model = method_case.build()
+    ids, mask = batch["context_input_ids"], batch["context_attention_mask"]
+    assert not model.compress(ids, mask).embeddings.requires_grad
+    memory = model.train().compress(ids, mask)
+    assert memory.embeddings.requires_grad
+    text = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+    model(**text, memory=memory).loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert_same_gradients(found, gradients(model, batch))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("settings", [None, {"use_reentrant": True}], ids=str)
+def test_gradient_checkpointing_changes_nothing(backbone_case, batch, settings):
+    model = backbone_case.build().train()
+    expected = gradients(model, batch)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    assert model.is_gradient_checkpointing
+    layers_run = []
+    for layer in model.model.language_model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: layers_run.append(1))
+    assert_same_gradients(gradients(model, batch), expected)
+    # Encoder and decoder start each layer once forward and once more backward.
+    assert len(layers_run) == 2 * 2 * 2
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+    assert_same_gradients(gradients(model, batch), expected)
+
+
+def test_a_shared_base_gives_the_gradients_of_two_separate_models(backbone_case, batch):
+    """One set of weights with two adapters, against an encoder and a decoder of their own."""
+    model = backbone_case.build().train()
+    apart = backbone_case.build(encoder_config={}).train()
+    weights = model.state_dict()
+    for name, parameter in apart.named_parameters():
+        source = name.replace("encoder_model.", "language_model.")
+        if source not in weights:
+            # Where only the other side has an adapter, a map has no `base_layer`.
+            source = source.replace(".weight", ".base_layer.weight")
+        parameter.data.copy_(weights[source])
+    torch.testing.assert_close(apart(**batch).loss, model(**batch).loss)
+    found = gradients(apart, batch)
+    assert_same_gradients(found, gradients(model, batch), lambda n: n.replace("encoder_model.", "language_model."))
+
+
+def test_dropout_of_each_adapter_acts_in_training_only(method_case, batch):
+    model = method_case.build(encoder_lora={"rank": 4, "dropout": 0.5}, decoder_lora={"rank": 4, "dropout": 0.5})
+    assert model(**batch).loss.equal(model(**batch).loss)
+    model.train()
+    assert not model(**batch).loss.equal(model(**batch).loss)
+
+
+def test_bfloat16_trains_with_float32_gradients(backbone_case, batch):
+    model = backbone_case.build(dtype=torch.bfloat16).train()
+    expected = backbone_case.build().train()
+    assert model(**batch).loss.isfinite()
+    found = gradients(model, batch)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    exact = gradients(expected, batch)
+    assert set(found) == set(exact)
+    similarity = torch.nn.functional.cosine_similarity(
+        torch.cat([found[name].flatten() for name in exact]), torch.cat([exact[name].flatten() for name in exact]), dim=0
+    )
+    assert similarity > 0.8
+
+
+def test_mixed_precision_keeps_the_gradients_of_both_adapters(method_case, batch):
+    model = method_case.build(dtype=torch.bfloat16).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+    without = [name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert without == []
+
+
+# --- the loss ---
+
+
+def test_the_loss_is_the_mean_over_labelled_tokens(backbone_case, batch):
+    model = backbone_case.model
+    outputs = model(**batch)
+    labels = batch["labels"][:, 1:]
+    by_hand = torch.nn.functional.cross_entropy(outputs.logits[:, :-1][labels != -100], labels[labels != -100])
+    torch.testing.assert_close(outputs.loss, by_hand)
+    scaled = model(**batch, num_items_in_batch=torch.tensor(100)).loss
+    torch.testing.assert_close(scaled, by_hand * (labels != -100).sum() / 100)
+
+
+def test_logits_are_capped_as_the_base_caps_them(backbone_case, batch):
+    cap = getattr(backbone_case.config().decoder_config, "final_logit_softcapping", None)
+    logits = backbone_case.model(**batch).logits
+    assert (logits.abs().max() <= cap) if cap is not None else (logits.abs().max() > 2)
+
+
+def test_a_loss_falls_under_plain_training(backbone_case, batch):
+    model = backbone_case.build().train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_memory_is_out_of_date_after_a_training_step(method_case, batch):
+    model = method_case.build()
+    context = batch["context_input_ids"], batch["context_attention_mask"]
+    memory, text = model.compress(*context), batch["input_ids"]
+    model(text, memory=memory)
+    before = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    model(**batch).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="was made by the model"):
+        model(text, memory=memory)
+    before(text, memory=memory)
+
+
+# --- the trainable set ---
+
+
+def test_method_parts_and_adapters_train_and_nothing_of_the_base(case):
+    model = case.build()
+    base_names = {
+        f"model.{part}.{name}"
+        for part in ("language_model", "encoder_model")
+        if (backbone := getattr(model.model, part)) is not None
+        for name, _ in backbone.named_parameters()
+        if "lora_" not in name
+    }
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trainable == {name for name, _ in model.named_parameters()} - base_names - {"lm_head.weight"}
+    assert trainable, "something must train"
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_the_configuration_may_choose_what_trains(method_case):
+    model = method_case.build(trainable_parameters=[r"layers\.1\.self_attn\.[qkv]_proj\.base_layer\."])
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    prefix = "model.language_model.layers.1.self_attn"
+    assert trainable == {f"{prefix}.{name}_proj.base_layer.weight" for name in "qkv"}
+
+
+def test_adapters_of_somebody_else_stay_active(method_case, batch):
+    """`peft.get_peft_model` over a compressor: the foreign adapter trains on both sides."""
+    from peft import LoraConfig, get_peft_model
+
+    model = method_case.build().train()
+    expected = model(**batch).loss
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = get_peft_model(model, config, adapter_name="mine")
+    loss = wrapped(**batch).loss
+    assert not loss.allclose(expected, atol=1e-3)
+    loss.backward()
+    foreign = {name: p for name, p in wrapped.named_parameters() if ".mine." in name}
+    assert foreign
+    assert all(p.grad is not None and p.grad.any() for p in foreign.values())
