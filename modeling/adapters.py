@@ -20,11 +20,12 @@ _LAYERS = "_context_compressor_lora_layers"
 
 def lora_layers(model: nn.Module) -> list[nn.Module]:
     """All LoRA layers below `model` that hold one of this project's adapters."""
-    layers = model.__dict__.get(_LAYERS)
-    if layers is None:
+    owner, layers = model.__dict__.get(_LAYERS, (None, None))
+    # A replica of `DataParallel` starts with its original's dictionary, and must not switch the original's layers.
+    if owner is not model:
         layers = [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
         # Walking a whole model at every generated token would cost as much as the token.
-        model.__dict__[_LAYERS] = layers
+        model.__dict__[_LAYERS] = (model, layers)
     return layers
 
 
@@ -123,23 +124,26 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
     return nullcontext() if wanted == active else _activated(layers, wanted)
 
 
-def checkpoint_with_adapters(model: nn.Module) -> Callable[..., Any]:
+class CheckpointWithAdapters:
     """A gradient-checkpointing function that recomputes with the adapters that were active in the forward pass.
 
     Plain checkpointing recomputes a layer with whatever adapter is active during backward, which is silently wrong
     when encoder and decoder share their base. It is always non-reentrant: reentrant checkpointing would lose the
     gradients of a frozen base's adapters.
+
+    Args:
+        model: the model that is checkpointed.
     """
 
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    def __init__(self, model: nn.Module):
+        # An attribute, not a closure: a deep copy of the model must switch its own layers, not the original's.
+        self.layers = [module for module in model.modules() if hasattr(module, "lora_A")]
 
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        active = active_adapters(layers)
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        active = active_adapters(self.layers)
         return checkpoint(
-            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _activated(layers, active))
+            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _activated(self.layers, active))
         )
-
-    return run
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import inspect
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class CheckpointMixin:
             The compressor in evaluation mode: the base's weights, held once, and its own parts at their start values.
 
         Raises:
-            ValueError: a field that the configuration does not have, or a value that it does not allow.
+            ValueError: a field that the configuration does not have, a value that it does not allow, a base whose
+                logits are more than its LM head's weight (a bias, a scale), or one on several devices or offloaded.
         """
         loading = {name: fields.pop(name) for name in _LOADING_ARGUMENTS if name in fields}
         cls._check_fields(fields)
@@ -62,6 +64,7 @@ class CheckpointMixin:
             **fields,
         )
         language_model = AutoModelForCausalLM.from_pretrained(base, **loading)
+        _check_base(language_model)
         config.decoder_config = language_model.config
         config.decoder_config.name_or_path = config.base_model_name_or_path
         config._attn_implementation = language_model.config._attn_implementation
@@ -167,16 +170,87 @@ class CheckpointMixin:
             state_dict = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state_dict.items()}
         super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
         if is_main_process:
-            write_code(type(self), type(self.config), save_directory)
+            write_code(_written_class(self), type(self.config), save_directory)
             write_card(self.config, save_directory)
         if push_to_hub:
             repo_id = repo_arguments.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
-            self.push_to_hub(repo_id, **repo_arguments)
+            self.push_to_hub(repo_id, token=kwargs.get("token"), save_dtype=save_dtype, **repo_arguments)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        save_dtype: torch.dtype | str | None = None,
+        tags: list[str] | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is.
+
+        Args:
+            repo_id: Repository on the Hub; it is made if it does not exist.
+            commit_message, commit_description: Of the commit.
+            private: Whether a new repository is private.
+            token: Access token; the stored one if not given.
+            revision: Branch; it is made if it does not exist.
+            create_pr: Open a pull request instead of writing to the branch.
+            max_shard_size, save_dtype: As in `save_pretrained`.
+            tags: More tags for a new card.
+
+        Returns:
+            Address of the commit.
+        """
+        from huggingface_hub import HfApi, ModelCard
+
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size, save_dtype=save_dtype)
+            card_path = Path(folder) / "README.md"
+            # The library's `push_to_hub` would put an empty template in its place.
+            if api.file_exists(repo_id, card_path.name, revision=revision):
+                card_path.unlink()
+            elif tags:
+                card = ModelCard.load(card_path)
+                card.data.tags = list(dict.fromkeys([*card.data.tags, *tags]))
+                card.save(card_path)
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=commit_message or f"Upload {type(self).__name__}",
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+            )
+        return str(commit)
 
     @classmethod
     def is_remote_code(cls) -> bool:
         # The library would copy the code without making it flat; `save_pretrained` writes it itself.
         return False
+
+
+def _check_base(language_model: nn.Module) -> None:
+    """Refuse a base that could not be taken over whole; what is left behind would silently change its output."""
+    name = type(language_model).__name__
+    devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            f"`from_base` needs the whole base on one device, `device_map` put it on {sorted(devices)} (meta is "
+            "offloaded); save the compressor and load it with `from_pretrained(..., device_map=...)` instead"
+        )
+    if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"the LM head of {name} has a bias, which compressors do not support")
+    for field in ("logit_scale", "logits_scaling"):
+        if getattr(language_model.config, field, None) not in (None, 1, 1.0):
+            raise ValueError(f"{name} scales its logits (`{field}`), which compressors do not support")
 
 
 def _take_tensors(target: nn.Module, source: nn.Module) -> None:
@@ -202,9 +276,28 @@ def fingerprint(model: nn.Module) -> str:
     parts = []
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        flat = parameter.detach().reshape(-1)
+        flat = _whole(parameter.detach()).reshape(-1)
         stride = max(1, flat.numel() // 8)
         parts.append(flat[::stride][:8].to(torch.bfloat16).float())
     if parts:
         digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, gathered where FSDP has shared it out among processes."""
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+    return tensor
+
+
+def _written_class(model: nn.Module) -> type:
+    """The class that somebody wrote: FSDP gives a model that it shares out one of its own, derived from that."""
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return type(model)

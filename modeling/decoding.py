@@ -45,7 +45,7 @@ class DecodingMixin:
             context_attention_mask: Their mask.
             memory: Contexts that are already compressed; one row serves any number of texts.
             ratio: Ratio for `context_input_ids`, as in `compress`.
-            use_cache: Whether to return the cache.
+            use_cache: Whether to return the cache; as the configuration says if not given.
             text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
                 text's task token if not given.
             kwargs: Handed to the language model.
@@ -75,6 +75,7 @@ class DecodingMixin:
             inputs, sequence = self._first_inputs(
                 input_ids, attention_mask, position_ids, memory, text_position_offset
             )
+        use_cache = self.config.use_cache if use_cache is None else use_cache
         with self._adapter(self.language_model, DECODER):
             outputs = self.language_model(**inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
         if sequence is not None:

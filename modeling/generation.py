@@ -44,7 +44,8 @@ class MemoryGenerationMixin:
             As `GenerationMixin.generate`: question and new tokens; slots never appear.
 
         Raises:
-            ValueError: no question, one without tokens, or context and memory together; see also `compress`.
+            ValueError: no question, one without tokens, context and memory together, or a filled cache with either
+                of them; see also `compress`.
         """
         question = inputs if input_ids is None else input_ids
         if question is None:
@@ -60,6 +61,10 @@ class MemoryGenerationMixin:
         if context_input_ids is not None:
             memory = self.model._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
         if memory is not None:
+            cache = kwargs.get("past_key_values")
+            if cache is not None and cache.get_seq_length():
+                # The library would cut the question by the cache's length, which counts the slots.
+                raise ValueError("`past_key_values` must be empty when `generate` starts with a memory or a context")
             memory = check_memory(memory, self.model, question)
             kwargs["memory"] = memory
             kwargs["text_position_offset"] = self.model.text_position_offset(memory, question, attention_mask)

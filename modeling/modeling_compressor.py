@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from ..configuration.configuration_compressor import CompressorConfig
-from .adapters import DECODER, ENCODER, checkpoint_with_adapters, inject_lora, merge_lora, use_adapter
+from .adapters import DECODER, ENCODER, CheckpointWithAdapters, inject_lora, merge_lora, use_adapter
 from .checkpoints import CheckpointMixin, fingerprint
 from .chunking import cut, join, memory_position_ids
 from .compressed_context import CompressedContext
@@ -87,7 +87,7 @@ class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
             init.copy_(module.task_embeddings, weight.mean(dim=0) + noise * weight.std(dim=0))
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any):
-        super()._set_gradient_checkpointing(enable, checkpoint_with_adapters(self), **kwargs)
+        super()._set_gradient_checkpointing(enable, CheckpointWithAdapters(self), **kwargs)
 
 
 class CompressorModel(DecodingMixin, CompressorPreTrainedModel):

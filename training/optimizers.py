@@ -136,6 +136,11 @@ class OptimizerChoice(Trainer):
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """Muon for hidden matrices and AdamW for the rest when the recipe says `optimizer: muon`."""
         if self.optimizer is None and self.args.optimizer == "muon":
+            if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+                raise ValueError(
+                    "optimizer: muon needs whole matrices, which DeepSpeed and FSDP cut up; take adamw, or DDP "
+                    "(accelerate/multi_gpu.yaml)"
+                )
             groups = parameter_groups(
                 model or self.model,
                 "muon",

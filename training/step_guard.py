@@ -43,12 +43,15 @@ class StepGuard(OptimizerChoice):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the counts so far."""
+        """Log, with the counts of all processes so far."""
         if "loss" in logs:
-            if self._num_context_tokens:
-                logs["num_context_tokens"] = self._num_context_tokens
-            logs["num_cut_tokens"] = self._num_cut_tokens
-            logs["num_cut_examples"] = self._num_cut_examples
+            counts = [self._num_context_tokens, self._num_cut_tokens, self._num_cut_examples]
+            total = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device), reduction="sum")
+            num_context_tokens, num_cut_tokens, num_cut_examples = total.tolist()
+            if num_context_tokens:
+                logs["num_context_tokens"] = num_context_tokens
+            logs["num_cut_tokens"] = num_cut_tokens
+            logs["num_cut_examples"] = num_cut_examples
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

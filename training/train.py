@@ -333,6 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
+        # The Trainer's arguments are a pickle, which has no place in a folder that people share.
+        (Path(args.output_dir) / "training_args.bin").unlink(missing_ok=True)
         _write_summary(trainer, arguments, Path(args.output_dir), resumed=resume is not None)
     return 0
 

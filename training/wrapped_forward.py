@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from accelerate.utils import is_compiled_module
 from torch import nn
 
 Result = TypeVar("Result")
@@ -27,7 +28,17 @@ def as_forward_pass(
 
     Returns:
         What `function` returns.
+
+    Raises:
+        ValueError: a wrapper that runs copies of the module in threads (`DataParallel`), or a compiled module.
     """
+    if isinstance(wrapped, nn.DataParallel):
+        raise ValueError(
+            "one process sees several GPUs (DataParallel), which this training step does not support: start one process "
+            "for each GPU with `accelerate launch`, or show the process one GPU with CUDA_VISIBLE_DEVICES=0"
+        )
+    if is_compiled_module(module):
+        raise ValueError("torch_compile is not supported here: the step would run without it; leave it out")
     own_forward = vars(module).get("forward")
     module.forward = function
     try:

@@ -18,7 +18,6 @@ from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCau
 
 VOCAB_SIZE, HIDDEN_SIZE = 128, 32
 PAD, BOS, EOS = 0, 1, 2
-PADDINGS = ("left", "right", "interior")
 TASK_TOKENS = {"[AE]": VOCAB_SIZE, "[LM]": VOCAB_SIZE + 1}
 SMALL_LORA = {"rank": 4, "alpha": 8.0}
 PRETRAINED = Path(__file__).resolve().parents[2].parent / "shared" / "models"
@@ -192,8 +191,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, cases in CASES.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, cases, ids=str)
-    if "padding" in metafunc.fixturenames:
-        metafunc.parametrize("padding", PADDINGS)
 
 
 def _random_rows(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:

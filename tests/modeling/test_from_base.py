@@ -122,7 +122,7 @@ def test_fields_that_the_base_decides_are_refused(method_case, tmp_path, field):
 
 def test_a_wrong_value_is_refused_before_the_weights_are_read(method_case, tmp_path, tiny_base_config):
     tiny_base_config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="compression_ratios.*0"):
+    with pytest.raises(ValueError, match=r"compression_ratios.*0"):
         method_case.method.causal_lm_class.from_base(tmp_path, compression_ratios=(4, 0))
 
 

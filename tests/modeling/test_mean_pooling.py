@@ -67,7 +67,7 @@ def test_widths_that_differ_need_the_linear_map(tiny_base_config):
     config = MeanPoolingConfig(
         decoder_config=tiny_base_config(), encoder_config=encoder, linear_after_pooling=False, encoder_lora=None
     )
-    with pytest.raises(ValueError, match="width 48.*32.*`linear_after_pooling`"):
+    with pytest.raises(ValueError, match=r"width 48.*32.*`linear_after_pooling`"):
         MeanPoolingModel(config)
 
 
@@ -75,9 +75,7 @@ def test_the_papers_ablations_are_configuration_values(method_case):
     """Table 3: which parts each of them has and trains."""
 
     def parts(**fields):
-        names = {
-            name for name, p in method_case.build(**fields).named_parameters() if p.requires_grad
-        }
+        names = {name for name, p in method_case.build(**fields).named_parameters() if p.requires_grad}
         found = {"encoder": ".encoder.", "decoder": ".decoder.", "linear": "slot_projection"}
         return {part for part, mark in found.items() if any(mark in name for name in names)}
 

@@ -5,6 +5,7 @@ import torch
 
 CONTEXT_LENGTHS, TEXT_LENGTHS = [13, 5, 1, 9], [4, 7, 2, 5]
 NEW_TOKENS = 4
+padded_anywhere = pytest.mark.parametrize("padding", ["left", "right", "interior"])
 
 
 def slots_of(memory, row):
@@ -13,6 +14,7 @@ def slots_of(memory, row):
 
 
 @torch.no_grad()
+@padded_anywhere
 def test_slots_do_not_depend_on_the_batch_or_its_padding(case, padding, random_rows, pad_rows):
     rows = random_rows(CONTEXT_LENGTHS)
     ids, mask = pad_rows(rows, padding)
@@ -27,6 +29,7 @@ def test_slots_do_not_depend_on_the_batch_or_its_padding(case, padding, random_r
 
 
 @torch.no_grad()
+@padded_anywhere
 def test_logits_do_not_depend_on_the_batch_or_its_padding(case, padding, random_rows, pad_rows):
     contexts, texts = random_rows(CONTEXT_LENGTHS), random_rows(TEXT_LENGTHS, seed=1)
     texts[1][0] = 1  # a BOS, which some settings move in front of the slots
@@ -40,6 +43,7 @@ def test_logits_do_not_depend_on_the_batch_or_its_padding(case, padding, random_
         torch.testing.assert_close(batched[i, text_mask[i].bool()], alone[0], atol=1e-4, rtol=0)
 
 
+@padded_anywhere
 def test_generated_ids_do_not_depend_on_the_batch_or_its_padding(case, padding, random_rows, pad_rows):
     contexts, texts = random_rows([13, 5]), random_rows([4, 7], seed=1)
     texts[1][0] = 1
@@ -102,6 +106,7 @@ def test_an_empty_context_leaves_the_other_rows_gradients_alone(backbone_case, r
 
 
 @pytest.mark.parametrize("pad_value", [-100, 10**6])
+@padded_anywhere
 def test_what_stands_at_a_pad_does_not_matter(method_case, pad_value, padding, random_rows, pad_rows):
     """A tokenizer's pad id may lie outside the model's table."""
     model, contexts, texts = method_case.model, random_rows(CONTEXT_LENGTHS), random_rows(TEXT_LENGTHS, seed=1)

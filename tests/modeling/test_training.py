@@ -167,7 +167,9 @@ def test_bfloat16_trains_with_float32_gradients(backbone_case, batch):
     exact = gradients(expected, batch)
     assert set(found) == set(exact)
     similarity = torch.nn.functional.cosine_similarity(
-        torch.cat([found[name].flatten() for name in exact]), torch.cat([exact[name].flatten() for name in exact]), dim=0
+        torch.cat([found[name].flatten() for name in exact]),
+        torch.cat([exact[name].flatten() for name in exact]),
+        dim=0,
     )
     assert similarity > 0.8
 
@@ -177,7 +179,9 @@ def test_mixed_precision_keeps_the_gradients_of_both_adapters(method_case, batch
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(**batch).loss
     loss.backward()
-    without = [name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    without = [
+        name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())
+    ]
     assert without == []
 
 

@@ -1,0 +1,175 @@
+"""Configurations refuse wrong values when they are built, and come back from files as they were."""
+
+import re
+
+import pytest
+from transformers import AutoConfig, Gemma2Config, LlamaConfig
+
+from context_compressors.configuration.configuration_compressor import CompressorConfig
+from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+
+CONFIG_CLASSES = [CompressorConfig, MeanPoolingConfig]
+LORA_KEYS = "alpha.*dropout.*rank.*target_modules"
+# field, value, and what the message says beside the field and the value
+WRONG = [
+    ("compression_ratios", (), "at least 1"),
+    ("compression_ratios", 0, "at least 1"),
+    ("compression_ratios", (4, -1), "at least 1"),
+    ("compression_ratios", (4, 4), "different"),
+    ("compression_ratios", (4.0,), "ints"),
+    ("compression_ratios", True, "ints"),
+    ("compression_ratios", "4", "ints"),
+    ("chunk_size", 0, "at least 1 or None"),
+    ("chunk_size", -5, "at least 1 or None"),
+    ("chunk_size", 2.5, "at least 1 or None"),
+    ("chunk_size", True, "at least 1 or None"),
+    ("position_layout", "spread", "'default', 'uniform', 'enhanced'"),
+    ("position_layout", None, "'default', 'uniform', 'enhanced'"),
+    ("bos_before_slots", "yes", "True or False"),
+    ("bos_before_slots", 1, "True or False"),
+    ("use_cache", None, "True or False"),
+    ("task_token_ids", ["[AE]"], "map token strings to ids"),
+    ("task_token_ids", {"[AE]": -1}, "at least 0"),
+    ("task_token_ids", {"[AE]": "128"}, "ids"),
+    ("task_token_ids", {128: 128}, "token strings"),
+    ("trainable_parameters", "lora", "list of regular expressions"),
+    ("trainable_parameters", [1], "list of regular expressions"),
+    ("trainable_parameters", ["("], "broken regular expression"),
+    ("decoder_config", "meta-llama/Llama-3.2-1B", "PreTrainedConfig or a dict with `model_type`"),
+    ("decoder_config", {"hidden_size": 32}, "PreTrainedConfig or a dict with `model_type`"),
+    ("encoder_config", 3, "PreTrainedConfig or a dict with `model_type`"),
+]
+WRONG_LORA = [
+    (16, LORA_KEYS),
+    ({"r": 16}, f"unknown keys.*'r'.*{LORA_KEYS}"),
+    ({"rank": 0}, "rank.*at least 1.*0"),
+    ({"rank": 2.0}, "rank.*at least 1.*2.0"),
+    ({"rank": True}, "rank.*at least 1.*True"),
+    ({"alpha": 0}, "alpha.*above 0.*0"),
+    ({"alpha": "16"}, "alpha.*above 0.*'16'"),
+    ({"dropout": 1.0}, "dropout.*1.0"),
+    ({"dropout": -0.1}, "dropout.*-0.1"),
+    ({"target_modules": "q_proj"}, "target_modules.*all-linear.*'q_proj'"),
+    ({"target_modules": []}, r"target_modules.*all-linear.*\[\]"),
+    ({"target_modules": [1]}, r"target_modules.*all-linear.*\[1\]"),
+]
+
+
+@pytest.fixture(params=CONFIG_CLASSES, ids=lambda config_class: config_class.__name__)
+def config_class(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), WRONG, ids=lambda part: str(part)[:30])
+def test_a_wrong_value_names_the_field_the_value_and_what_is_allowed(config_class, field, value, allowed):
+    with pytest.raises(ValueError, match=f"`{field}`") as error:
+        config_class(**{field: value})
+    assert allowed in str(error.value)
+    shown = value[0] if field == "trainable_parameters" and value == ["("] else value
+    assert repr(shown) in str(error.value)
+
+
+@pytest.mark.parametrize("side", ["encoder_lora", "decoder_lora"])
+@pytest.mark.parametrize(("value", "message"), WRONG_LORA, ids=lambda part: str(part)[:30])
+def test_wrong_adapter_settings_are_named(config_class, side, value, message):
+    with pytest.raises(ValueError, match=f"(?s)`{side}.*{message}"):
+        config_class(**{side: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("encoder_type", "t5", "'language_model', 'embeddings'"),
+        ("encoder_attention", "both", "'bidirectional', 'causal'"),
+        ("linear_after_pooling", 1, "True or False"),
+    ],
+)
+def test_wrong_values_of_mean_pooling_are_named(field, value, allowed):
+    with pytest.raises(ValueError, match=f"`{field}`") as error:
+        MeanPoolingConfig(**{field: value})
+    assert allowed in str(error.value)
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("fields", [{"encoder_lora": {}}, {"encoder_config": LlamaConfig(), "encoder_lora": None}])
+def test_without_an_encoder_there_is_nothing_to_adapt(fields):
+    with pytest.raises(ValueError, match=r"`encoder_type='embeddings'`.*must be None"):
+        MeanPoolingConfig(encoder_type="embeddings", **fields)
+
+
+def test_every_field_comes_back_from_a_file(config_class, tmp_path):
+    config = config_class(
+        decoder_config=Gemma2Config(num_hidden_layers=3, sliding_window=77),
+        encoder_config={"model_type": "qwen3", "hidden_size": 48},
+        base_model_name_or_path="org/base",
+        base_model_revision="abc",
+        compression_ratios=[8, 2],
+        chunk_size=510,
+        position_layout="uniform",
+        encoder_lora={"rank": 3},
+        decoder_lora=None,
+        trainable_parameters=("lora_B",),
+        bos_before_slots=True,
+        task_token_ids={"[AE]": 7},
+        use_cache=False,
+    )
+    config.save_pretrained(tmp_path)
+    loaded = config_class.from_pretrained(tmp_path)
+    assert loaded.to_dict() == config.to_dict()
+    assert loaded.compression_ratios == (8, 2)
+    assert loaded.default_ratio == 8
+    assert loaded.encoder_lora == {"rank": 3, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
+    assert loaded.decoder_lora is None
+    assert loaded.decoder_config.sliding_window == 77
+    assert loaded.encoder_config.model_type == "qwen3"
+    assert loaded.get_encoder_config() is loaded.encoder_config
+    assert loaded.get_text_config() is loaded.decoder_config
+    assert config_class().to_dict() != loaded.to_dict()
+
+
+def test_none_stays_none_where_the_default_is_an_adapter(tmp_path):
+    MeanPoolingConfig(encoder_lora=None, decoder_lora=None).save_pretrained(tmp_path)
+    loaded = MeanPoolingConfig.from_pretrained(tmp_path)
+    assert loaded.encoder_lora is None
+    assert loaded.decoder_lora is None
+
+
+def test_one_ratio_needs_no_list():
+    assert CompressorConfig(compression_ratios=4).compression_ratios == (4,)
+
+
+def test_a_shared_base_is_both_sides():
+    config = CompressorConfig(
+        decoder_config=LlamaConfig(vocab_size=77, hidden_size=48, num_attention_heads=4, num_hidden_layers=3)
+    )
+    assert config.get_encoder_config() is config.decoder_config
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (77, 48, 3)
+    assert config.num_attention_heads == config.decoder_config.num_attention_heads
+    assert config.max_position_embeddings == config.decoder_config.max_position_embeddings
+
+
+def test_special_tokens_and_tying_are_the_decoders():
+    decoder = LlamaConfig(bos_token_id=11, eos_token_id=12, pad_token_id=13, tie_word_embeddings=True)
+    config = CompressorConfig(decoder_config=decoder)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (11, 12, 13)
+    assert config.tie_word_embeddings is True
+    assert CompressorConfig(decoder_config=decoder, tie_word_embeddings=False).tie_word_embeddings is False
+
+
+def test_all_three_auto_classes_are_named():
+    assert MeanPoolingConfig().auto_map == {
+        "AutoConfig": "configuration_mean_pooling.MeanPoolingConfig",
+        "AutoModel": "modeling_mean_pooling.MeanPoolingModel",
+        "AutoModelForCausalLM": "modeling_mean_pooling.MeanPoolingForCausalLM",
+    }
+
+
+def test_an_unknown_decoder_is_refused():
+    with pytest.raises(ValueError, match=re.escape("no_such_model")):
+        CompressorConfig(decoder_config={"model_type": "no_such_model"})
+
+
+def test_the_method_is_registered():
+    import context_compressors.modeling  # noqa: F401
+
+    assert isinstance(AutoConfig.for_model("mean_pooling_compressor"), MeanPoolingConfig)

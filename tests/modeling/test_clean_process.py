@@ -1,0 +1,243 @@
+"""A saved folder is all that anybody needs: not this package, not this directory, not the network."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+SCRIPT = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+try:
+    import context_compressors
+    sys.exit("this package can be imported: the environment is not clean")
+except ImportError:
+    pass
+source, target, inputs_file, outputs_file, attention = sys.argv[1:]
+inputs = load_file(inputs_file)
+settings = {"trust_remote_code": True, "attn_implementation": attention}
+config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+backbone = AutoModel.from_pretrained(source, **settings)
+model = AutoModelForCausalLM.from_pretrained(source, **settings)
+for thing in (config, backbone, model):
+    assert type(thing).__module__.startswith("transformers_modules."), type(thing)
+with torch.no_grad():
+    memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
+    memory.save(outputs_file + ".memory")
+    memory = type(memory).load(outputs_file + ".memory", model_id=model.model_id)
+    text = {"input_ids": inputs["input_ids"], "memory": memory}
+    outputs = {
+        "slots": memory.embeddings,
+        "states": backbone(**text).last_hidden_state,
+        "logits": model(**text).logits,
+        "greedy": model.generate(**text, max_new_tokens=6, min_new_tokens=6, do_sample=False),
+        "direct": model(**inputs).logits,
+    }
+    with model.base_language_model():
+        outputs["base"] = model(inputs["input_ids"]).logits
+outputs["trains"] = torch.tensor([parameter.requires_grad for _, parameter in sorted(model.named_parameters())])
+save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, outputs_file)
+model.save_pretrained(target)
+"""
+
+
+@pytest.fixture(scope="session")
+def clean_python(tmp_path_factory) -> Path:
+    """An environment with this one's dependencies, and without this package.
+
+    A line of a .pth file adds the folder alone: the .pth files inside it, the editable install's among them, are not
+    read.
+    """
+    folder = tmp_path_factory.mktemp("clean") / "environment"
+    venv.create(folder, with_pip=False)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
+    dependencies = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
+    (own / "dependencies.pth").write_text("\n".join(dependencies) + "\n", encoding="utf-8")
+    return Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / Path(sys.executable).name
+
+
+@pytest.fixture
+def run_clean(clean_python, tmp_path):
+    """`run_clean(source, target, inputs, attention)`: load `source` there, return the outputs, save to `target`."""
+
+    def run(source, target, inputs, attention):
+        elsewhere = tmp_path / f"elsewhere-{target.name}"
+        elsewhere.mkdir()
+        save_file(inputs, elsewhere / "inputs.safetensors")
+        environment = {
+            "HF_HOME": str(elsewhere / "empty"),
+            "HF_HUB_OFFLINE": "1",
+            "PATH": os.environ.get("PATH", ""),
+            "OMP_NUM_THREADS": "1",
+        }
+        arguments = [source, target, elsewhere / "inputs.safetensors", elsewhere / "outputs.safetensors", attention]
+        done = subprocess.run(
+            [clean_python, "-I", "-c", SCRIPT, *map(str, arguments)],
+            cwd=elsewhere,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return load_file(elsewhere / "outputs.safetensors")
+
+    return run
+
+
+@pytest.fixture
+def inputs(random_rows, pad_rows):
+    context_ids, context_mask = pad_rows(random_rows([13, 5]), "left")
+    return {
+        "input_ids": torch.stack(random_rows([5, 5], seed=1)),
+        "context_input_ids": context_ids,
+        "context_attention_mask": context_mask,
+    }
+
+
+@torch.no_grad()
+def outputs_here(model, inputs):
+    memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
+    text = {"input_ids": inputs["input_ids"], "memory": memory}
+    outputs = {
+        "slots": memory.embeddings,
+        "states": model.model(**text).last_hidden_state,
+        "logits": model(**text).logits,
+        "greedy": model.generate(**text, max_new_tokens=6, min_new_tokens=6, do_sample=False),
+        "direct": model(**inputs).logits,
+        "trains": torch.tensor([parameter.requires_grad for _, parameter in sorted(model.named_parameters())]),
+    }
+    with model.base_language_model():
+        outputs["base"] = model(inputs["input_ids"]).logits
+    return outputs
+
+
+def assert_same_outputs(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_a_folder_loads_without_this_package_and_saves_again(backbone_case, inputs, run_clean, tmp_path):
+    model = backbone_case.build(task_token_ids={"[AE]": 128})
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    model.save_pretrained(folders[0])
+    expected = outputs_here(model, inputs)
+    assert_same_outputs(run_clean(folders[0], folders[1], inputs, backbone_case.attention), expected)
+    assert files(folders[1]) == files(folders[0])
+    # The folder saved by remote code loads in the same way, and in this process.
+    assert_same_outputs(run_clean(folders[1], folders[2], inputs, backbone_case.attention), expected)
+    assert files(folders[2]) == files(folders[0])
+    here = AutoModelForCausalLM.from_pretrained(folders[2], attn_implementation=backbone_case.attention)
+    assert_same_outputs(outputs_here(here, inputs), expected)
+
+
+@pytest.mark.slow
+def test_every_setting_loads_without_this_package(variant_case, inputs, run_clean, tmp_path):
+    model = variant_case.model
+    model.save_pretrained(tmp_path / "first")
+    found = run_clean(tmp_path / "first", tmp_path / "second", inputs, "sdpa")
+    assert_same_outputs(found, outputs_here(model, inputs))
+    assert files(tmp_path / "second") == files(tmp_path / "first")
+
+
+@pytest.mark.slow
+def test_a_merged_model_loads_without_this_package(method_case, inputs, run_clean, tmp_path):
+    model = method_case.build()
+    model.merge_adapters()
+    model.save_pretrained(tmp_path / "first")
+    found = run_clean(tmp_path / "first", tmp_path / "second", inputs, "sdpa")
+    assert_same_outputs(found, outputs_here(model, inputs))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub that keeps what is uploaded: `files` by name, `calls` in order, `existing` names that it has before."""
+
+    hub = SimpleNamespace(files={}, calls=[], existing=set())
+
+    def create_repo(self, repo_id, **kwargs):
+        hub.calls.append(("create_repo", repo_id, kwargs["private"]))
+        return SimpleNamespace(repo_id=repo_id)
+
+    def upload_folder(self, *, folder_path, **kwargs):
+        hub.calls.append(("upload_folder", kwargs["repo_id"], kwargs["revision"], kwargs["commit_message"]))
+        hub.files.update(files(Path(folder_path)))
+        return "https://huggingface.co/me/compressor/commit/1"
+
+    def create_branch(self, repo_id, *, branch, **kwargs):
+        hub.calls.append(("create_branch", repo_id, branch))
+
+    api = huggingface_hub.HfApi
+    monkeypatch.setattr(api, "create_repo", create_repo)
+    monkeypatch.setattr(api, "create_branch", create_branch)
+    monkeypatch.setattr(api, "upload_folder", upload_folder)
+    monkeypatch.setattr(api, "file_exists", lambda self, repo_id, name, **kwargs: name in hub.existing)
+    return hub
+
+
+def test_pushing_uploads_what_saving_writes(method_case, tmp_path, hub):
+    model = method_case.model
+    model.save_pretrained(tmp_path / "saved")
+    saved = files(tmp_path / "saved")
+    assert model.push_to_hub("me/compressor", private=True).endswith("/commit/1")
+    assert hub.files == saved
+    assert hub.calls[0] == ("create_repo", "me/compressor", True)
+    hub.files = {}
+    model.save_pretrained(tmp_path / "other", push_to_hub=True, repo_id="me/compressor", commit_message="Second")
+    assert hub.files == saved == files(tmp_path / "other")
+    assert hub.calls[-1] == ("upload_folder", "me/compressor", None, "Second")
+    model.save_pretrained(tmp_path / "by_folder", push_to_hub=True)
+    assert hub.calls[-1][1] == "by_folder"
+
+
+def test_pushing_keeps_the_card_that_is_there(method_case, hub):
+    hub.existing.add("README.md")
+    method_case.model.push_to_hub("me/compressor", revision="v2")
+    assert "README.md" not in hub.files
+    assert "model.safetensors" in hub.files
+    assert ("create_branch", "me/compressor", "v2") in hub.calls
+
+
+def test_pushing_adds_tags_to_a_new_card_and_stores_another_type(method_case, hub, tmp_path):
+    method_case.model.push_to_hub("me/compressor", tags=["rag"], save_dtype="bfloat16")
+    card = huggingface_hub.ModelCard(hub.files["README.md"].decode())
+    assert "rag" in card.data.tags
+    assert "context-compression" in card.data.tags
+    (tmp_path / "weights").write_bytes(hub.files["model.safetensors"])
+    assert {tensor.dtype for tensor in load_file(tmp_path / "weights").values()} == {torch.bfloat16}
+
+
+def test_the_code_of_a_folder_imports_siblings_only(variant_case, tmp_path):
+    """What stands at the top of a remote file must be there for everybody: torch, transformers, safetensors."""
+    variant_case.model.save_pretrained(tmp_path)
+    allowed = {"torch", "transformers", "safetensors", "numpy", *sys.stdlib_module_names}
+    siblings = {path.stem for path in tmp_path.glob("*.py")}
+    for path in tmp_path.glob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            words = line.split()
+            if not line.startswith(("import ", "from ")):
+                continue
+            if words[1].startswith("."):
+                assert words[1][1:] in siblings, f"{path.name}: {line}"
+            else:
+                assert words[1].split(".")[0] in allowed, f"{path.name}: {line}"
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"]

@@ -1,0 +1,239 @@
+"""Training in two processes without a GPU (gloo): what DDP and FSDP2 give is what one process gives."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import context_compressors.training
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.train import main
+from context_compressors.training.wrapped_forward import as_forward_pass
+
+CONFIGURATIONS = Path(context_compressors.training.__file__).parent / "accelerate"
+WORKER = Path(__file__).with_name("distributed_worker.py")
+QUESTIONS = {"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}
+
+# Plain gradient descent: Adam would turn rounding errors of tiny gradients into whole steps.
+RUNS = {
+    "compression_all": {"objective": "compression", "ratio_mode": "all"},
+    "compression_random": {"objective": "compression", "ratio_mode": "random"},
+    "compression_accumulated": {"objective": "compression", "gradient_accumulation_steps": 2},
+    "compression_checkpointed": {"objective": "compression", "gradient_checkpointing": True},
+    "distillation_all": {"objective": "distillation", "ratio_mode": "all", "learning_rate": 20.0},
+    "distillation_teacher": {"objective": "distillation", "teacher": "TEACHER", "learning_rate": 1.0},
+    "teacher": {"objective": "teacher"},
+}
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    teacher = AutoModelForCausalLM.from_pretrained(base_folder)
+    torch.manual_seed(1)
+    for parameter in teacher.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    teacher.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def write_recipe(base_folder: Path, teacher_folder: Path, tmp_path: Path):
+    def write(name: str, **fields) -> str:
+        recipe = {
+            "base": str(base_folder),
+            "sources": [QUESTIONS],
+            "max_context_tokens": 60,
+            "max_target_tokens": 64,
+            "max_steps": 3,
+            "per_device_train_batch_size": 2,
+            "optim": "sgd",
+            "learning_rate": 0.5,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 0.0,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "use_cpu": True,
+            "report_to": "none",
+            "disable_tqdm": True,
+            **fields,
+        }
+        if recipe.get("objective") in ("compression", "distillation"):
+            recipe["method_config"] = {"compression_ratios": [2, 4]}
+        if "teacher" in recipe:
+            recipe["teacher"] = str(teacher_folder)
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(recipe))
+        return str(file)
+
+    return write
+
+
+def launch(configuration: str, *command: str) -> None:
+    """Two processes on this machine; the error output is what a failure shows."""
+    line = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"]
+    line += ["--config_file", str(CONFIGURATIONS / f"{configuration}.yaml"), *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def run_worker(wrapper: str, configuration: str, runs: list[list[str]], folder: Path) -> None:
+    file = folder / "runs.json"
+    file.write_text(json.dumps(runs))
+    launch(configuration, str(WORKER), wrapper, str(file))
+
+
+def assert_same_weights(found: Path, expected: Path, start: dict[str, torch.Tensor]) -> None:
+    first, second = (load_file(folder / "model.safetensors") for folder in (found, expected))
+    assert set(first) == set(second) == set(start)
+    for name, weight in first.items():
+        torch.testing.assert_close(weight, second[name], rtol=0, atol=1e-5, msg=name)
+    moved = [(second[name] - weight).abs().max().item() for name, weight in start.items()]
+    assert max(moved) > 1e-3
+
+
+def start_weights(base_folder: Path, recipe: str, folder: Path) -> dict[str, torch.Tensor]:
+    main([recipe, "--max_steps", "1", "--learning_rate", "0", "--output_dir", str(folder)])
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_weights_of_one(write_recipe, base_folder, tmp_path):
+    recipes = {name: write_recipe(name, **fields) for name, fields in RUNS.items()}
+    runs = [[recipe, "--output_dir", str(tmp_path / "two" / name)] for name, recipe in recipes.items()]
+    run_worker("ddp", "two_cpu_processes", runs, tmp_path)
+    for name, recipe in recipes.items():
+        whole = [recipe, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one" / name)]
+        main(whole)
+        start = start_weights(base_folder, recipe, tmp_path / "start" / name)
+        assert_same_weights(tmp_path / "two" / name, tmp_path / "one" / name, start)
+        logs = [json.loads((tmp_path / n / name / "training_summary.json").read_text())["log"] for n in ("one", "two")]
+        for entry, other in zip(*logs, strict=True):
+            for field in ("num_context_tokens", "num_cut_tokens", "num_tokens"):
+                assert entry.get(field) == other.get(field), (name, field)
+
+
+@pytest.mark.slow
+def test_train_module_runs_under_accelerate_launch(write_recipe, tmp_path):
+    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    recipe = write_recipe(
+        "language_modeling",
+        base=None,
+        objective="language_modeling",
+        model_config={**model, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        train_tokenizer={"vocab_size": 300, "num_texts": 20},
+        row_mixture={"copy": 1, "generated": 1},
+        tokens_per_batch=200,
+    )
+    module = ("-m", "context_compressors.training.train", recipe)
+    launch("two_cpu_processes", *module, "--output_dir", str(tmp_path / "two"))
+    # The same rows in a step: two batches in two processes, or two in a row.
+    main([recipe, "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one")])
+    start = start_weights(tmp_path, recipe, tmp_path / "start")
+    assert_same_weights(tmp_path / "two", tmp_path / "one", start)
+
+
+@pytest.mark.slow
+def test_fsdp2_trains_saves_and_resumes(write_recipe, base_folder, tmp_path):
+    evaluation = {
+        "eval_sources": [{**QUESTIONS, "split": "test"}],
+        "num_eval_examples": 4,
+        "per_device_eval_batch_size": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    compression = write_recipe("compression", objective="compression", max_steps=2, **evaluation)
+    distillation = write_recipe("distillation", objective="distillation", max_steps=2, learning_rate=20.0)
+    saving = write_recipe(
+        "saving", objective="compression", optim="adamw_torch", learning_rate=1e-2, save_strategy="steps", save_steps=2
+    )
+    kept, resumed = str(tmp_path / "kept"), ["--save_strategy", "no", "--resume_from_checkpoint"]
+    runs = [
+        [compression, "--output_dir", str(tmp_path / "two" / "compression")],
+        [distillation, "--output_dir", str(tmp_path / "two" / "distillation")],
+        [saving, "--output_dir", kept],
+        [saving, "--output_dir", str(tmp_path / "resumed"), *resumed, f"{kept}/checkpoint-2"],
+    ]
+    run_worker("fsdp", "fsdp2", runs, tmp_path)
+    for name, recipe in (("compression", compression), ("distillation", distillation)):
+        main([recipe, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one" / name)])
+        start = start_weights(base_folder, recipe, tmp_path / "start" / name)
+        assert_same_weights(tmp_path / "two" / name, tmp_path / "one" / name, start)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("kept", "resumed"))
+    for name, weight in first.items():
+        torch.testing.assert_close(weight, second[name], rtol=0, atol=1e-6, msg=name)
+    folder = tmp_path / "two" / "compression"
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__name__ == "MeanPoolingForCausalLM"
+    assert model.compress(torch.arange(5, 17)[None], ratio=4).num_slots == 3
+    codes = [sorted(path.name for path in (tmp_path / n / "compression").glob("*.py")) for n in ("two", "one")]
+    assert codes[0] == codes[1]
+    assert MeanPoolingForCausalLM.from_pretrained(folder).config.compression_ratios == (2, 4)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGURATIONS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_every_configuration(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    loaded = load_config_from_file(str(path))
+    kind = {"fsdp2": "FSDP", "deepspeed_zero2": "DEEPSPEED"}.get(path.stem, "MULTI_GPU")
+    assert loaded.distributed_type.value == kind
+    assert loaded.num_processes >= 2
+    assert len(list(CONFIGURATIONS.glob("*.yaml"))) == 4
+
+
+def test_a_step_is_one_forward_pass_and_leaves_the_model_as_it_was():
+    module = nn.Linear(3, 2)
+    wrapped = nn.Sequential(module)
+    calls = []
+    wrapped.register_forward_hook(lambda *_: calls.append(1))
+
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = wrapped[0]
+
+        def forward(self, **inputs):
+            calls.append("wrapper")
+            return self.module(**inputs)
+
+    value = torch.ones(1, 3)
+    result = as_forward_pass(Wrapper(), module, lambda x: module.weight @ x[0], x=value)
+    torch.testing.assert_close(result, module.weight.sum(dim=1))
+    assert calls == ["wrapper"]
+    assert "forward" not in vars(module)
+    with pytest.raises(RuntimeError, match="broken"):
+        as_forward_pass(module, module, lambda: (_ for _ in ()).throw(RuntimeError("broken")))
+    torch.testing.assert_close(module(value), value @ module.weight.T + module.bias)
+
+
+def test_several_gpus_in_one_process_and_compilation_are_refused():
+    module = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="accelerate launch"):
+        as_forward_pass(nn.DataParallel(module), module, lambda x: x, x=torch.ones(1))
+    compiled = torch.compile(module, backend="eager")
+    with pytest.raises(ValueError, match="torch_compile"):
+        as_forward_pass(compiled, compiled, lambda x: x, x=torch.ones(1))
+
+
+@pytest.mark.parametrize("flag", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+def test_muon_is_refused_where_matrices_are_cut_up(write_recipe, tmp_path, flag):
+    from context_compressors.training.train import build_trainer
+
+    recipe = write_recipe("muon", objective="compression", optimizer="muon")
+    trainer = build_trainer(*parse_recipe([recipe, "--output_dir", str(tmp_path / "out")]))
+    setattr(trainer, flag, True)
+    with pytest.raises(ValueError, match="muon needs whole matrices"):
+        trainer.create_optimizer()
