@@ -257,10 +257,18 @@ def _take_tensors(target: nn.Module, source: nn.Module) -> None:
     """Put the parameters and buffers of `source` into `target`, whose linear maps may be inside LoRA layers."""
     modules = dict(target.named_modules())
     for path, module in source.named_modules():
-        destination = modules[path]
+        if path not in modules:
+            raise ValueError(f"the base has {path!r}, which the model of `encoder_config` lacks: take the base's own")
         # A LoRA layer keeps the map that it adapts in `base_layer`.
-        destination = getattr(destination, "base_layer", destination)
+        destination = getattr(modules[path], "base_layer", modules[path])
         for name, parameter in module._parameters.items():
+            wanted = destination._parameters.get(name)
+            if parameter is not None and (wanted is None or wanted.shape != parameter.shape):
+                shape = None if wanted is None else tuple(wanted.shape)
+                raise ValueError(
+                    f"{path}.{name} is {tuple(parameter.shape)} in the base and {shape} in the model of "
+                    "`encoder_config`: take the base's own"
+                )
             destination._parameters[name] = parameter
         for name, buffer in module._buffers.items():
             destination._buffers[name] = buffer
@@ -276,6 +284,8 @@ def fingerprint(model: nn.Module) -> str:
     parts = []
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if parameter.is_meta:
+            raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
         flat = _whole(parameter.detach()).reshape(-1)
         stride = max(1, flat.numel() // 8)
         parts.append(flat[::stride][:8].to(torch.bfloat16).float())

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .adapters import DECODER
 from .compressed_context import CompressedContext
-from .inputs import check_mask, check_memory, check_text, check_token_ids
+from .inputs import check_keywords, check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
 from .splicing import SplicedSequence, splice, text_positions
 
 
@@ -63,10 +63,13 @@ class DecodingMixin:
             raise ValueError(
                 "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
             )
+        check_keywords(kwargs)
         if context_input_ids is not None:
             memory = self._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
         cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         if memory is not None and not cached:
+            if context_input_ids is None:
+                check_memory_ratio(memory, ratio)
             memory = check_memory(memory, self, input_ids)
         if cached:
             inputs = self._next_inputs(input_ids, attention_mask, position_ids, memory, text_position_offset, cached)
@@ -76,13 +79,14 @@ class DecodingMixin:
                 input_ids, attention_mask, position_ids, memory, text_position_offset
             )
         use_cache = self.config.use_cache if use_cache is None else use_cache
+        return_dict = kwargs.pop("return_dict", None)
         with self._adapter(self.language_model, DECODER):
             outputs = self.language_model(**inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
         if sequence is not None:
             outputs.last_hidden_state = sequence.text_states(outputs.last_hidden_state)
             if outputs.hidden_states is not None:
                 outputs.hidden_states = tuple(sequence.text_states(states) for states in outputs.hidden_states)
-        return outputs
+        return outputs if return_dict in (None, True) else outputs.to_tuple()
 
     def _first_inputs(
         self,

@@ -68,6 +68,8 @@ class MemoryGenerationMixin:
             memory = check_memory(memory, self.model, question)
             kwargs["memory"] = memory
             kwargs["text_position_offset"] = self.model.text_position_offset(memory, question, attention_mask)
+        # Some tokenizers add it; the decoder has no use for it.
+        kwargs.pop("token_type_ids", None)
         return super().generate(question, attention_mask=attention_mask, **kwargs)
 
     def _expand_inputs_for_generation(

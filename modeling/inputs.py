@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from .compressed_context import CompressedContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+_OWN_KEYWORDS = ("context_input_ids", "context_attention_mask", "memory", "ratio", "text_position_offset")
 
 
 def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Tensor:
@@ -124,7 +127,8 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
 
     Raises:
         TypeError: it is no `CompressedContext`.
-        ValueError: it comes from another model, has another width or carrier, or another number of rows.
+        ValueError: it comes from another model, has another width or carrier, another number of rows, or values that
+            the model's floating-point type cannot hold.
     """
     if not isinstance(memory, CompressedContext) and type(memory).__name__ != "CompressedContext":
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
@@ -140,7 +144,33 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
         memory = memory.repeat_interleave(input_ids.shape[0])
     if memory.batch_size != input_ids.shape[0]:
         raise ValueError(f"`memory` has {memory.batch_size} rows, `input_ids` has {input_ids.shape[0]}")
-    return memory.to(device=input_ids.device)
+    # Checks that no value is beyond what the model's type can hold.
+    return memory.to(device=input_ids.device, dtype=model.dtype)
+
+
+def check_memory_ratio(memory: CompressedContext, ratio: Any) -> None:
+    """A ratio given beside a memory must be the memory's own: nothing is compressed again.
+
+    Raises:
+        ValueError: with both ratios.
+    """
+    if ratio is None or not isinstance(memory, CompressedContext):
+        return
+    own, asked = torch.as_tensor(memory.ratio).cpu(), torch.as_tensor(ratio).cpu()
+    if not bool((own == asked).all()):
+        raise ValueError(f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out")
+
+
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Refuse keywords that are nearly one of a compressor's own: the language model would swallow them.
+
+    Raises:
+        TypeError: with the nearest right name.
+    """
+    for name in keywords:
+        nearest = difflib.get_close_matches(name, _OWN_KEYWORDS, n=1, cutoff=0.8)
+        if nearest:
+            raise TypeError(f"unexpected argument {name!r}; did you mean {nearest[0]!r}?")
 
 
 def check_text(mask: Tensor) -> None:

@@ -28,6 +28,8 @@ from .inputs import check_context_length, check_mask, check_ratios, check_token_
 
 logger = logging.get_logger(__name__)
 
+CHECKED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+
 
 class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
     """Saving, loading, initialisation and the trainable set of all compressors."""
@@ -109,6 +111,12 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
     def __init__(self, config: CompressorConfig):
         super().__init__(config)
         dtype = torch.get_default_dtype()
+        for part in (config.decoder_config, config.encoder_config):
+            if part is not None and part.model_type not in CHECKED_ARCHITECTURES:
+                logger.warning_once(
+                    f"{part.model_type!r} is not among the architectures that compressors are tested on, "
+                    f"{list(CHECKED_ARCHITECTURES)}: it may ignore a bidirectional mask, or place slots wrongly"
+                )
         self.language_model = AutoModel.from_config(config.decoder_config, dtype=dtype)
         self.encoder_model = None
         if config.encoder_config is not None:
@@ -203,6 +211,10 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
             ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
             memories = self._compress(input_ids, attention_mask, ratios, allow_untrained_ratio)
+        if not self.training:
+            # While a model trains its weights change, and so would the name of its memories.
+            for memory in memories:
+                memory.model_id = self.model_id
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
     def _compress(
@@ -239,7 +251,6 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
                     ),
                     num_context_tokens=num_context_tokens,
                     ratio=ratio,
-                    model_id="" if self.training else self.model_id,
                     position_layout=config.position_layout,
                 )
             )
@@ -276,6 +287,10 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
             merge_lora(self.encoder_model, ENCODER)
         merge_lora(self.language_model, DECODER)
         config.encoder_lora = config.decoder_lora = None
+        if config.trainable_parameters is not None:
+            names = [name for name, _ in self.named_parameters(prefix="model")]
+            kept = [p for p in config.trainable_parameters if any(re.search(p, name) for name in names)]
+            config.trainable_parameters = kept or None
         self.apply_trainable_set()
 
     # --- identity ---
@@ -283,7 +298,8 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
     @property
     def model_id(self) -> str:
         """Method and a fingerprint of the weights: what a memory must match to be read by this model."""
-        versions = tuple(parameter._version for parameter in self.parameters())
+        # Tensors made in inference mode cannot change, and count no versions.
+        versions = tuple(-1 if p.is_inference() else p._version for p in self.parameters())
         if self._fingerprint is None or self._fingerprint[0] != versions:
             self._fingerprint = (versions, f"{self.config.model_type}:{fingerprint(self)}")
         return self._fingerprint[1]
@@ -364,6 +380,7 @@ class CompressorForCausalLM(MemoryGenerationMixin, CompressorPreTrainedModel, Ge
         Returns:
             `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, and the cache.
         """
+        return_dict = kwargs.pop("return_dict", None)
         loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         outputs = self.model(
             input_ids=input_ids,
@@ -386,10 +403,11 @@ class CompressorForCausalLM(MemoryGenerationMixin, CompressorPreTrainedModel, Ge
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
-        return CausalLMOutputWithPast(
+        result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+        return result if return_dict in (None, True) else result.to_tuple()

@@ -196,23 +196,22 @@ def test_accelerate_reads_every_configuration(path):
 
 def test_a_step_is_one_forward_pass_and_leaves_the_model_as_it_was():
     module = nn.Linear(3, 2)
-    wrapped = nn.Sequential(module)
     calls = []
-    wrapped.register_forward_hook(lambda *_: calls.append(1))
 
     class Wrapper(nn.Module):
         def __init__(self):
             super().__init__()
-            self.module = wrapped[0]
+            self.module = module
 
         def forward(self, **inputs):
             calls.append("wrapper")
             return self.module(**inputs)
 
+    module.register_forward_hook(lambda *_: calls.append("hook"))
     value = torch.ones(1, 3)
     result = as_forward_pass(Wrapper(), module, lambda x: module.weight @ x[0], x=value)
     torch.testing.assert_close(result, module.weight.sum(dim=1))
-    assert calls == ["wrapper"]
+    assert calls == ["wrapper", "hook"]
     assert "forward" not in vars(module)
     with pytest.raises(RuntimeError, match="broken"):
         as_forward_pass(module, module, lambda: (_ for _ in ()).throw(RuntimeError("broken")))
