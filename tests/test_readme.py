@@ -60,7 +60,7 @@ def test_python_code_runs_in_order(
     assert int(names["memory"].num_slots) == 2 * -(-len(names["document"]) // 8)
     assert names["answer"].shape[1] > len(names["question"])
     assert torch.isfinite(torch.tensor(names["trainer"].state.log_history[-1]["train_loss"]))
-    assert (tmp_path / "outputs/my-compressor/modeling_mean_pooling.py").is_file()
+    assert (tmp_path / "outputs/my-compressor/final/modeling_mean_pooling.py").is_file()
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!https?://)([^)]+)\)", TEXT))))

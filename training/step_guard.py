@@ -61,3 +61,10 @@ class StepGuard(OptimizerChoice):
                     f"{name} is not finite after step {self.state.global_step} (a gradient was not); nothing is saved"
                 )
         super()._save_checkpoint(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        if state_dict is not None:
+            # Gathered one by one from several processes, tied weights are two tensors, and the file would hold both.
+            tied = self.model.all_tied_weights_keys
+            state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)

@@ -32,8 +32,8 @@ def as_forward_pass(wrapped: nn.Module, module: nn.Module, function: Callable[..
     """
     if isinstance(wrapped, nn.DataParallel):
         raise ValueError(
-            "one process sees several GPUs (DataParallel), which this training step does not support: start one process "
-            "for each GPU with `accelerate launch`, or show the process one GPU with CUDA_VISIBLE_DEVICES=0"
+            "one process sees several GPUs (DataParallel), which this training step does not support: start one "
+            "process for each GPU with `accelerate launch`, or show the process one GPU with CUDA_VISIBLE_DEVICES=0"
         )
     if is_compiled_module(module):
         raise ValueError("torch_compile is not supported here: the step would run without it; leave it out")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -21,6 +22,11 @@ PAD, BOS, EOS = 0, 1, 2
 TASK_TOKENS = {"[AE]": VOCAB_SIZE, "[LM]": VOCAB_SIZE + 1}
 SMALL_LORA = {"rank": 4, "alpha": 8.0}
 PRETRAINED = Path(__file__).resolve().parents[2].parent / "shared" / "models"
+
+
+# A busy machine is no reason to fail.
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,11 @@ class Case:
                 if parameter.requires_grad:
                     parameter += 0.15 * torch.randn_like(parameter)
         return cast_frozen(model, dtype).eval()
+
+    @property
+    def all_of_its_method(self) -> list["Case"]:
+        """The method on every base, and in every hard setting."""
+        return [case for case in CASES["case"] if case.method.name == self.method.name]
 
     def on(self, **changes: Any) -> "Case":
         return replace(self, **changes)

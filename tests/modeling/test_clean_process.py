@@ -1,5 +1,6 @@
 """A saved folder is all that anybody needs: not this package, not this directory, not the network."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 SCRIPT = """
-import sys, torch
+import json, sys, torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -25,31 +26,31 @@ try:
     sys.exit("this package can be imported: the environment is not clean")
 except ImportError:
     pass
-source, target, inputs_file, outputs_file, attention = sys.argv[1:]
-inputs = load_file(inputs_file)
-settings = {"trust_remote_code": True, "attn_implementation": attention}
-config = AutoConfig.from_pretrained(source, trust_remote_code=True)
-backbone = AutoModel.from_pretrained(source, **settings)
-model = AutoModelForCausalLM.from_pretrained(source, **settings)
-for thing in (config, backbone, model):
-    assert type(thing).__module__.startswith("transformers_modules."), type(thing)
-with torch.no_grad():
-    memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
-    memory.save(outputs_file + ".memory")
-    memory = type(memory).load(outputs_file + ".memory", model_id=model.model_id)
-    text = {"input_ids": inputs["input_ids"], "memory": memory}
-    outputs = {
-        "slots": memory.embeddings,
-        "states": backbone(**text).last_hidden_state,
-        "logits": model(**text).logits,
-        "greedy": model.generate(**text, max_new_tokens=6, min_new_tokens=6, do_sample=False),
-        "direct": model(**inputs).logits,
-    }
-    with model.base_language_model():
-        outputs["base"] = model(inputs["input_ids"]).logits
-outputs["trains"] = torch.tensor([parameter.requires_grad for _, parameter in sorted(model.named_parameters())])
-save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, outputs_file)
-model.save_pretrained(target)
+for source, target, inputs_file, outputs_file, attention in json.load(open(sys.argv[1])):
+    inputs = load_file(inputs_file)
+    settings = {"trust_remote_code": True, "attn_implementation": attention}
+    config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+    backbone = AutoModel.from_pretrained(source, **settings)
+    model = AutoModelForCausalLM.from_pretrained(source, **settings)
+    for thing in (config, backbone, model):
+        assert type(thing).__module__.startswith("transformers_modules."), type(thing)
+    with torch.no_grad():
+        memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
+        memory.save(outputs_file + ".memory")
+        memory = type(memory).load(outputs_file + ".memory", model_id=model.model_id)
+        text = {"input_ids": inputs["input_ids"], "memory": memory}
+        outputs = {
+            "slots": memory.embeddings,
+            "states": backbone(**text).last_hidden_state,
+            "logits": model(**text).logits,
+            "greedy": model.generate(**text, max_new_tokens=6, min_new_tokens=6, do_sample=False),
+            "direct": model(**inputs).logits,
+        }
+        with model.base_language_model():
+            outputs["base"] = model(inputs["input_ids"]).logits
+    outputs["trains"] = torch.tensor([parameter.requires_grad for _, parameter in sorted(model.named_parameters())])
+    save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, outputs_file)
+    model.save_pretrained(target)
 """
 
 
@@ -71,29 +72,34 @@ def clean_python(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_clean(clean_python, tmp_path):
-    """`run_clean(source, target, inputs, attention)`: load `source` there, return the outputs, save to `target`."""
+    """`run_clean(round, jobs, inputs)`: load each `(source, target, attention)` there; the outputs of all of them."""
 
-    def run(source, target, inputs, attention):
-        elsewhere = tmp_path / f"elsewhere-{target.name}"
+    def run(number, jobs, inputs):
+        elsewhere = tmp_path / f"elsewhere-{number}"
         elsewhere.mkdir()
         save_file(inputs, elsewhere / "inputs.safetensors")
+        results = [elsewhere / f"outputs-{i}.safetensors" for i in range(len(jobs))]
+        lines = [
+            [str(source), str(target), str(elsewhere / "inputs.safetensors"), str(result), attention]
+            for (source, target, attention), result in zip(jobs, results, strict=True)
+        ]
+        (elsewhere / "jobs.json").write_text(json.dumps(lines))
         environment = {
             "HF_HOME": str(elsewhere / "empty"),
             "HF_HUB_OFFLINE": "1",
             "PATH": os.environ.get("PATH", ""),
             "OMP_NUM_THREADS": "1",
         }
-        arguments = [source, target, elsewhere / "inputs.safetensors", elsewhere / "outputs.safetensors", attention]
         done = subprocess.run(
-            [clean_python, "-I", "-c", SCRIPT, *map(str, arguments)],
+            [clean_python, "-I", "-c", SCRIPT, elsewhere / "jobs.json"],
             cwd=elsewhere,
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
-        return load_file(elsewhere / "outputs.safetensors")
+        return [load_file(result) for result in results]
 
     return run
 
@@ -125,10 +131,10 @@ def outputs_here(model, inputs):
     return outputs
 
 
-def assert_same_outputs(found, expected):
+def assert_same_outputs(found, expected, case):
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=f"{case}: {name}")
 
 
 def files(folder):
@@ -136,27 +142,23 @@ def files(folder):
 
 
 @pytest.mark.slow
-def test_a_folder_loads_without_this_package_and_saves_again(backbone_case, inputs, run_clean, tmp_path):
-    model = backbone_case.build(task_token_ids={"[AE]": 128})
-    folders = [tmp_path / name for name in ("first", "second", "third")]
-    model.save_pretrained(folders[0])
-    expected = outputs_here(model, inputs)
-    assert_same_outputs(run_clean(folders[0], folders[1], inputs, backbone_case.attention), expected)
-    assert files(folders[1]) == files(folders[0])
-    # The folder saved by remote code loads in the same way, and in this process.
-    assert_same_outputs(run_clean(folders[1], folders[2], inputs, backbone_case.attention), expected)
-    assert files(folders[2]) == files(folders[0])
-    here = AutoModelForCausalLM.from_pretrained(folders[2], attn_implementation=backbone_case.attention)
-    assert_same_outputs(outputs_here(here, inputs), expected)
-
-
-@pytest.mark.slow
-def test_every_setting_loads_without_this_package(variant_case, inputs, run_clean, tmp_path):
-    model = variant_case.model
-    model.save_pretrained(tmp_path / "first")
-    found = run_clean(tmp_path / "first", tmp_path / "second", inputs, "sdpa")
-    assert_same_outputs(found, outputs_here(model, inputs))
-    assert files(tmp_path / "second") == files(tmp_path / "first")
+def test_folders_load_without_this_package_save_again_and_load_again(method_case, inputs, run_clean, tmp_path):
+    """Every base and every hard setting of a method, two rounds, each in a process of its own."""
+    cases = method_case.all_of_its_method
+    folders = [[tmp_path / name / str(case) for case in cases] for name in ("first", "second", "third")]
+    expected = []
+    for case, folder in zip(cases, folders[0], strict=True):
+        case.model.save_pretrained(folder)
+        expected.append(outputs_here(case.model, inputs))
+    attentions = [case.attention for case in cases]
+    for number, (sources, targets) in enumerate(itertools.pairwise(folders)):
+        found = run_clean(number, list(zip(sources, targets, attentions, strict=True)), inputs)
+        for one, other, case, first, target in zip(found, expected, cases, folders[0], targets, strict=True):
+            assert_same_outputs(one, other, case)
+            assert files(target) == files(first), case
+    for case, folder, other in zip(cases, folders[2], expected, strict=True):
+        here = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=case.attention)
+        assert_same_outputs(outputs_here(here, inputs), other, case)
 
 
 @pytest.mark.slow
@@ -164,8 +166,8 @@ def test_a_merged_model_loads_without_this_package(method_case, inputs, run_clea
     model = method_case.build()
     model.merge_adapters()
     model.save_pretrained(tmp_path / "first")
-    found = run_clean(tmp_path / "first", tmp_path / "second", inputs, "sdpa")
-    assert_same_outputs(found, outputs_here(model, inputs))
+    found = run_clean(0, [(tmp_path / "first", tmp_path / "second", "sdpa")], inputs)
+    assert_same_outputs(found[0], outputs_here(model, inputs), method_case)
 
 
 @pytest.fixture

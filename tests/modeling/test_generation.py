@@ -38,8 +38,13 @@ def greedy_by_hand(model, texts, num_tokens):
 @torch.no_grad()
 def test_every_way_to_generate_greedily_gives_the_same_ids(case, texts):
     expected = greedy_by_hand(case.model, texts, NEW_TOKENS)
-    for settings in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+    for settings in ({}, {"cache_implementation": "static"}):
         assert case.model.generate(**texts, **GREEDY, **settings).tolist() == expected.tolist(), settings
+
+
+def test_generation_without_a_cache_gives_the_same_ids(method_case, texts):
+    expected = method_case.model.generate(**texts, **GREEDY)
+    assert method_case.model.generate(**texts, **GREEDY, use_cache=False).equal(expected)
 
 
 @torch.no_grad()
@@ -113,8 +118,8 @@ def test_beams_read_their_own_rows_memory(backbone_case, texts):
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 1}, {"num_beams": 3}], ids=["samples", "sampling_beams"])
-def test_several_sequences_for_each_question(variant_case, texts, settings):
-    model = variant_case.model
+def test_several_sequences_for_each_question(method_case, texts, settings):
+    model = method_case.model
     settings = {**settings, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": True, "num_return_sequences": 2}
     torch.manual_seed(3)
     first = model.generate(**texts, **settings)

@@ -63,10 +63,10 @@ def test_a_loaded_model_is_the_saved_one(case, inputs, tmp_path):
 
 
 @torch.no_grad()
-def test_one_checkpoint_serves_the_backbone_too(variant_case, inputs, tmp_path):
-    model = variant_case.model
+def test_one_checkpoint_serves_the_backbone_too(method_case, inputs, tmp_path):
+    model = method_case.model
     model.save_pretrained(tmp_path)
-    backbone = variant_case.method.model_class.from_pretrained(tmp_path)
+    backbone = method_case.method.model_class.from_pretrained(tmp_path)
     assert backbone(**inputs).last_hidden_state.equal(model.model(**inputs).last_hidden_state)
     assert trainable(backbone) == trainable(model, "model.")
     memory = backbone.compress(inputs["context_input_ids"])
@@ -74,18 +74,16 @@ def test_one_checkpoint_serves_the_backbone_too(variant_case, inputs, tmp_path):
 
 
 @torch.no_grad()
-def test_a_loaded_model_saves_and_loads_again(backbone_case, inputs, tmp_path):
-    model = backbone_case.model
+def test_a_loaded_model_saves_and_loads_again(method_case, inputs, tmp_path):
+    model = method_case.model
     folders = [tmp_path / str(i) for i in range(3)]
     model.save_pretrained(folders[0])
     for source, target in itertools.pairwise(folders):
-        backbone_case.method.causal_lm_class.from_pretrained(source).save_pretrained(target)
+        method_case.method.causal_lm_class.from_pretrained(source).save_pretrained(target)
     assert sorted(path.name for path in folders[2].iterdir()) == sorted(path.name for path in folders[0].iterdir())
     for path in folders[0].iterdir():
         assert (folders[2] / path.name).read_bytes() == path.read_bytes(), path.name
-    loaded = backbone_case.method.causal_lm_class.from_pretrained(
-        folders[2], attn_implementation=backbone_case.attention
-    )
+    loaded = method_case.method.causal_lm_class.from_pretrained(folders[2], attn_implementation=method_case.attention)
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 

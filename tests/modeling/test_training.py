@@ -213,7 +213,7 @@ def test_a_loss_falls_under_plain_training(backbone_case, batch):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
 
 

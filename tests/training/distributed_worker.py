@@ -2,8 +2,8 @@
 
     distributed_worker.py ddp|fsdp RUNS.json
 
-RUNS.json holds one list of arguments for each run. "fsdp" is for processes without a GPU: accelerate looks for its FSDP
-settings on accelerators only, while FSDP2 itself works over gloo, so accelerate is told that the two are GPUs.
+RUNS.json holds one list of arguments for each run. "fsdp" is for processes without a GPU: accelerate looks for its
+FSDP settings on accelerators only, while FSDP2 itself works over gloo, so accelerate is told that the two are GPUs.
 """
 
 import json

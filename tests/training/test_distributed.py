@@ -29,7 +29,7 @@ RUNS = {
     "compression_random": {"objective": "compression", "ratio_mode": "random"},
     "compression_accumulated": {"objective": "compression", "gradient_accumulation_steps": 2},
     "compression_checkpointed": {"objective": "compression", "gradient_checkpointing": True},
-    "distillation_all": {"objective": "distillation", "ratio_mode": "all", "learning_rate": 20.0},
+    "distillation_all": {"objective": "distillation", "ratio_mode": "all", "learning_rate": 2.0},
     "distillation_teacher": {"objective": "distillation", "teacher": "TEACHER", "learning_rate": 1.0},
     "teacher": {"objective": "teacher"},
 }
@@ -95,30 +95,32 @@ def run_worker(wrapper: str, configuration: str, runs: list[list[str]], folder: 
     launch(configuration, str(WORKER), wrapper, str(file))
 
 
-def assert_same_weights(found: Path, expected: Path, start: dict[str, torch.Tensor]) -> None:
+def assert_same_weights(found: Path, expected: Path) -> None:
     first, second = (load_file(folder / "model.safetensors") for folder in (found, expected))
-    assert set(first) == set(second) == set(start)
+    assert set(first) == set(second)
     for name, weight in first.items():
-        torch.testing.assert_close(weight, second[name], rtol=0, atol=1e-5, msg=name)
-    moved = [(second[name] - weight).abs().max().item() for name, weight in start.items()]
-    assert max(moved) > 1e-3
+        torch.testing.assert_close(weight, second[name], rtol=0, atol=1e-5, msg=f"{found.name}: {name}")
 
 
-def start_weights(base_folder: Path, recipe: str, folder: Path) -> dict[str, torch.Tensor]:
-    main([recipe, "--max_steps", "1", "--learning_rate", "0", "--output_dir", str(folder)])
-    return load_file(folder / "model.safetensors")
+def assert_adapters_moved(folder: Path) -> None:
+    """Every B starts at zero; both adapters', so that a gradient reached the encoder as well as the decoder."""
+    weights = load_file(folder / "model.safetensors")
+    for adapter in ("encoder", "decoder"):
+        moved = [weight.abs().max().item() for name, weight in weights.items() if f".lora_B.{adapter}." in name]
+        assert max(moved) > 1e-3, f"{folder.name}: {adapter}"
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_weights_of_one(write_recipe, base_folder, tmp_path):
+def test_two_processes_give_the_weights_of_one(write_recipe, tmp_path):
     recipes = {name: write_recipe(name, **fields) for name, fields in RUNS.items()}
     runs = [[recipe, "--output_dir", str(tmp_path / "two" / name)] for name, recipe in recipes.items()]
     run_worker("ddp", "two_cpu_processes", runs, tmp_path)
     for name, recipe in recipes.items():
         whole = [recipe, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one" / name)]
         main(whole)
-        start = start_weights(base_folder, recipe, tmp_path / "start" / name)
-        assert_same_weights(tmp_path / "two" / name, tmp_path / "one" / name, start)
+        assert_same_weights(tmp_path / "two" / name, tmp_path / "one" / name)
+        if name != "teacher":
+            assert_adapters_moved(tmp_path / "one" / name)
         logs = [json.loads((tmp_path / n / name / "training_summary.json").read_text())["log"] for n in ("one", "two")]
         for entry, other in zip(*logs, strict=True):
             for field in ("num_context_tokens", "num_cut_tokens", "num_tokens"):
@@ -141,12 +143,15 @@ def test_train_module_runs_under_accelerate_launch(write_recipe, tmp_path):
     launch("two_cpu_processes", *module, "--output_dir", str(tmp_path / "two"))
     # The same rows in a step: two batches in two processes, or two in a row.
     main([recipe, "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one")])
-    start = start_weights(tmp_path, recipe, tmp_path / "start")
-    assert_same_weights(tmp_path / "two", tmp_path / "one", start)
+    assert_same_weights(tmp_path / "two", tmp_path / "one")
+    losses = [
+        entry["loss"] for entry in json.loads((tmp_path / "two" / "training_summary.json").read_text())["log"][:3]
+    ]
+    assert losses[2] < losses[0] - 0.01
 
 
 @pytest.mark.slow
-def test_fsdp2_trains_saves_and_resumes(write_recipe, base_folder, tmp_path):
+def test_fsdp2_trains_saves_and_resumes(write_recipe, tmp_path):
     evaluation = {
         "eval_sources": [{**QUESTIONS, "split": "test"}],
         "num_eval_examples": 4,
@@ -155,7 +160,7 @@ def test_fsdp2_trains_saves_and_resumes(write_recipe, base_folder, tmp_path):
         "eval_steps": 1,
     }
     compression = write_recipe("compression", objective="compression", max_steps=2, **evaluation)
-    distillation = write_recipe("distillation", objective="distillation", max_steps=2, learning_rate=20.0)
+    distillation = write_recipe("distillation", objective="distillation", max_steps=2, learning_rate=2.0)
     saving = write_recipe(
         "saving", objective="compression", optim="adamw_torch", learning_rate=1e-2, save_strategy="steps", save_steps=2
     )
@@ -169,8 +174,9 @@ def test_fsdp2_trains_saves_and_resumes(write_recipe, base_folder, tmp_path):
     run_worker("fsdp", "fsdp2", runs, tmp_path)
     for name, recipe in (("compression", compression), ("distillation", distillation)):
         main([recipe, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one" / name)])
-        start = start_weights(base_folder, recipe, tmp_path / "start" / name)
-        assert_same_weights(tmp_path / "two" / name, tmp_path / "one" / name, start)
+        assert_same_weights(tmp_path / "two" / name, tmp_path / "one" / name)
+        if name != "teacher":
+            assert_adapters_moved(tmp_path / "one" / name)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("kept", "resumed"))
     for name, weight in first.items():
         torch.testing.assert_close(weight, second[name], rtol=0, atol=1e-6, msg=name)

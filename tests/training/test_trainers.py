@@ -129,7 +129,7 @@ def test_training_moves_exactly_the_trainable_parameters(make_trainer, dataset, 
     part = "loss_ratio_{}" if mode == "compressed" else "kl_per_token_ratio_{}"
     assert all(part.format(ratio) in logs[-1] for ratio in (2, 4))
     used = [dataset[index] for index in range(4 * 2 * 2)]
-    assert logs[-1]["num_context_tokens"] == sum(len(example["context_ids"]) for example in used)
+    assert logs[-1]["num_context_tokens"] == sum(1 + len(example["context_ids"]) for example in used)  # BOS
     assert logs[-1]["num_cut_tokens"] == sum(example["num_cut"] for example in used)
 
 
