@@ -82,10 +82,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--base", default=str(BASE), metavar="FOLDER", help="the base language model (default: checkpoints/base)")
     add("--steps", type=positive_int, default=200, metavar="N", help="optimizer steps (default: 200)")
     add("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per step (default: 8)")
-    add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon, for matrices; AdamW for all else")
-    add("--muon-learning-rate", type=float, default=0.02, metavar="X", help="default: 0.02")
-    add("--learning-rate", type=float, default=1e-3, metavar="X", help="AdamW's (default: 1e-3)")
-    add("--context-tokens", type=positive_int, default=192, metavar="N", help="longest context (default: 192)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
+    add("--muon-learning-rate", type=float, default=0.004, metavar="X", help="for matrices, with muon (default: 0.004)")
+    add("--learning-rate", type=float, default=2e-3, metavar="X", help="AdamW's (default: 2e-3)")
+    add("--context-tokens", type=positive_int, default=144, metavar="N", help="longest context (default: 144)")
     add(
         "--eval-samples",
         type=positive_int,

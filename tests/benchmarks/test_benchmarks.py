@@ -251,7 +251,7 @@ def test_small_scale_goes_on_where_it_stopped_and_keeps_to_one_budget(
     assert [run["seed"] for run in both] == [0, 1]
     finished = output.read_bytes()
     assert main(small_scale_arguments(base, output, "--seeds", "2", "--context-tokens", "100")) == 1
-    assert "'context_tokens': (192, 100)" in capsys.readouterr().err
+    assert "'context_tokens': (144, 100)" in capsys.readouterr().err
     assert output.read_bytes() == finished
 
 
