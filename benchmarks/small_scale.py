@@ -83,7 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=positive_int, default=200, metavar="N", help="optimizer steps (default: 200)")
     add("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per step (default: 8)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
-    add("--muon-learning-rate", type=float, default=0.004, metavar="X", help="for matrices, with muon (default: 0.004)")
+    add(
+        "--muon-learning-rate", type=float, default=0.004, metavar="X", help="for matrices, with muon (default: 0.004)"
+    )
     add("--learning-rate", type=float, default=2e-3, metavar="X", help="AdamW's (default: 2e-3)")
     add("--context-tokens", type=positive_int, default=144, metavar="N", help="longest context (default: 144)")
     add(

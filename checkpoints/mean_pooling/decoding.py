@@ -1,0 +1,205 @@
+"""Slots and text through the decoder's backbone, on the first pass and on every later one with a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from .adapters import DECODER
+from .compressed_context import CompressedContext
+from .inputs import check_keywords, check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
+from .splicing import SplicedSequence, splice, text_positions
+
+
+class DecodingMixin:
+    """`forward` of every compressor's backbone."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        ratio: int | Tensor | None = None,
+        use_cache: bool | None = None,
+        text_position_offset: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        r"""
+        Read slots and text.
+
+        Args:
+            input_ids: Text `(batch_size, num_text_tokens)`: task token or BOS, question, answer.
+            attention_mask: `(batch_size, num_text_tokens)`; pads may stand on either side. With a cache it covers the
+                text in the cache, too.
+            position_ids: `(batch_size, num_text_tokens)`, counted within the text; pads do not count.
+            past_key_values: A cache; a non-empty one already holds the slots.
+            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
+            context_attention_mask: Their mask.
+            memory: Contexts that are already compressed; one row serves any number of texts.
+            ratio: Ratio for `context_input_ids`, as in `compress`.
+            use_cache: Whether to return the cache; as the configuration says if not given.
+            text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
+                text's task token if not given.
+            kwargs: Handed to the language model.
+
+        Returns:
+            `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
+
+        Raises:
+            ValueError: context and memory together, a text row without tokens, unknown token ids, a mask of the wrong
+                shape, or a memory of another model, width or batch size.
+        """
+        if context_input_ids is not None and memory is not None:
+            raise ValueError("give either `context_input_ids` or `memory`, not both")
+        if input_ids is None:
+            raise ValueError(
+                "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
+            )
+        check_keywords(kwargs)
+        if context_input_ids is not None:
+            memory = self._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
+        cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        if memory is not None and not cached:
+            if context_input_ids is None:
+                check_memory_ratio(memory, ratio)
+            memory = check_memory(memory, self, input_ids)
+        if cached:
+            inputs = self._next_inputs(input_ids, attention_mask, position_ids, memory, text_position_offset, cached)
+            sequence = None
+        else:
+            inputs, sequence = self._first_inputs(
+                input_ids, attention_mask, position_ids, memory, text_position_offset
+            )
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        return_dict = kwargs.pop("return_dict", None)
+        with self._adapter(self.language_model, DECODER):
+            outputs = self.language_model(**inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        if sequence is not None:
+            outputs.last_hidden_state = sequence.text_states(outputs.last_hidden_state)
+            if outputs.hidden_states is not None:
+                outputs.hidden_states = tuple(sequence.text_states(states) for states in outputs.hidden_states)
+        return outputs if return_dict in (None, True) else outputs.to_tuple()
+
+    def _first_inputs(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        memory: CompressedContext | None,
+        offset: Tensor | None,
+    ) -> tuple[dict[str, Tensor], SplicedSequence]:
+        """Slots and text as one sequence for the language model."""
+        text_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
+        check_text(text_mask)
+        config = self.config
+        input_ids = check_token_ids("input_ids", input_ids, text_mask, config.vocab_size, config.task_token_ids)
+        positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
+        embeddings = self._embed_text(input_ids)
+        if memory is None:
+            sequence = splice(text_mask[:, :0], text_mask)
+            return self._arranged(sequence, embeddings, positions), sequence
+        if offset is None:
+            offset = self.text_position_offset(memory, input_ids, text_mask)
+        moves_first = self._bos_that_moves(input_ids, text_mask, positions)
+        memory_positions = memory.position_ids
+        text_offset = offset[:, None].expand_as(positions)
+        if moves_first is not None:
+            text_offset = text_offset * ~moves_first
+            if self.config.position_layout != "enhanced":
+                memory_positions = memory_positions + moves_first.any(dim=1, keepdim=True).long()
+        sequence = splice(memory.attention_mask, text_mask, moves_first)
+        joined = torch.cat([memory.embeddings.to(embeddings.dtype), embeddings], dim=1)
+        return self._arranged(
+            sequence, joined, torch.cat([memory_positions, positions + text_offset], dim=1)
+        ), sequence
+
+    @staticmethod
+    def _arranged(sequence: SplicedSequence, embeddings: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        return {
+            "inputs_embeds": sequence.arrange(embeddings),
+            "attention_mask": sequence.attention_mask,
+            "position_ids": sequence.arrange(positions) * sequence.attention_mask,
+        }
+
+    def _next_inputs(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        memory: CompressedContext | None,
+        offset: Tensor | None,
+        cached: int,
+    ) -> dict[str, Tensor]:
+        """Text that follows what is in the cache: slots, then the text so far."""
+        shape = (
+            input_ids.shape[0],
+            cached + input_ids.shape[1] - (0 if memory is None else memory.attention_mask.shape[1]),
+        )
+        if attention_mask is None:
+            # `generate` drops a mask of ones.
+            attention_mask = torch.ones(shape, dtype=torch.long, device=input_ids.device)
+        if tuple(attention_mask.shape) != shape:
+            raise ValueError(
+                "with a cache, `attention_mask` must cover the text in the cache and the new text, "
+                f"(batch_size, num_text_tokens) = {shape}, got {tuple(attention_mask.shape)}"
+            )
+        text_mask = (attention_mask != 0).long()
+        if position_ids is None:
+            position_ids = text_positions(text_mask)[:, -input_ids.shape[1] :]
+        if memory is not None:
+            if offset is None:
+                raise ValueError("with a cache, `text_position_offset` must say where the text starts; see `generate`")
+            position_ids = position_ids + offset[:, None]
+            # The cache holds a row's pads in front, so only their number matters.
+            text_mask = torch.cat([memory.attention_mask, text_mask], dim=1)
+        return {
+            "inputs_embeds": self._embed_text(input_ids),
+            "attention_mask": text_mask.sort(dim=1).values,
+            "position_ids": position_ids,
+        }
+
+    def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
+        """Position of each row's first text token (EPL, Tables 2, 3 and 13 to 15).
+
+        Args:
+            memory: the slots in front of the text.
+            input_ids: `(batch_size, num_text_tokens)`; under the enhanced layout its first token tells the task.
+            text_mask: `(batch_size, num_text_tokens)`, or `None` for all ones.
+
+        Returns:
+            `(batch_size,)`: the number of slots; under the enhanced layout 0 for a reconstruction, which starts with
+            [AE], and the number of context tokens for everything else.
+        """
+        if memory.position_layout != "enhanced":
+            return memory.num_slots
+        autoencoding = self.config.task_token_ids.get("[AE]")
+        if autoencoding is None:
+            return memory.num_context_tokens
+        first = torch.zeros_like(memory.num_slots) if text_mask is None else text_mask.argmax(dim=1)
+        starts_with_ae = input_ids.gather(1, first[:, None])[:, 0] == autoencoding
+        return memory.num_context_tokens * ~starts_with_ae
+
+    def _bos_that_moves(self, input_ids: Tensor, text_mask: Tensor, positions: Tensor) -> Tensor | None:
+        bos = self.config.bos_token_id
+        if not self.config.bos_before_slots or bos is None:
+            return None
+        is_first = (text_mask.cumsum(dim=1) == 1) & text_mask.bool()
+        return is_first & (input_ids == bos)
+
+    def _embed_text(self, input_ids: Tensor) -> Tensor:
+        table = self.get_input_embeddings()
+        if self.task_embeddings is None:
+            return table(input_ids)
+        embeddings = table(input_ids.clamp(max=self.config.vocab_size - 1))
+        for row, task_id in enumerate(self.config.task_token_ids.values()):
+            task = self.task_embeddings[row].to(embeddings.dtype)
+            embeddings = torch.where((input_ids == task_id)[:, :, None], task, embeddings)
+        return embeddings

@@ -1,0 +1,109 @@
+"""`generate` with a memory: the context is compressed once, and its slots stand in the cache in front of the text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compressed_context import CompressedContext
+from .inputs import check_mask, check_memory, check_text
+from .splicing import left_padded
+
+
+class MemoryGenerationMixin:
+    """The overrides of `GenerationMixin` that a memory needs; everything else is the library's."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        ratio: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate text after slots and a question.
+
+        Args:
+            inputs: The question, `(batch_size, num_text_tokens)`; also accepted as `input_ids`.
+            input_ids: The same.
+            attention_mask: Its mask; pads may stand on either side, and right padding becomes left padding.
+            memory: A compressed context; one row serves any number of questions.
+            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
+            context_attention_mask: Their mask.
+            ratio: Ratio for them, as in `compress`.
+            kwargs: Arguments of `transformers.GenerationMixin.generate`.
+
+        Returns:
+            As `GenerationMixin.generate`: question and new tokens; slots never appear.
+
+        Raises:
+            ValueError: no question, one without tokens, context and memory together, or a filled cache with either
+                of them; see also `compress`.
+        """
+        question = inputs if input_ids is None else input_ids
+        if question is None:
+            raise ValueError("`input_ids` are needed: the question, or at least one token such as BOS")
+        if inputs is not None and input_ids is not None:
+            raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
+        if context_input_ids is not None and memory is not None:
+            raise ValueError("give either `context_input_ids` or `memory`, not both")
+        if attention_mask is not None:
+            attention_mask = check_mask("attention_mask", attention_mask, "input_ids", question)
+            check_text(attention_mask)
+            question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
+        if context_input_ids is not None:
+            memory = self.model._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
+        if memory is not None:
+            cache = kwargs.get("past_key_values")
+            if cache is not None and cache.get_seq_length():
+                # The library would cut the question by the cache's length, which counts the slots.
+                raise ValueError("`past_key_values` must be empty when `generate` starts with a memory or a context")
+            memory = check_memory(memory, self.model, question)
+            kwargs["memory"] = memory
+            kwargs["text_position_offset"] = self.model.text_position_offset(memory, question, attention_mask)
+        # Some tokenizers add it; the decoder has no use for it.
+        kwargs.pop("token_type_ids", None)
+        return super().generate(question, attention_mask=attention_mask, **kwargs)
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        memory = model_kwargs.get("memory")
+        if memory is not None and expand_size > 1:
+            model_kwargs["memory"] = memory.repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+        )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        memory = model_kwargs.get("memory")
+        slots = 0 if memory is None else memory.attention_mask.shape[1]
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + slots
+        )
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # With its cache hidden, the library leaves the mask two-dimensional; `forward` puts the slots' mask in front.
+        model_inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=None, **kwargs)
+        model_inputs["past_key_values"] = past_key_values
+        return model_inputs

@@ -1,0 +1,185 @@
+"""Checks of what users hand in: each error names the value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .compressed_context import CompressedContext
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_OWN_KEYWORDS = ("context_input_ids", "context_attention_mask", "memory", "ratio", "text_position_offset")
+
+
+def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Tensor:
+    """The mask of `ids` as a LongTensor of ones and zeros; all ones where none is given.
+
+    Raises:
+        TypeError: the ids are not an integer tensor.
+        ValueError: the ids are not two-dimensional, or the mask has another shape.
+    """
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"`{ids_name}` must be a tensor of integer token ids, got {getattr(ids, 'dtype', type(ids))}")
+    if ids.dim() != 2:
+        raise ValueError(f"`{ids_name}` must have shape (batch_size, num_tokens), got {tuple(ids.shape)}")
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.long)
+    if tuple(mask.shape) != tuple(ids.shape):
+        raise ValueError(f"`{name}` must have the shape of `{ids_name}`, {tuple(ids.shape)}, got {tuple(mask.shape)}")
+    return (mask != 0).to(device=ids.device, dtype=torch.long)
+
+
+def check_token_ids(
+    name: str, ids: Tensor, mask: Tensor, vocab_size: int, task_token_ids: Mapping[str, int]
+) -> Tensor:
+    """Every real id must be in the vocabulary, or one of the method's own task tokens.
+
+    Returns:
+        The ids with 0 at pads: a tokenizer's pad id may lie outside the model's table.
+
+    Raises:
+        ValueError: with the first id that is not.
+    """
+    unknown = ((ids < 0) | (ids >= vocab_size)) & mask.bool()
+    for task_id in task_token_ids.values():
+        unknown = unknown & (ids != task_id)
+    if bool(unknown.any()):
+        found = int(ids[unknown][0])
+        also = f" or one of the task tokens {dict(task_token_ids)}" if task_token_ids else ""
+        raise ValueError(
+            f"`{name}` has the token id {found}, which is outside the vocabulary of {vocab_size} tokens{also}; is the "
+            "tokenizer the one of this checkpoint?"
+        )
+    return ids.masked_fill(mask == 0, 0)
+
+
+def check_ratios(
+    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool
+) -> list[int | Tensor]:
+    """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one.
+
+    Raises:
+        TypeError: a ratio that is neither an int nor an integer tensor.
+        ValueError: no ratio, one below 1, one that the checkpoint was not trained for, or a tensor of another shape.
+    """
+    if not ratios:
+        raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {list(trained)}")
+    return [_check_ratio(ratio, trained, input_ids, allow_untrained) for ratio in ratios]
+
+
+def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> int | Tensor:
+    if ratio is None:
+        return trained[0]
+    if isinstance(ratio, Tensor) and ratio.dim() == 0:
+        ratio = ratio.item()
+    if isinstance(ratio, Tensor):
+        if ratio.is_floating_point() or ratio.dtype == torch.bool:
+            raise TypeError(f"`ratio` must hold ints, got a tensor of {ratio.dtype}")
+        if tuple(ratio.shape) != (input_ids.shape[0],):
+            raise ValueError(
+                f"`ratio` must be an int or have one value for each of the {input_ids.shape[0]} rows, got shape "
+                f"{tuple(ratio.shape)}"
+            )
+        ratio = ratio.to(device=input_ids.device, dtype=torch.long)
+        values = set(ratio.tolist())
+    elif isinstance(ratio, bool) or not isinstance(ratio, int):
+        raise TypeError(f"`ratio` must be an int, a LongTensor or a list of ints, got {ratio!r}")
+    else:
+        values = {ratio}
+    for value in sorted(values):
+        if value < 1:
+            raise ValueError(f"`ratio` must be at least 1, got {value}")
+        if value not in trained and not allow_untrained:
+            raise ValueError(
+                f"this checkpoint was not trained for the ratio {value}; it has {list(trained)} "
+                "(compress(..., allow_untrained_ratio=True) goes on nevertheless)"
+            )
+    return ratio
+
+
+def check_context_length(encoder_config: PreTrainedConfig, num_positions: int, chunk_size: int | None) -> None:
+    """A context, or chunk, must fit into the encoder's positions.
+
+    Raises:
+        ValueError: with both lengths.
+    """
+    limit = getattr(encoder_config, "max_position_embeddings", None)
+    if limit is not None and num_positions > limit:
+        hint = "set `chunk_size` in the configuration, or cut the context" if chunk_size is None else "cut the context"
+        raise ValueError(
+            f"the context needs {num_positions} positions, the encoder has {limit} (max_position_embeddings): {hint}"
+        )
+
+
+def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> CompressedContext:
+    """The memory, one row for each text row, on the model's device and of its dtype.
+
+    Args:
+        memory: what `compress` or `CompressedContext.load` returned.
+        model: the compressor's backbone.
+        input_ids: the texts `(batch_size, num_text_tokens)`.
+
+    Raises:
+        TypeError: it is no `CompressedContext`.
+        ValueError: it comes from another model, has another width or carrier, another number of rows, or values that
+            the model's floating-point type cannot hold.
+    """
+    if not isinstance(memory, CompressedContext) and type(memory).__name__ != "CompressedContext":
+        raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
+    if memory.carrier != "embeddings":
+        raise ValueError(f"`memory` holds {memory.carrier}, {type(model).__name__} reads embeddings")
+    width = model.config.hidden_size
+    if memory.embeddings.shape[-1] != width:
+        raise ValueError(f"`memory` has slots of width {memory.embeddings.shape[-1]}, the decoder reads width {width}")
+    # While a model trains, its fingerprint changes with every step, and memories of it carry none.
+    if memory.model_id and not model.training and memory.model_id != model.model_id:
+        raise ValueError(f"`memory` was made by the model {memory.model_id}, not by this one, {model.model_id}")
+    if memory.batch_size == 1 and input_ids.shape[0] > 1:
+        memory = memory.repeat_interleave(input_ids.shape[0])
+    if memory.batch_size != input_ids.shape[0]:
+        raise ValueError(f"`memory` has {memory.batch_size} rows, `input_ids` has {input_ids.shape[0]}")
+    # Checks that no value is beyond what the model's type can hold.
+    return memory.to(device=input_ids.device, dtype=model.dtype)
+
+
+def check_memory_ratio(memory: CompressedContext, ratio: Any) -> None:
+    """A ratio given beside a memory must be the memory's own: nothing is compressed again.
+
+    Raises:
+        ValueError: with both ratios.
+    """
+    if ratio is None or not isinstance(memory, CompressedContext):
+        return
+    own, asked = torch.as_tensor(memory.ratio).cpu(), torch.as_tensor(ratio).cpu()
+    if not bool((own == asked).all()):
+        raise ValueError(f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out")
+
+
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Refuse keywords that are nearly one of a compressor's own: the language model would swallow them.
+
+    Raises:
+        TypeError: with the nearest right name.
+    """
+    for name in keywords:
+        nearest = difflib.get_close_matches(name, _OWN_KEYWORDS, n=1, cutoff=0.8)
+        if nearest:
+            raise TypeError(f"unexpected argument {name!r}; did you mean {nearest[0]!r}?")
+
+
+def check_text(mask: Tensor) -> None:
+    """Every row of the text must have a token.
+
+    Raises:
+        ValueError: with the first empty row.
+    """
+    empty = mask.sum(dim=1) == 0
+    if mask.shape[1] == 0 or bool(empty.any()):
+        row = int(empty.nonzero()[0]) if mask.shape[0] else 0
+        raise ValueError(f"`input_ids` has no token in row {row}: the text needs at least one token, such as BOS")

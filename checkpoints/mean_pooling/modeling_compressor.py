@@ -1,0 +1,413 @@
+"""The base of every compressor: context in, slots out, and a decoder that reads slots and text as one sequence."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
+
+from .configuration_compressor import CompressorConfig
+from .adapters import DECODER, ENCODER, CheckpointWithAdapters, inject_lora, merge_lora, use_adapter
+from .checkpoints import CheckpointMixin, fingerprint
+from .chunking import cut, join, memory_position_ids
+from .compressed_context import CompressedContext
+from .decoding import DecodingMixin
+from .generation import MemoryGenerationMixin
+from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
+
+logger = logging.get_logger(__name__)
+
+CHECKED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+
+
+class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
+    """Saving, loading, initialisation and the trainable set of all compressors."""
+
+    config_class = CompressorConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ["lora_A", "lora_B", "task_embeddings"]
+    # What trains unless the configuration says otherwise; a method adds its own parts.
+    method_parameters: tuple[str, ...] = (r"\.lora_[AB]\.(encoder|decoder)\.", r"(^|\.)task_embeddings$")
+
+    def post_init(self) -> None:
+        super().post_init()
+        self.apply_trainable_set()
+        if self.config.trainable_parameters is not None:
+            # What trains is loaded in float32 whatever type the rest is loaded in; the class names its own parts only.
+            names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+            self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the base; what trains is float32 beside it."""
+        return self.get_input_embeddings().weight.dtype
+
+    def apply_trainable_set(self) -> None:
+        """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest.
+
+        Raises:
+            ValueError: a pattern of `config.trainable_parameters` matches no parameter.
+        """
+        chosen = self.config.trainable_parameters
+        patterns = [re.compile(pattern) for pattern in (self.method_parameters if chosen is None else chosen)]
+        matched = set()
+        for name, parameter in self.named_parameters():
+            hits = [pattern.pattern for pattern in patterns if pattern.search(name)]
+            matched.update(hits)
+            parameter.requires_grad_(bool(hits) and parameter.is_floating_point())
+        unused = [] if chosen is None else [pattern for pattern in chosen if pattern not in matched]
+        # The backbone alone has no LM head, so the whole set is only known to the model that has everything.
+        if unused and isinstance(self, CompressorForCausalLM):
+            raise ValueError(f"`trainable_parameters` {unused} match no parameter of {type(self).__name__}")
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=getattr(self.config.decoder_config, "initializer_range", 0.02))
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        if isinstance(module, CompressorModel) and module.task_embeddings is not None:
+            # Facts on EPL: N(mean, std) of the embedding matrix.
+            table = module.get_input_embeddings()
+            weight = table.weight.float() * getattr(table, "scalar_embed_scale", 1.0)
+            noise = torch.randn_like(module.task_embeddings, dtype=torch.float32)
+            init.copy_(module.task_embeddings, weight.mean(dim=0) + noise * weight.std(dim=0))
+
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any):
+        super()._set_gradient_checkpointing(enable, CheckpointWithAdapters(self), **kwargs)
+
+
+class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
+    r"""
+    Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts.
+
+    `forward` returns `last_hidden_state` aligned with `input_ids` (batch_size, num_text_tokens, hidden_size): the
+    slots' states are cut off, so any trainer that runs the backbone and then the LM head works without change.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    # The LM head of a full checkpoint is not part of the backbone.
+    _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
+    # False where no language model encodes: the context may be longer than it has positions.
+    _has_encoder = True
+
+    def __init__(self, config: CompressorConfig):
+        super().__init__(config)
+        dtype = torch.get_default_dtype()
+        for part in (config.decoder_config, config.encoder_config):
+            if part is not None and part.model_type not in CHECKED_ARCHITECTURES:
+                logger.warning_once(
+                    f"{part.model_type!r} is not among the architectures that compressors are tested on, "
+                    f"{list(CHECKED_ARCHITECTURES)}: it may ignore a bidirectional mask, or place slots wrongly"
+                )
+        self.language_model = AutoModel.from_config(config.decoder_config, dtype=dtype)
+        self.encoder_model = None
+        if config.encoder_config is not None:
+            self.encoder_model = AutoModel.from_config(config.encoder_config, dtype=dtype)
+        if config.encoder_lora is not None:
+            inject_lora(self.encoder_backbone, ENCODER, config.encoder_lora)
+        if config.decoder_lora is not None:
+            inject_lora(self.language_model, DECODER, config.decoder_lora)
+        self.task_embeddings = None
+        if config.task_token_ids:
+            self.task_embeddings = nn.Parameter(torch.zeros(len(config.task_token_ids), config.hidden_size))
+        self._adapters_off = False
+        self._fingerprint: tuple[tuple[int, ...], str] | None = None
+
+    @property
+    def encoder_backbone(self) -> PreTrainedModel:
+        """The language model that encodes: its own weights, or the decoder's."""
+        return self.language_model if self.encoder_model is None else self.encoder_model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.language_model.set_input_embeddings(value)
+
+    # --- compression ---
+
+    def encode(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The method itself: slots of every ratio from one pass over the context.
+
+        Args:
+            input_ids: `(num_chunks, num_tokens)`, right-padded.
+            attention_mask: Same shape.
+            position_ids: Same shape.
+            ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`.
+
+        Returns:
+            For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned, and their mask.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
+
+    def encoder_states(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        """Last hidden states of the encoder with its adapter, `(num_chunks, num_tokens, hidden_size)`."""
+        if input_ids.shape[1] == 0:
+            # No backbone runs on a sequence without places.
+            return self.encoder_backbone.get_input_embeddings()(input_ids)
+        with self._adapter(self.encoder_backbone, ENCODER):
+            outputs = self.encoder_backbone(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                use_cache=False,
+                **kwargs,
+            )
+        return outputs.last_hidden_state
+
+    def compress(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ratio: int | Tensor | Sequence[int] | None = None,
+        allow_untrained_ratio: bool = False,
+        **unused: Any,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress contexts into slots.
+
+        Gradients are followed in training mode only, so that compressing a long document keeps no activations.
+
+        Args:
+            input_ids: Token ids `(batch_size, num_tokens)`; no special tokens are added, every id counts.
+            attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not
+                given.
+            ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, or a list of
+                ints, which gives one memory each from a single pass of the encoder. The checkpoint's first if not
+                given.
+            allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
+            unused: Only `token_type_ids`, which some tokenizers add, is accepted and ignored.
+
+        Returns:
+            The memory, or a list of memories if `ratio` is a list.
+
+        Raises:
+            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, or a
+                context longer than the encoder's positions.
+            TypeError: an argument that is not known.
+        """
+        unknown = set(unused) - {"token_type_ids"}
+        if unknown:
+            raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
+            ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
+            memories = self._compress(input_ids, attention_mask, ratios, allow_untrained_ratio)
+        if not self.training:
+            # While a model trains its weights change, and so would the name of its memories.
+            for memory in memories:
+                memory.model_id = self.model_id
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
+
+    def _compress(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        ratios: list,
+        allow_untrained_ratio: bool = False,
+        prefix: str = "",
+    ) -> list[CompressedContext]:
+        config = self.config
+        attention_mask = check_mask(f"{prefix}attention_mask", attention_mask, f"{prefix}input_ids", input_ids)
+        # Task tokens belong to the text: the encoder has no embeddings for them.
+        vocab_size = config.get_encoder_config().vocab_size
+        input_ids = check_token_ids(f"{prefix}input_ids", input_ids, attention_mask, vocab_size, {})
+        ratios = check_ratios(ratios, config.compression_ratios, input_ids, allow_untrained_ratio)
+        num_context_tokens = attention_mask.sum(dim=1)
+        chunks = cut(input_ids, attention_mask, config.chunk_size, config.position_layout)
+        if self._has_encoder and chunks.position_ids.numel():
+            last = int((chunks.position_ids * chunks.attention_mask).max())
+            check_context_length(config.get_encoder_config(), last + 1, config.chunk_size)
+        chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
+        encoded = self.encode(chunks.input_ids, chunks.attention_mask, chunks.position_ids, chunk_ratios)
+        memories = []
+        for ratio, (slots, slot_mask) in zip(ratios, encoded, strict=True):
+            slot_counts = slot_mask.sum(dim=1)
+            slots, slot_mask = join(slots, slot_mask, chunks.chunks_per_row)
+            memories.append(
+                CompressedContext(
+                    embeddings=slots,
+                    attention_mask=slot_mask,
+                    position_ids=memory_position_ids(
+                        slot_mask, chunks, slot_counts, config.position_layout, "embeddings"
+                    ),
+                    num_context_tokens=num_context_tokens,
+                    ratio=ratio,
+                    position_layout=config.position_layout,
+                )
+            )
+        return memories
+
+    # --- adapters ---
+
+    def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
+        return use_adapter(backbone, None if self._adapters_off else name)
+
+    @contextmanager
+    def base_language_model(self) -> Iterator[None]:
+        """Inside this block the adapters are off: without a context, `forward` is the untouched base model's."""
+        before, self._adapters_off = self._adapters_off, True
+        try:
+            yield
+        finally:
+            self._adapters_off = before
+
+    def merge_adapters(self) -> None:
+        """Add the adapters to the weights they sit on, so that inference needs no `peft`.
+
+        A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
+        warning says so.
+        """
+        config = self.config
+        if config.encoder_lora is None and config.decoder_lora is None:
+            return
+        if self._has_encoder and self.encoder_model is None:
+            logger.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
+            self.encoder_model = copy.deepcopy(self.language_model)
+            config.encoder_config = copy.deepcopy(config.decoder_config)
+        if self.encoder_model is not None:
+            merge_lora(self.encoder_model, ENCODER)
+        merge_lora(self.language_model, DECODER)
+        config.encoder_lora = config.decoder_lora = None
+        if config.trainable_parameters is not None:
+            names = [name for name, _ in self.named_parameters(prefix="model")]
+            kept = [p for p in config.trainable_parameters if any(re.search(p, name) for name in names)]
+            config.trainable_parameters = kept or None
+        self.apply_trainable_set()
+
+    # --- identity ---
+
+    @property
+    def model_id(self) -> str:
+        """Method and a fingerprint of the weights: what a memory must match to be read by this model."""
+        # Tensors made in inference mode cannot change, and count no versions.
+        versions = tuple(-1 if p.is_inference() else p._version for p in self.parameters())
+        if self._fingerprint is None or self._fingerprint[0] != versions:
+            self._fingerprint = (versions, f"{self.config.model_type}:{fingerprint(self)}")
+        return self._fingerprint[1]
+
+
+class CompressorForCausalLM(MemoryGenerationMixin, CompressorPreTrainedModel, GenerationMixin):
+    r"""
+    A compressor with the decoder's LM head: training loss and `generate`.
+
+    A method's class only names its backbone in `model_class`.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    model_class: type[CompressorModel] = CompressorModel
+    _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+
+    def __init__(self, config: CompressorConfig):
+        super().__init__(config)
+        self.model = self.model_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorModel.model_id`]."""
+        return self.model.model_id
+
+    def compress(self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any):
+        """Compress contexts into slots; see [`CompressorModel.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+
+    def base_language_model(self) -> AbstractContextManager[None]:
+        """See [`CompressorModel.base_language_model`]."""
+        return self.model.base_language_model()
+
+    def merge_adapters(self) -> None:
+        """See [`CompressorModel.merge_adapters`]."""
+        self.model.merge_adapters()
+        self.apply_trainable_set()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        ratio: int | Tensor | None = None,
+        use_cache: bool | None = None,
+        text_position_offset: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        r"""
+        Read slots and text and predict the text's next tokens; arguments as [`CompressorModel.forward`], and:
+
+        Args:
+            labels: `(batch_size, num_text_tokens)`, -100 where no loss is wanted; shifted inside.
+            logits_to_keep: Compute only the last so many logits, or those at these indices; 0 for all.
+
+        Returns:
+            `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, and the cache.
+        """
+        return_dict = kwargs.pop("return_dict", None)
+        loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            context_input_ids=context_input_ids,
+            context_attention_mask=context_attention_mask,
+            memory=memory,
+            ratio=ratio,
+            use_cache=use_cache,
+            text_position_offset=text_position_offset,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep, :])
+        cap = getattr(self.config.decoder_config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return result if return_dict in (None, True) else result.to_tuple()

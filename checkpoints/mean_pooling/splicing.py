@@ -1,0 +1,86 @@
+"""Slots and text in one sequence: which place each of them takes, and which state belongs to which text token.
+
+Inside the backbone a row reads `[pads, slots, text]`: pads stand in front, since layers with a sliding window count
+places and not positions. Text may be padded on either side; the states that come out are aligned with it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class SplicedSequence:
+    """A batch of `[pads, slots, text]` rows.
+
+    Args:
+        attention_mask: `(batch_size, num_slots + num_text_tokens)`, one for real places.
+        order: Same shape; the place in `[slots, text]` that each place of a row is taken from. `None`: as it is.
+        text_places: `(batch_size, num_text_tokens)`, the place whose state belongs to each text token.
+    """
+
+    attention_mask: Tensor
+    order: Tensor | None
+    text_places: Tensor
+
+    def arrange(self, joined: Tensor) -> Tensor:
+        """Bring `(batch_size, num_slots + num_text_tokens, ...)` from `[slots, text]` order into the rows' order."""
+        if self.order is None:
+            return joined
+        order = self.order.reshape(self.order.shape + (1,) * (joined.dim() - 2))
+        return joined.take_along_dim(order, dim=1)
+
+    def text_states(self, states: Tensor) -> Tensor:
+        """The states `(batch_size, num_text_tokens, hidden_size)` that belong to the text tokens."""
+        if self.order is None:
+            return states[:, states.shape[1] - self.text_places.shape[1] :]
+        return states.take_along_dim(self.text_places[:, :, None], dim=1)
+
+
+def splice(slot_mask: Tensor, text_mask: Tensor, moves_first: Tensor | None = None) -> SplicedSequence:
+    """Order slots and text into rows.
+
+    A text token that moves in front of the slots (a BOS) is followed by them, so the state that predicts the next text
+    token is the last slot's: `text_places` points there.
+
+    Args:
+        slot_mask: `(batch_size, num_slots)`, one for real slots.
+        text_mask: `(batch_size, num_text_tokens)`, one for real tokens.
+        moves_first: `(batch_size, num_text_tokens)` bool, the text tokens that move in front of the slots.
+
+    Returns:
+        The arrangement.
+    """
+    joined_mask = torch.cat([slot_mask, text_mask], dim=1)
+    num_slots = slot_mask.shape[1]
+    moves = moves_first is not None and bool(moves_first.any())
+    if not moves and bool(joined_mask.all()):
+        places = torch.arange(joined_mask.shape[1], device=joined_mask.device)[num_slots:]
+        return SplicedSequence(joined_mask, None, places.expand(joined_mask.shape[0], -1))
+    rank = torch.cat([torch.full_like(slot_mask, 2), torch.full_like(text_mask, 3)], dim=1)
+    if moves:
+        rank[:, num_slots:][moves_first] = 1
+    order = (rank * joined_mask).argsort(dim=1, stable=True)
+    places = order.argsort(dim=1)
+    text_places = places[:, num_slots:]
+    if moves:
+        text_places = text_places + moves_first * slot_mask.sum(dim=1, keepdim=True)
+    return SplicedSequence(joined_mask.gather(1, order), order, text_places)
+
+
+def text_positions(text_mask: Tensor) -> Tensor:
+    """Positions of text tokens among themselves, `(batch_size, num_text_tokens)`: pads do not count."""
+    return (text_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def left_padded(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Move the pads of `(batch_size, length)` rows to the left."""
+    return tensor.gather(1, mask.argsort(dim=1, stable=True))
+
+
+def right_padded(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Move the pads of `(batch_size, length)` rows to the right."""
+    return tensor.gather(1, mask.argsort(dim=1, stable=True, descending=True))
