@@ -27,7 +27,8 @@ def test_no_pickles_caches_or_optimizer_states(name):
 def test_the_code_beside_the_weights_is_the_code_of_the_package(tmp_path):
     write_code(MeanPoolingForCausalLM, MeanPoolingConfig, tmp_path)
     saved = {path.name: path.read_text() for path in (CHECKPOINTS / "mean_pooling").glob("*.py")}
-    assert saved == {path.name: path.read_text() for path in tmp_path.glob("*.py")}
+    fresh = {path.name: path.read_text() for path in tmp_path.glob("*.py")}
+    assert saved == fresh, "save it again: MeanPoolingForCausalLM.from_pretrained(folder).save_pretrained(folder)"
 
 
 def test_the_base_of_the_compressor_is_the_base_beside_it():
