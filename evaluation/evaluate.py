@@ -375,6 +375,8 @@ def main(argv: list[str] | None = None) -> int:
             teacher=None if arguments.teacher is None else _load(arguments.teacher, arguments),
             model_name=model_label(arguments.model),
         )
+        # Scores on generated documents mean nothing without their length.
+        report.settings["document_tokens"] = arguments.document_tokens
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -471,6 +471,7 @@ def test_command_writes_report_table_and_plots(folders, qa_file, tmp_path, capsy
     assert content["model"] == "tiny-compressor"
     assert content["bounds"] == "teacher"
     assert content["settings"]["seed"] == 5
+    assert content["settings"]["document_tokens"] == 150
     rows = {(row["dataset"], row["domain"], row["task"], row["condition"]) for row in content["rows"]}
     assert len(rows) == 2 * 2 * 4
     assert ("qa_rows", "out", QA, "ratio=4") in rows
