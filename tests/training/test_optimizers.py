@@ -4,7 +4,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from context_compressors.training.optimizers import MuonWithAdamW, orthogonalise, parameter_groups
+from context_compressors.training.optimizers import (
+    MuonWithAdamW,
+    orthogonalise,
+    orthogonalise_together,
+    parameter_groups,
+)
 
 
 def naive_muon_step(weight, gradient, buffer, lr, momentum):
@@ -42,6 +47,20 @@ def test_singular_values_come_near_one():
     assert values.min() > 0.6
     assert values.max() < 1.3
     assert orthogonalise(torch.zeros(1, 3, 3)).abs().max() == 0
+
+
+def _two_processes(rank, address, matrices):
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    for count in (1, 2, 5):
+        together = orthogonalise_together(matrices[:count])
+        torch.testing.assert_close(together, orthogonalise(matrices[:count]))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_share_the_work(tmp_path):
+    torch.manual_seed(0)
+    arguments = (f"file://{tmp_path / 'meeting'}", torch.randn(5, 6, 4))
+    torch.multiprocessing.spawn(_two_processes, args=arguments, nprocs=2)
 
 
 def test_the_other_groups_are_plain_adamw():
