@@ -14,13 +14,23 @@ import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
+from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
+from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.modeling.modeling_compression_tokens import (
+    CompressionTokensForCausalLM,
+    CompressionTokensModel,
+)
+from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM, FiveHundredXModel
+from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM, MeanPoolingModel
 
 VOCAB_SIZE, HIDDEN_SIZE = 128, 32
 PAD, BOS, EOS = 0, 1, 2
 TASK_TOKENS = {"[AE]": VOCAB_SIZE, "[LM]": VOCAB_SIZE + 1}
 SMALL_LORA = {"rank": 4, "alpha": 8.0}
+MEMORY_LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
 PRETRAINED = Path(__file__).resolve().parents[2].parent / "shared" / "models"
 
 
@@ -39,6 +49,8 @@ class Method:
         easy: fields of its plainest useful setting; two ratios at least, the first of them 2.
         hard: further settings, by name; each replaces some of the easy fields.
         bidirectional: whether the encoder of the easy setting sees what comes later.
+        memory_tokens: whether memory tokens stand behind the context.
+        sliding_window: of the bases that have one, where the method cannot do with the tests' short one.
     """
 
     name: str
@@ -48,6 +60,8 @@ class Method:
     easy: dict[str, Any]
     hard: dict[str, dict[str, Any]] = field(default_factory=dict)
     bidirectional: bool = True
+    memory_tokens: bool = False
+    sliding_window: int | None = None
 
 
 METHODS = [
@@ -74,6 +88,67 @@ METHODS = [
             "own_encoder": {"encoder_config": {}},
             "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
         },
+    ),
+    Method(
+        name="compression_tokens",
+        config_class=CompressionTokensConfig,
+        model_class=CompressionTokensModel,
+        causal_lm_class=CompressionTokensForCausalLM,
+        easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA, "decoder_lora": SMALL_LORA},
+        hard={
+            "bidirectional": {"token_attention": "bidirectional"},
+            "bidirectional_chunks": {"token_attention": "bidirectional", "chunk_size": 5},
+            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
+            "bidirectional_enhanced": {"token_attention": "bidirectional", "position_layout": "enhanced"},
+            "bos_first": {"bos_before_slots": True},
+            "no_linear": {"linear_after_encoder": False},
+            "fixed_encoder": {"encoder_lora": None},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
+        },
+        bidirectional=False,
+        memory_tokens=True,
+    ),
+    Method(
+        name="icae",
+        config_class=ICAEConfig,
+        model_class=ICAEModel,
+        causal_lm_class=ICAEForCausalLM,
+        easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
+        hard={
+            "chunks": {"chunk_size": 5},
+            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
+            "fixed": {"chunk_size": 6, "memory_tokens": "fixed"},
+            "fixed_enhanced": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
+            "no_task_tokens": {"task_token_ids": {}, "position_layout": "enhanced"},
+            "decoder_lora": {"decoder_lora": SMALL_LORA},
+            "own_encoder": {"encoder_config": {}},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+        },
+        bidirectional=False,
+        memory_tokens=True,
+    ),
+    Method(
+        name="five_hundred_x",
+        config_class=FiveHundredXConfig,
+        model_class=FiveHundredXModel,
+        causal_lm_class=FiveHundredXForCausalLM,
+        easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
+        hard={
+            "chunks": {"chunk_size": 5},
+            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
+            "fixed": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
+            "bos": {"reconstruction_trigger": "bos", "position_layout": "enhanced"},
+            "all_linear": {"encoder_lora": SMALL_LORA},
+            "own_encoder": {"encoder_config": {}},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+        },
+        bidirectional=False,
+        memory_tokens=True,
+        sliding_window=128,
     ),
 ]
 
@@ -149,9 +224,12 @@ class Case:
 
     def config(self, **fields: Any) -> Any:
         fields = {**self.fields, **fields}
+        window = {}
+        if self.method.sliding_window and "sliding_window" in BASES[self.architecture][1]:
+            window = {"sliding_window": self.method.sliding_window}
         for name in ("decoder_config", "encoder_config"):
             if name == "decoder_config" or fields.get(name) is not None:
-                fields[name] = base_config(self.architecture, **fields.get(name, {}))
+                fields[name] = base_config(self.architecture, **{**window, **fields.get(name, {})})
         return self.method.config_class(**fields)
 
     def build(self, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Any:
@@ -226,6 +304,24 @@ def _pad_rows(rows: list[torch.Tensor], side: str = "right", value: int = PAD) -
             places[len(row) // 2 :] += spare - spare // 3 - spare // 3
         ids[i, places], mask[i, places] = row, 1
     return ids, mask
+
+
+def _slots(memory: Any) -> torch.Tensor:
+    if memory.key_values is None:
+        return memory.embeddings
+    return torch.cat([part.transpose(1, 2).flatten(2) for pair in memory.key_values for part in pair], dim=2)
+
+
+@pytest.fixture(scope="session")
+def method_cases():
+    """Each method as it comes, by name, for the tests of one method alone."""
+    return {case.method.name: case for case in METHOD_CASES}
+
+
+@pytest.fixture(scope="session")
+def slots():
+    """`slots(memory)`: what a memory carries, (batch_size, num_slots, width); of key/values those of all layers."""
+    return _slots
 
 
 @pytest.fixture(scope="session")

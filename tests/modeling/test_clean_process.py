@@ -38,9 +38,12 @@ for source, target, inputs_file, outputs_file, attention in json.load(open(sys.a
         memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
         memory.save(outputs_file + ".memory")
         memory = type(memory).load(outputs_file + ".memory", model_id=model.model_id)
+        layers = enumerate(memory.key_values or ())
+        carried = {f"slots.{i}.{j}": part for i, pair in layers for j, part in enumerate(pair)}
+        carried = carried or {"slots": memory.embeddings}
         text = {"input_ids": inputs["input_ids"], "memory": memory}
         outputs = {
-            "slots": memory.embeddings,
+            **carried,
             "states": backbone(**text).last_hidden_state,
             "logits": model(**text).logits,
             "greedy": model.generate(**text, max_new_tokens=6, min_new_tokens=6, do_sample=False),
@@ -119,8 +122,10 @@ def inputs(random_rows, pad_rows):
 def outputs_here(model, inputs):
     memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
     text = {"input_ids": inputs["input_ids"], "memory": memory}
+    layers = enumerate(memory.key_values or ())
+    carried = {f"slots.{i}.{j}": part for i, pair in layers for j, part in enumerate(pair)}
     outputs = {
-        "slots": memory.embeddings,
+        **(carried or {"slots": memory.embeddings}),
         "states": model.model(**text).last_hidden_state,
         "logits": model(**text).logits,
         "greedy": model.generate(**text, max_new_tokens=6, min_new_tokens=6, do_sample=False),

@@ -67,16 +67,26 @@ def test_impossible_ratios_are_refused_even_if_untrained_ones_are_allowed(model,
 def test_a_context_beyond_the_bases_positions_names_both_lengths(method_case):
     model = method_case.build(decoder_config={"max_position_embeddings": 16})
     context = torch.full((1, 17), 9)
-    with raises(ValueError, "17", "16", "max_position_embeddings", "chunk_size"):
+    hint = "chunk_size" if model.config.chunk_size is None else "cut the context"
+    with raises(ValueError, "17", "16", "max_position_embeddings", hint):
         model.compress(context)
     with raises(ValueError, "17", "16"):
         model(TEXT, context_input_ids=context)
-    model.compress(context[:, :16])
-    mask = torch.ones_like(context)
+    fits = 10 if method_case.method.memory_tokens else 16  # 5 memory tokens stand behind 10 context tokens
+    model.compress(context[:, :fits])
+    mask = torch.ones_like(context[:, : fits + 1])
     mask[0, 3] = 0
-    model.compress(context, mask)  # pads do not count
-    chunked = method_case.build(decoder_config={"max_position_embeddings": 16}, chunk_size=16)
+    model.compress(context[:, : fits + 1], mask)  # pads do not count
+    chunked = method_case.build(decoder_config={"max_position_embeddings": 16}, chunk_size=fits)
     assert chunked.compress(context).num_slots.tolist() == [9]
+
+
+def test_memory_tokens_beyond_the_bases_positions_are_refused(method_case):
+    if not method_case.method.memory_tokens:
+        pytest.skip("the method has no memory tokens")
+    model = method_case.build(decoder_config={"max_position_embeddings": 16})
+    with raises(ValueError, "17", "16"):
+        model.compress(torch.full((1, 11), 9))
 
 
 def test_layouts_that_count_on_from_chunk_to_chunk_need_the_positions(method_case):
@@ -152,7 +162,7 @@ def test_a_mask_of_another_shape_after_a_cache_is_refused(model):
         model(TEXT[:, :1], memory=memory, past_key_values=cache)
 
 
-@pytest.mark.parametrize("wrong", [128, 10**6, -1])
+@pytest.mark.parametrize("wrong", [140, 10**6, -1])
 def test_ids_outside_the_vocabulary_are_refused(model, wrong):
     ids = TEXT.clone()
     ids[0, 2] = wrong
@@ -208,8 +218,13 @@ def test_the_memory_of_another_model_is_refused(method_case):
 
 
 def test_the_memory_of_another_width_is_refused(method_case):
-    memory = method_case.build(decoder_config={"hidden_size": 16}).compress(CONTEXT)
-    with raises(ValueError, "width 16", "width 32"):
+    if method_case.model.model.carrier == "key_values":
+        memory = method_case.build(decoder_config={"num_hidden_layers": 3}).compress(CONTEXT)
+        parts = ("(3, 2, 8)", "(2, 2, 8)")
+    else:
+        memory = method_case.build(decoder_config={"hidden_size": 16}).compress(CONTEXT)
+        parts = ("width 16", "width 32")
+    with raises(ValueError, *parts):
         method_case.model(TEXT, memory=memory)
 
 
@@ -224,10 +239,14 @@ def test_the_memory_of_another_batch_is_refused(model):
 
 def test_a_memory_of_another_carrier_is_refused(model):
     memory = model.compress(CONTEXT)
-    keys = torch.zeros(1, 2, memory.embeddings.shape[1], 8)
-    memory = dataclasses.replace(memory, embeddings=None, key_values=((keys, keys),) * 2)
-    with raises(ValueError, "key_values", "embeddings"):
-        model(TEXT, memory=memory)
+    num_slots = memory.attention_mask.shape[1]
+    if memory.carrier == "embeddings":
+        keys = torch.zeros(1, 2, num_slots, 8)
+        other = {"embeddings": None, "key_values": ((keys, keys),) * 2}
+    else:
+        other = {"embeddings": torch.zeros(1, num_slots, 32), "key_values": None, "inverse_frequencies": None}
+    with raises(ValueError, "key_values" if memory.carrier == "embeddings" else "embeddings", memory.carrier):
+        model(TEXT, memory=dataclasses.replace(memory, **other))
 
 
 @pytest.mark.parametrize("memory", [torch.zeros(1, 5, 32), {"embeddings": None}, "document.safetensors"], ids=type)

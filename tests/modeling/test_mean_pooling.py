@@ -11,6 +11,11 @@ from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCau
 IDS = torch.arange(5, 16)[None]
 
 
+@pytest.fixture
+def mean_pooling(method_cases):
+    return method_cases["mean_pooling"]
+
+
 def windows(states, ratio):
     return torch.stack([window.mean(dim=0) for window in states[0].split(ratio)])[None]
 
@@ -43,22 +48,22 @@ def test_a_wide_encoders_projection_starts_at_the_first_coordinates(tiny_base_co
 
 
 @torch.no_grad()
-def test_the_linear_map_follows_the_pooling(method_case):
-    model = method_case.model.model
+def test_the_linear_map_follows_the_pooling(mean_pooling):
+    model = mean_pooling.model.model
     states = model.encoder_states(IDS, torch.ones_like(IDS), torch.arange(11)[None], is_causal=False)
     expected = functional.linear(windows(states, 3), model.slot_projection.weight)
     torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings, expected)
 
 
 @torch.no_grad()
-def test_without_an_encoder_token_embeddings_are_pooled(method_case):
-    model = method_case.on(variant="embeddings").build(linear_after_pooling=False).model
+def test_without_an_encoder_token_embeddings_are_pooled(mean_pooling):
+    model = mean_pooling.on(variant="embeddings").build(linear_after_pooling=False).model
     embeddings = model.get_input_embeddings()(IDS)
     torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings, windows(embeddings, 3))
 
 
-def test_without_an_encoder_a_context_may_be_longer_than_the_positions(method_case):
-    model = method_case.on(variant="embeddings").build(decoder_config={"max_position_embeddings": 16})
+def test_without_an_encoder_a_context_may_be_longer_than_the_positions(mean_pooling):
+    model = mean_pooling.on(variant="embeddings").build(decoder_config={"max_position_embeddings": 16})
     assert model.compress(torch.full((1, 40), 9), ratio=8).num_slots.tolist() == [5]
 
 
@@ -71,11 +76,11 @@ def test_widths_that_differ_need_the_linear_map(tiny_base_config):
         MeanPoolingModel(config)
 
 
-def test_the_papers_ablations_are_configuration_values(method_case):
+def test_the_papers_ablations_are_configuration_values(mean_pooling):
     """Table 3: which parts each of them has and trains."""
 
     def parts(**fields):
-        names = {name for name, p in method_case.build(**fields).named_parameters() if p.requires_grad}
+        names = {name for name, p in mean_pooling.build(**fields).named_parameters() if p.requires_grad}
         found = {"encoder": ".encoder.", "decoder": ".decoder.", "linear": "slot_projection"}
         return {part for part, mark in found.items() if any(mark in name for name in names)}
 

@@ -39,8 +39,10 @@ def assert_same_gradients(found, expected, rename=str):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["no_pads", "pads"])
 @pytest.mark.parametrize("attention", ["bidirectional", "causal"])
-def test_a_bidirectional_encoder_sees_what_comes_later(backbone_case, attention, padded, random_rows, pad_rows):
+def test_a_bidirectional_encoder_sees_what_comes_later(backbone_case, attention, padded, random_rows, pad_rows, slots):
     """Perturbation: the last token changes, and so does the first slot, unless the encoder is causal."""
+    if backbone_case.method.memory_tokens:
+        pytest.skip("its slots see the whole context whatever the attention; test_memory_tokens.py has its own test")
     if attention == "causal":
         if "encoder_attention" not in backbone_case.method.hard.get("causal", {}):
             pytest.skip("the method has no causal setting")
@@ -51,11 +53,11 @@ def test_a_bidirectional_encoder_sees_what_comes_later(backbone_case, attention,
     row = random_rows([6])[0]
     changed = row.clone()
     changed[-1] = 4
-    slots = []
+    found = []
     for ids in (row, changed):
         inputs = pad_rows([ids, row[:3]]) if padded else (ids[None], None)
-        slots.append(model.compress(*inputs, ratio=2).embeddings[0])
-    moved = (slots[0] - slots[1]).abs().amax(dim=1) > 1e-3
+        found.append(slots(model.compress(*inputs, ratio=2))[0])
+    moved = (found[0] - found[1]).abs().amax(dim=1) > 1e-3
     assert moved.tolist() == ([True] * 3 if attention == "bidirectional" else [False, False, True])
 
 
@@ -69,29 +71,34 @@ def test_the_decoder_stays_causal_after_a_bidirectional_pass(backbone_case, rand
     assert model(changed).logits[:, :-1].allclose(before[:, :-1], atol=1e-5)
 
 
-def test_a_fixed_encoder_is_the_untouched_base(method_case, random_rows):
+def test_a_fixed_encoder_is_the_untouched_base(method_case, random_rows, slots):
     """On a shared base the decoder's adapter must be off while the encoder works."""
     if "fixed_encoder" not in method_case.method.hard:
         pytest.skip("the method's encoder is never fixed")
     model, context = method_case.on(variant="fixed_encoder").build(), random_rows([9])[0][None]
-    slots = model.compress(context).embeddings
+    before = slots(model.compress(context))
     with model.base_language_model():
-        torch.testing.assert_close(model.compress(context).embeddings, slots)
+        torch.testing.assert_close(slots(model.compress(context)), before)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".decoder." in name:
                 parameter.zero_()
-    assert model.compress(context).embeddings.equal(slots)
+    assert slots(model.compress(context)).equal(before)
 
 
 # --- gradients ---
 
 
-def test_every_trainable_parameter_gets_a_gradient_and_no_frozen_one(case, batch):
-    model = case.build().train()
+def put_task_tokens(model, batch):
+    """One task token in each row, so that each of their embeddings is used."""
     if model.config.task_token_ids:
         batch["input_ids"][:, 1] = torch.tensor(list(model.config.task_token_ids.values()))
         batch["labels"][:, 1] = -100
+
+
+def test_every_trainable_parameter_gets_a_gradient_and_no_frozen_one(case, batch):
+    model = case.build().train()
+    put_task_tokens(model, batch)
     found = gradients(model, batch)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(found) == trainable
@@ -105,12 +112,12 @@ def test_evaluation_mode_gives_the_same_gradients_through_forward(method_case, b
     assert_same_gradients(gradients(model.eval(), batch), expected)
 
 
-def test_compress_follows_gradients_in_training_mode_only(method_case, batch):
+def test_compress_follows_gradients_in_training_mode_only(method_case, batch, slots):
     model = method_case.build()
     ids, mask = batch["context_input_ids"], batch["context_attention_mask"]
-    assert not model.compress(ids, mask).embeddings.requires_grad
+    assert not slots(model.compress(ids, mask)).requires_grad
     memory = model.train().compress(ids, mask)
-    assert memory.embeddings.requires_grad
+    assert slots(memory).requires_grad
     text = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
     model(**text, memory=memory).loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -144,7 +151,8 @@ def test_a_shared_base_gives_the_gradients_of_two_separate_models(backbone_case,
         source = name.replace("encoder_model.", "language_model.")
         if source not in weights:
             # Where only the other side has an adapter, a map has no `base_layer`.
-            source = source.replace(".weight", ".base_layer.weight")
+            module, _, parameter_name = source.rpartition(".")
+            source = f"{module}.base_layer.{parameter_name}"
         parameter.data.copy_(weights[source])
     torch.testing.assert_close(apart(**batch).loss, model(**batch).loss)
     found = gradients(apart, batch)
@@ -176,6 +184,7 @@ def test_bfloat16_trains_with_float32_gradients(backbone_case, batch):
 
 def test_mixed_precision_keeps_the_gradients_of_both_adapters(method_case, batch):
     model = method_case.build(dtype=torch.bfloat16).train()
+    put_task_tokens(model, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(**batch).loss
     loss.backward()
@@ -208,7 +217,7 @@ def test_a_loss_falls_under_plain_training(backbone_case, batch):
     model = backbone_case.build().train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
-    for _ in range(8):
+    for _ in range(12):
         loss = model(**batch).loss
         optimizer.zero_grad()
         loss.backward()
@@ -250,10 +259,11 @@ def test_method_parts_and_adapters_train_and_nothing_of_the_base(case):
 
 
 def test_the_configuration_may_choose_what_trains(method_case):
-    model = method_case.build(trainable_parameters=[r"layers\.1\.self_attn\.[qkv]_proj\.base_layer\."])
+    model = method_case.build(trainable_parameters=[r"layers\.1\.self_attn\.[qkv]_proj\.(base_layer\.)?weight"])
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     prefix = "model.language_model.layers.1.self_attn"
-    assert trainable == {f"{prefix}.{name}_proj.base_layer.weight" for name in "qkv"}
+    # A map without an adapter is not wrapped.
+    assert {name.replace(".base_layer", "") for name in trainable} == {f"{prefix}.{n}_proj.weight" for n in "qkv"}
 
 
 def test_adapters_of_somebody_else_stay_active(method_case, batch):

@@ -1,0 +1,48 @@
+"""Configuration of compression tokens."""
+
+from typing import Any
+
+from .configuration_compressor import CompressorConfig, boolean, one_of
+
+TOKEN_ATTENTIONS = ("causal", "bidirectional")
+
+
+class CompressionTokensConfig(CompressorConfig):
+    r"""
+    One learned token, repeated ceil(n / r) times behind the context: the baseline of "Simple Context Compression:
+    Mean-Pooling and Multi-Ratio Training" (section 3).
+
+    Args:
+        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 16, 32, 64, 128)`):
+            The ratios of section 5.1.
+        encoder_lora (`dict` or `None`, defaults to rank 16, alpha 16 on all linear maps):
+            Table 6.
+        decoder_lora (`dict` or `None`, defaults to rank 16, alpha 16 on all linear maps):
+            Table 6; encoder and decoder have separate LoRA weights.
+        token_attention (`str`, defaults to `"causal"`):
+            Whether a copy sees the copies in front of it only (`"causal"`) or all of them (`"bidirectional"`, which
+            needs eager or sdpa attention). The context is causal in both, and every copy sees all of it.
+        linear_after_encoder (`bool`, defaults to `True`):
+            Whether a learned map (hidden_size x hidden_size, the identity at the start) follows the encoder.
+        kwargs: fields of [`CompressorConfig`].
+    """
+
+    model_type = "compression_tokens_compressor"
+
+    def __init__(
+        self,
+        compression_ratios: int | list[int] | tuple[int, ...] = (4, 8, 16, 32, 64, 128),
+        encoder_lora: dict[str, Any] | str | None = "default",
+        decoder_lora: dict[str, Any] | str | None = "default",
+        token_attention: str = "causal",
+        linear_after_encoder: bool = True,
+        **kwargs: Any,
+    ):
+        self.token_attention = one_of("token_attention", token_attention, TOKEN_ATTENTIONS)
+        self.linear_after_encoder = boolean("linear_after_encoder", linear_after_encoder)
+        super().__init__(
+            compression_ratios=compression_ratios,
+            encoder_lora={} if encoder_lora == "default" else encoder_lora,
+            decoder_lora={} if decoder_lora == "default" else decoder_lora,
+            **kwargs,
+        )

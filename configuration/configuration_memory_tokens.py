@@ -1,0 +1,66 @@
+"""What the configurations of ICAE and 500xCompressor have in common."""
+
+from typing import Any
+
+from .configuration_compressor import CompressorConfig, one_of
+
+MEMORY_TOKENS = ("by_ratio", "fixed")
+MEMORY_STARTS = ("embedding_statistics", "standard_normal")
+TASK_TOKENS = ("[AE]", "[LM]")
+
+
+class MemoryTokensConfig(CompressorConfig):
+    r"""
+    Chunks that are compressed independently, each by distinct memory tokens of which chunk_size / ratio are learned.
+
+    Args:
+        compression_ratios (`int` or sequence of `int`, defaults to `(5,)`):
+            EPL, section 4: 510 context tokens in 102 memory tokens.
+        chunk_size (`int`, defaults to 510):
+            Context tokens of a chunk, L; there are ceil(L / r) memory tokens for the lowest ratio.
+        encoder_lora (`dict` or `None`, defaults to rank 128, alpha 256, dropout 0.05 on `q_proj` and `v_proj`):
+            EPL's; the decoder is the frozen base.
+        memory_tokens (`str`, defaults to `"by_ratio"`):
+            `"by_ratio"`: a chunk of n tokens uses the first ceil(n / r) memory tokens. `"fixed"`: every chunk uses
+            ceil(L / r), however short it is, as the authors' code does; its effective ratio is then lower.
+        memory_start (`str`, defaults to `"embedding_statistics"`):
+            Start values of the memory tokens: normal with mean and deviation of the embedding matrix (EPL), or
+            `"standard_normal"`, N(0, 1) (the authors of ICAE and 500xCompressor, and ComprExIT's baselines).
+        task_token_ids (`dict[str, int]`, *optional*):
+            Ids of [AE] and [LM], which stand in front of a reconstruction and of any other text. By default the two
+            ids behind the base's vocabulary; `{}`: no task tokens.
+        kwargs: fields of [`CompressorConfig`].
+    """
+
+    default_task_tokens = TASK_TOKENS
+
+    def __init__(
+        self,
+        compression_ratios: int | list[int] | tuple[int, ...] = (5,),
+        chunk_size: int = 510,
+        encoder_lora: dict[str, Any] | str | None = "default",
+        memory_tokens: str = "by_ratio",
+        memory_start: str = "embedding_statistics",
+        task_token_ids: dict[str, int] | None = None,
+        **kwargs: Any,
+    ):
+        self.memory_tokens = one_of("memory_tokens", memory_tokens, MEMORY_TOKENS)
+        self.memory_start = one_of("memory_start", memory_start, MEMORY_STARTS)
+        if encoder_lora == "default":
+            encoder_lora = {"rank": 128, "alpha": 256.0, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+        super().__init__(
+            compression_ratios=compression_ratios,
+            chunk_size=chunk_size,
+            encoder_lora=encoder_lora,
+            task_token_ids=task_token_ids,
+            **kwargs,
+        )
+        if self.chunk_size is None:
+            raise ValueError("`chunk_size` must be an int: there are chunk_size / ratio memory tokens, got None")
+        if task_token_ids is None:
+            self.task_token_ids = {token: self.vocab_size + i for i, token in enumerate(self.default_task_tokens)}
+
+    @property
+    def num_memory_tokens(self) -> int:
+        """Learned memory tokens, |M| = ceil(L / r) for the lowest ratio."""
+        return -(-self.chunk_size // min(self.compression_ratios))

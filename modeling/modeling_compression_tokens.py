@@ -1,0 +1,75 @@
+"""Compression tokens, the baseline of "Simple Context Compression: Mean-Pooling and Multi-Ratio Training"."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import initialization as init
+
+from ..configuration.configuration_compression_tokens import CompressionTokensConfig
+from .memory_tokens import MemoryRows, MemoryTokenModel
+from .modeling_compressor import CompressorForCausalLM
+
+
+class CompressionTokensModel(MemoryTokenModel):
+    r"""
+    Copies of one learned token behind the context, whose last hidden states become the slots.
+
+    Args:
+        config ([`CompressionTokensConfig`]): the configuration.
+    """
+
+    config_class = CompressionTokensConfig
+    _keep_in_fp32_modules_strict = [*MemoryTokenModel._keep_in_fp32_modules_strict, "slot_projection"]
+    method_parameters = (*MemoryTokenModel.method_parameters, r"(^|\.)slot_projection\.")
+
+    def __init__(self, config: CompressionTokensConfig):
+        super().__init__(config)
+        self._bidirectional_memory = config.token_attention == "bidirectional"
+        self._init_memory_embeddings(1)
+        encoder_width = config.get_encoder_config().hidden_size
+        self.slot_projection = None
+        if config.linear_after_encoder:
+            self.slot_projection = nn.Linear(encoder_width, config.hidden_size, bias=False)
+        elif encoder_width != config.hidden_size:
+            raise ValueError(
+                f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: "
+                "`linear_after_encoder` must be True"
+            )
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.slot_projection:
+            init.eye_(module.weight)
+            return
+        super()._init_weights(module)
+        if module is self:
+            # The design's choice: the mean of the embedding matrix.
+            self._init_like_embeddings(self.memory_embeddings, self.encoder_backbone, noise=0.0)
+
+    def memory_vectors(self, num_memory_tokens: int) -> Tensor:
+        return self.memory_embeddings.expand(num_memory_tokens, -1)
+
+    def carry_over(self, rows: MemoryRows) -> list[tuple[Tensor, Tensor]]:
+        # Section 3: the encoder reads t_1 ... t_L, c_1 ... c_ceil(L/r); the states of the c_k are the slots.
+        return [(self._project(slots), mask) for slots, mask in rows.read(self.memory_states(rows))]
+
+    def _project(self, slots: Tensor) -> Tensor:
+        # Section 5.1: a learned matrix W follows.
+        if self.slot_projection is None:
+            return slots
+        return functional.linear(slots.float(), self.slot_projection.weight.float()).to(slots.dtype)
+
+
+class CompressionTokensForCausalLM(CompressorForCausalLM):
+    r"""
+    [`CompressionTokensModel`] with the decoder's LM head.
+
+    Args:
+        config ([`CompressionTokensConfig`]): the configuration.
+    """
+
+    config_class = CompressionTokensConfig
+    model_class = CompressionTokensModel
+    _keep_in_fp32_modules_strict = CompressionTokensModel._keep_in_fp32_modules_strict
+    method_parameters = CompressionTokensModel.method_parameters

@@ -1,0 +1,64 @@
+"""500xCompressor: memory tokens behind each chunk, whose keys and values are carried over (EPL, section 3.1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..configuration.configuration_five_hundred_x import FiveHundredXConfig
+from .adapters import linear_module_names
+from .compressed_context import KeyValues
+from .distinct_memory_tokens import DistinctMemoryTokenModel
+from .key_value_memory import KeyValueRecorder, caches_under_checkpointing, key_value_shape
+from .memory_tokens import MemoryRows
+from .modeling_compressor import CompressorForCausalLM
+
+
+class FiveHundredXModel(DistinctMemoryTokenModel):
+    r"""
+    500xCompressor: reads `[S(i); M(i)]` with an adapted encoder and carries the memory tokens' keys and values of
+    every layer over to the frozen decoder.
+
+    Args:
+        config ([`FiveHundredXConfig`]): the configuration.
+    """
+
+    config_class = FiveHundredXConfig
+    carrier = "key_values"
+
+    def __init__(self, config: FiveHundredXConfig):
+        super().__init__(config)
+        shapes = [key_value_shape(part) for part in (config.get_encoder_config(), config.decoder_config)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                "500xCompressor's decoder reads the encoder's keys and values: layers, heads and head dimension must "
+                f"be the same, got {shapes[0]} in the encoder and {shapes[1]} in the decoder"
+            )
+        self.post_init()
+
+    def encoder_lora_exclusions(self) -> list[str]:
+        """Maps behind the last layer's keys and values: nothing that they do reaches the decoder."""
+        last = f"layers.{self.config.get_encoder_config().num_hidden_layers - 1}"
+        layer = self.encoder_backbone.get_submodule(last)
+        names = [name for name in linear_module_names(layer) if name not in ("k_proj", "v_proj", "qkv_proj")]
+        return [f"{last}.{path}" for path, _ in layer.named_modules() if path.rpartition(".")[2] in names]
+
+    def carry_over(self, rows: MemoryRows) -> list[tuple[KeyValues, Tensor]]:
+        # Equation 1: M~(i), KV(i) = LLM([S(i); M(i)] | theta_LoRA); 500xCompressor carries KV over.
+        recorder = KeyValueRecorder(rows.places)
+        with caches_under_checkpointing(self.encoder_backbone):
+            self.memory_states(rows, past_key_values=recorder)
+        return rows.read_key_values(recorder.close())
+
+
+class FiveHundredXForCausalLM(CompressorForCausalLM):
+    r"""
+    [`FiveHundredXModel`] with the decoder's LM head.
+
+    Args:
+        config ([`FiveHundredXConfig`]): the configuration.
+    """
+
+    config_class = FiveHundredXConfig
+    model_class = FiveHundredXModel
+    _keep_in_fp32_modules_strict = FiveHundredXModel._keep_in_fp32_modules_strict
+    method_parameters = FiveHundredXModel.method_parameters

@@ -1,0 +1,47 @@
+"""ICAE: memory tokens behind each chunk, whose last hidden states are the slots (EPL, section 3.1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..configuration.configuration_icae import ICAEConfig
+from .distinct_memory_tokens import DistinctMemoryTokenModel
+from .memory_tokens import MemoryRows
+from .modeling_compressor import CompressorForCausalLM
+
+
+class ICAEModel(DistinctMemoryTokenModel):
+    r"""
+    In-context autoencoder: reads `[S(i); M(i)]` with an adapted encoder and carries the memory tokens' last hidden
+    states over to the frozen decoder.
+
+    Args:
+        config ([`ICAEConfig`]): the configuration.
+    """
+
+    config_class = ICAEConfig
+
+    def __init__(self, config: ICAEConfig):
+        super().__init__(config)
+        widths = config.get_encoder_config().hidden_size, config.hidden_size
+        if widths[0] != widths[1]:
+            raise ValueError(f"ICAE has no map between widths: the encoder has {widths[0]}, the decoder {widths[1]}")
+        self.post_init()
+
+    def carry_over(self, rows: MemoryRows) -> list[tuple[Tensor, Tensor]]:
+        # Equation 1: M~(i), KV(i) = LLM([S(i); M(i)] | theta_LoRA); ICAE carries M~ over.
+        return rows.read(self.memory_states(rows))
+
+
+class ICAEForCausalLM(CompressorForCausalLM):
+    r"""
+    [`ICAEModel`] with the decoder's LM head.
+
+    Args:
+        config ([`ICAEConfig`]): the configuration.
+    """
+
+    config_class = ICAEConfig
+    model_class = ICAEModel
+    _keep_in_fp32_modules_strict = ICAEModel._keep_in_fp32_modules_strict
+    method_parameters = ICAEModel.method_parameters

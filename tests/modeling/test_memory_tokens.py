@@ -1,0 +1,497 @@
+"""Memory-token methods alone: what EPL's equation 1 and the compression-token baseline say, beside a naive twin."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+from transformers import DynamicCache
+
+from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
+from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
+from context_compressors.configuration.configuration_icae import ICAEConfig
+from context_compressors.modeling import decoding, memory_tokens
+from context_compressors.modeling.modeling_compression_tokens import (
+    CompressionTokensForCausalLM,
+    CompressionTokensModel,
+)
+from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM
+from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
+from context_compressors.modeling.position_layout import encoder_memory_ids, encoder_position_ids
+
+BOS, AE, LM = 1, 128, 129
+LAYOUTS = ["default", "uniform", "enhanced"]
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.fixture(params=["compression_tokens", "icae", "five_hundred_x"])
+def memory_case(request, method_cases):
+    return method_cases[request.param]
+
+
+@pytest.fixture
+def tokens(method_cases):
+    return method_cases["compression_tokens"]
+
+
+@pytest.fixture
+def icae(method_cases):
+    return method_cases["icae"]
+
+
+@pytest.fixture
+def five_hundred_x(method_cases):
+    return method_cases["five_hundred_x"]
+
+
+def ids_of(length, seed=0):
+    return torch.randint(5, 128, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def naive_rows(model, ids, ratio, cache=None, mask=None):
+    """`[S(i); M(i)]` of one unpadded chunk through the plain backbone, by hand."""
+    backbone, count = model.model.language_model, -(-ids.shape[1] // ratio)
+    context_ids, memory_ids = encoder_position_ids(ids.shape[1], count, model.config.position_layout)
+    memory = model.model.memory_vectors(count)[None]
+    return backbone(
+        inputs_embeds=torch.cat([backbone.get_input_embeddings()(ids), memory], dim=1),
+        position_ids=torch.cat([context_ids, memory_ids])[None],
+        attention_mask=torch.ones(1, ids.shape[1] + count).long() if mask is None else mask,
+        past_key_values=cache,
+        use_cache=cache is not None,
+    ).last_hidden_state[:, ids.shape[1] :]
+
+
+# --- encoder, against a naive twin ---
+
+
+@layouts
+@pytest.mark.parametrize("length", [1, 2, 7, 12])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_icaes_slots_and_gradients_equal_a_naive_pass(icae, layout, length, attention):
+    model = icae.on(attention=attention).build(encoder_lora=None, position_layout=layout).train()
+    ids = ids_of(length)
+    for ratio in (2, 3):
+        slots = model.compress(ids, ratio=ratio).embeddings
+        expected = naive_rows(model, ids, ratio)
+        torch.testing.assert_close(slots, expected, atol=1e-5, rtol=0)
+        weights = torch.randn(slots.shape, generator=torch.Generator().manual_seed(1))
+        found, wanted = (
+            torch.autograd.grad((states * weights).sum(), model.model.memory_embeddings)[0]
+            for states in (slots, expected)
+        )
+        assert found.abs().max() > 0
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@layouts
+@pytest.mark.parametrize("length", [1, 7, 12])
+def test_500xs_keys_and_values_equal_a_naive_cache(five_hundred_x, layout, length):
+    model = five_hundred_x.build(encoder_lora=None, position_layout=layout).train()
+    ids = ids_of(length)
+    memory, cache = model.compress(ids, ratio=3), DynamicCache()
+    naive_rows(model, ids, 3, cache)
+    assert len(memory.key_values) == len(cache.layers) == 2
+    for (keys, values), layer in zip(memory.key_values, cache.layers, strict=True):
+        torch.testing.assert_close(keys, layer.keys[:, :, length:], atol=1e-5, rtol=0)
+        torch.testing.assert_close(values, layer.values[:, :, length:], atol=1e-5, rtol=0)
+    found, wanted = (
+        torch.autograd.grad(sum(part.square().sum() for part in parts), model.model.memory_embeddings)[0]
+        for parts in (
+            [part for pair in memory.key_values for part in pair],
+            [part[:, :, length:] for layer in cache.layers for part in (layer.keys, layer.values)],
+        )
+    )
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@layouts
+@pytest.mark.parametrize("token_attention", ["causal", "bidirectional"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_compression_tokens_equal_a_naive_pass(tokens, layout, token_attention, attention):
+    model = tokens.on(attention=attention).build(
+        encoder_lora=None, decoder_lora=None, position_layout=layout, token_attention=token_attention
+    )
+    ids = ids_of(9)
+    for ratio, count in ((2, 5), (3, 3), (8, 2)):
+        visible = torch.ones(9 + count, 9 + count, dtype=torch.bool).tril()
+        if token_attention == "bidirectional":
+            visible[9:] = True
+        mask = visible[None, None]
+        if attention == "eager":
+            mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+        expected = functional.linear(naive_rows(model, ids, ratio, mask=mask), model.model.slot_projection.weight)
+        torch.testing.assert_close(model.compress(ids, ratio=ratio).embeddings, expected, atol=1e-5, rtol=0)
+
+
+def test_the_context_stays_causal_and_every_copy_sees_all_of_it(tokens, monkeypatch):
+    """Perturbation: the last context token moves every slot, and no state of a context token before it."""
+    for token_attention in ("causal", "bidirectional"):
+        model = tokens.build(token_attention=token_attention)
+        states = []
+        original = model.model.encoder_states
+
+        def encoder_states(*args, original=original, states=states, **kwargs):
+            states.append(original(*args, **kwargs))
+            return states[-1]
+
+        monkeypatch.setattr(model.model, "encoder_states", encoder_states)
+        ids = ids_of(9)
+        before = model.compress(ids, ratio=3).embeddings
+        ids[0, -1] = 4
+        after = model.compress(ids, ratio=3).embeddings
+        assert ((before - after).abs().amax(dim=2) > 1e-3).all()
+        torch.testing.assert_close(states[0][:, :8], states[1][:, :8], atol=1e-5, rtol=0)
+        assert not states[0][:, 8].allclose(states[1][:, 8], atol=1e-3)
+
+
+@torch.no_grad()
+def test_causal_copies_are_nested_and_bidirectional_ones_are_not(tokens):
+    """The Matryoshka remark: copies at ratio 2r are the first half of those at ratio r."""
+    ids = ids_of(12)
+    for token_attention, nested in (("causal", True), ("bidirectional", False)):
+        model = tokens.build(token_attention=token_attention, compression_ratios=(2, 4))
+        many, few = (model.compress(ids, ratio=ratio).embeddings for ratio in (2, 4))
+        assert many[:, :3].allclose(few, atol=1e-5) is nested
+
+
+@torch.no_grad()
+def test_copies_stand_once_where_they_are_nested(tokens, monkeypatch):
+    widths = []
+    model = tokens.model
+    original = model.model.encoder_states
+
+    def encoder_states(*args, **kwargs):
+        widths.append(kwargs["inputs_embeds"].shape[1])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "encoder_states", encoder_states)
+    model.compress(ids_of(12), ratio=[2, 3, 8])
+    assert widths == [12 + 6]
+
+
+@layouts
+@torch.no_grad()
+def test_many_ratios_equal_separate_passes_on_every_base(backbone_case, layout, random_rows, pad_rows, slots):
+    if not backbone_case.method.memory_tokens:
+        pytest.skip("the method has no memory tokens")
+    settings = [{}]
+    if "token_attention" in backbone_case.method.hard.get("bidirectional", {}):
+        settings.append({"token_attention": "bidirectional"})
+    for fields in settings:
+        model = backbone_case.build(position_layout=layout, **fields)
+        ids, mask = pad_rows(random_rows([13, 0, 6]), "left")
+        together = model.compress(ids, mask, ratio=[8, 2, 3])
+        for ratio, memory in zip([8, 2, 3], together, strict=True):
+            alone = model.compress(ids, mask, ratio=ratio)
+            torch.testing.assert_close(slots(memory), slots(alone), atol=1e-4, rtol=0)
+            assert memory.position_ids.equal(alone.position_ids)
+
+
+@layouts
+@torch.no_grad()
+def test_eager_and_sdpa_agree_alone_and_in_a_batch(memory_case, layout, random_rows, pad_rows):
+    """Ids that jump or fall are never taken for several packed rows."""
+    models = [memory_case.on(attention=a).build(position_layout=layout, chunk_size=6) for a in ("eager", "sdpa")]
+    contexts, texts = random_rows([13, 6, 2, 9]), random_rows([4, 3, 5, 2], seed=1)
+    for text in texts:
+        text[0] = AE if memory_case.method.name != "compression_tokens" else BOS
+    for count in (1, 4):
+        ids, mask = pad_rows(contexts[:count]) if count > 1 else (contexts[0][None], None)
+        text, text_mask = pad_rows(texts[:count]) if count > 1 else (texts[0][None], None)
+        eager, sdpa = (
+            model(text, attention_mask=text_mask, context_input_ids=ids, context_attention_mask=mask).logits
+            for model in models
+        )
+        real = slice(None) if text_mask is None else text_mask.bool()
+        torch.testing.assert_close(eager[real], sdpa[real], atol=1e-4, rtol=0)
+
+
+# --- numbers and positions of memory tokens ---
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(0, 50)), min_size=1, max_size=5),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_memory_ids_of_many_chunks_equal_those_of_each(chunks, layout):
+    lengths, counts, starts = (torch.tensor(column) for column in zip(*chunks, strict=True))
+    counts = counts * (lengths > 0)
+    found = encoder_memory_ids(lengths, counts, starts, layout)
+    assert found.shape == (len(chunks), int(counts.max()))
+    for row, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
+        count = int(counts[row])
+        expected = encoder_position_ids(length, count, layout, start)[1]
+        assert found[row].tolist() == [*expected.tolist(), *[0] * (found.shape[1] - count)]
+
+
+def test_a_chunk_uses_memory_tokens_by_its_length_or_all_of_them(icae):
+    ids = ids_of(15)
+    by_ratio = icae.build(chunk_size=6).compress(ids, ratio=2)
+    fixed = icae.build(chunk_size=6, memory_tokens="fixed").compress(ids, ratio=2)
+    assert by_ratio.num_slots.tolist() == [3 + 3 + 2]
+    assert fixed.num_slots.tolist() == [3 + 3 + 3]
+    assert icae.build(chunk_size=6, memory_tokens="fixed").compress(ids[:, :0]).num_slots.tolist() == [0]
+
+
+def test_the_papers_sizes():
+    """EPL, section 4: 510 context tokens, 102 memory tokens."""
+    for config in (ICAEConfig(), FiveHundredXConfig()):
+        assert (config.chunk_size, config.num_memory_tokens, config.compression_ratios) == (510, 102, (5,))
+        assert config.encoder_lora["target_modules"] == ["q_proj", "v_proj"]
+        assert (config.encoder_lora["rank"], config.encoder_lora["alpha"]) == (128, 256.0)
+        assert config.decoder_lora is None
+
+
+def test_more_memory_tokens_than_there_are_is_an_error(icae):
+    model = icae.build(chunk_size=12)
+    with pytest.raises(ValueError, match=r"12 memory tokens, the checkpoint has 6.*2 or higher"):
+        model.compress(ids_of(12), ratio=1, allow_untrained_ratio=True)
+
+
+def test_task_tokens_stand_behind_the_vocabulary_by_default(tiny_base_config):
+    base = tiny_base_config()
+    assert ICAEConfig(decoder_config=base).task_token_ids == {"[AE]": AE, "[LM]": LM}
+    assert ICAEConfig(decoder_config=base, task_token_ids={}).task_token_ids == {}
+    config = FiveHundredXConfig(decoder_config=base, reconstruction_trigger="bos")
+    assert config.task_token_ids == {"[LM]": AE}
+    assert config.reconstruction_token_id == BOS
+    assert CompressionTokensConfig(decoder_config=base).task_token_ids == {}
+
+
+def test_a_token_starts_as_the_mean_of_the_embeddings_and_memory_tokens_around_it(tiny_base_config):
+    torch.manual_seed(0)
+    base = tiny_base_config()
+    model = CompressionTokensForCausalLM(CompressionTokensConfig(decoder_config=base))
+    mean = model.get_input_embeddings().weight.mean(dim=0)
+    torch.testing.assert_close(model.model.memory_embeddings[0], mean)
+    model = ICAEForCausalLM(ICAEConfig(decoder_config=base))
+    table, memory = model.get_input_embeddings().weight, model.model.memory_embeddings
+    assert memory.shape == (102, 32)
+    torch.testing.assert_close(memory.std(dim=0).mean(), table.std(dim=0).mean(), rtol=0.1, atol=0)
+    torch.testing.assert_close(memory.mean(dim=0), table.mean(dim=0), rtol=0, atol=0.15)
+    memory = FiveHundredXForCausalLM(
+        FiveHundredXConfig(decoder_config=base, memory_start="standard_normal")
+    ).model.memory_embeddings
+    torch.testing.assert_close(memory.std(), torch.tensor(1.0), rtol=0.05, atol=0)
+    assert memory.mean().abs() < 0.05
+
+
+# --- key/values as a memory ---
+
+
+@layouts
+@torch.no_grad()
+def test_text_behind_keys_and_values_equals_a_plain_cache(backbone_case, layout):
+    if backbone_case.method.model_class.carrier != "key_values":
+        pytest.skip("the method carries embeddings")
+    model = backbone_case.build(position_layout=layout, chunk_size=6)
+    memory, text = model.compress(ids_of(15), ratio=2), torch.tensor([[LM, 9, 44, 17]])
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(memory.key_values):
+        cache.update(keys, values, layer)
+    slots = int(memory.num_slots)
+    first = 15 if layout == "enhanced" else slots
+    with model.base_language_model():
+        by_hand = model.model.language_model(
+            inputs_embeds=model.model._embed_text(text),
+            position_ids=torch.arange(first, first + 4)[None],
+            attention_mask=torch.ones(1, slots + 4).long(),
+            past_key_values=cache,
+        ).last_hidden_state
+    states = model.model(text, memory=memory).last_hidden_state
+    torch.testing.assert_close(states, by_hand, atol=1e-5, rtol=0)
+    without_cache = model.model(text, memory=memory, use_cache=False)
+    assert without_cache.past_key_values is None
+    torch.testing.assert_close(without_cache.last_hidden_state, by_hand, atol=1e-5, rtol=0)
+
+
+def test_the_memory_is_read_under_gradient_checkpointing_whatever_use_cache_says(five_hundred_x):
+    model = five_hundred_x.build().train()
+    inputs = {"input_ids": ids_of(5, seed=1), "context_input_ids": ids_of(9)}
+    expected = model(**inputs, use_cache=False).logits
+    model.gradient_checkpointing_enable()
+    for use_cache in (False, True, None):
+        torch.testing.assert_close(model(**inputs, use_cache=use_cache).logits, expected)
+    layer = model.model.language_model.layers[0]
+    assert "_can_checkpoint_with_cache" not in vars(layer)
+
+
+def test_no_adapter_stands_behind_the_last_layers_keys_and_values(five_hundred_x):
+    model = five_hundred_x.build(encoder_lora={"rank": 2, "target_modules": "all-linear"})
+    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    last = {name.rpartition(".")[2] for name in adapted if ".layers.1." in name}
+    first = {name.rpartition(".")[2] for name in adapted if ".layers.0." in name}
+    assert last == {"k_proj", "v_proj"}
+    assert first == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "gemma2"])
+def test_slots_and_text_beyond_a_sliding_window_are_refused(five_hundred_x, architecture):
+    case = five_hundred_x.on(architecture=architecture, attention="eager")
+    model = case.build(decoder_config={"sliding_window": 10})
+    memory = model.compress(ids_of(12), ratio=2)
+    model(ids_of(4, seed=1), memory=memory)
+    with pytest.raises(ValueError, match=r"6 slots and 5 text tokens.*window of 10 tokens"):
+        model(ids_of(5, seed=1), memory=memory)
+    with pytest.raises(ValueError, match=r"6 slots and 5 text tokens.*window of 10 tokens"):
+        model.generate(ids_of(3, seed=1), memory=memory, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+
+
+def test_reconstruction_from_bos_stands_at_the_start(five_hundred_x):
+    """The authors' own trigger, which takes the place of [AE] under the enhanced layout, too."""
+    model = five_hundred_x.on(variant="bos").model.model
+    memory = model.compress(ids_of(9))
+    for first, offset in ((BOS, 0), (AE, 9), (7, 9)):  # with "bos", the first id behind the vocabulary is [LM]
+        assert model.text_position_offset(memory, torch.tensor([[first, 8]]), None).tolist() == [offset]
+
+
+def test_a_key_value_memory_is_saved_and_read_again(five_hundred_x, tmp_path):
+    model = five_hundred_x.on(variant="enhanced").model
+    memory, text = model.compress(ids_of(15)), ids_of(4, seed=1)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = type(memory).load(tmp_path / "memory.safetensors", model_id=model.model_id)
+    assert model(text, memory=loaded).logits.equal(model(text, memory=memory).logits)
+    assert (
+        memory.nbytes == int(memory.num_slots) * 2 * 2 * 2 * 8 * 4
+    )  # layers, keys and values, heads, head_dim, float32
+    assert dataclasses.replace(memory, inverse_frequencies=None).carrier == "key_values"
+
+
+# --- attention implementations that drop a mask of ones ---
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_a_pad_in_front_changes_nothing(memory_case, cache, monkeypatch):
+    """FlashAttention needs it for one row whose ids fall; here it stands in front of eager and sdpa, too."""
+    model = memory_case.on(variant="enhanced").model
+    ids, text = ids_of(15), torch.tensor([[BOS if memory_case.method.name == "compression_tokens" else AE, 9, 12]])
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+
+    def outputs():
+        memory = model.compress(ids)
+        return model(text, memory=memory).logits, model.generate(text, memory=memory, **settings)
+
+    expected = outputs()
+    for module in (decoding, memory_tokens):
+        monkeypatch.setattr(module, "reads_falling_ids_as_packed", lambda config, batch_size: batch_size == 1)
+    found = outputs()
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
+    assert found[1].equal(expected[1])
+
+
+def test_which_attention_takes_falling_ids_for_packed_rows(tiny_base_config):
+    config = tiny_base_config()
+    for name, expected in (("flash_attention_2", True), ("kernels-community/flash-attn", True), ("sdpa", False)):
+        config._attn_implementation = name
+        assert memory_tokens.reads_falling_ids_as_packed(config, 1) is expected
+        assert memory_tokens.reads_falling_ids_as_packed(config, 2) is False
+
+
+def test_without_pairwise_masks_ratios_go_one_by_one_and_copies_cannot_see_each_other(tokens, monkeypatch):
+    monkeypatch.setattr(memory_tokens, "_PAIRWISE_MASKS", ())
+    ids = ids_of(12)
+    model, passes = tokens.build(position_layout="uniform"), []
+    original = model.model.encoder_states
+    monkeypatch.setattr(model.model, "encoder_states", lambda **kwargs: passes.append(1) or original(**kwargs))
+    model.compress(ids, ratio=[2, 3])
+    assert len(passes) == 2
+    with pytest.raises(ValueError, match=r"see each other.*'sdpa'"):
+        tokens.build(token_attention="bidirectional").compress(ids)
+
+
+# --- attention as a picture ---
+
+
+@layouts
+def test_memory_attention_is_the_encoders_own(memory_case, layout):
+    settings = {"encoder_lora": None, "decoder_lora": None, "position_layout": layout}
+    model = memory_case.build(**settings)
+    ids = ids_of(9)
+    found = model.model.memory_attention(ids, ratio=3)
+    assert [tuple(weights.shape) for weights in found] == [(1, 4, 3, 9)] * 2
+    naive = memory_case.on(attention="eager").build(**settings)
+    backbone = naive.model.language_model
+    context_ids, memory_ids = encoder_position_ids(9, 3, layout)
+    expected = backbone(
+        inputs_embeds=torch.cat([backbone.get_input_embeddings()(ids), naive.model.memory_vectors(3)[None]], dim=1),
+        position_ids=torch.cat([context_ids, memory_ids])[None],
+        attention_mask=torch.ones(1, 12).long(),
+        output_attentions=True,
+    ).attentions
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs[:, :, 9:, :9], atol=1e-5, rtol=0)
+    assert model.model.language_model.config._attn_implementation == "sdpa"
+
+
+def test_memory_attention_of_a_padded_batch(memory_case, random_rows, pad_rows):
+    model = memory_case.model.model
+    rows = random_rows([9, 4])
+    together = model.memory_attention(*pad_rows(rows, "left"), ratio=3)
+    for i, row in enumerate(rows):
+        alone = model.memory_attention(row[None], ratio=3)
+        for batched, single in zip(together, alone, strict=True):
+            slots, tokens = single.shape[2:]
+            torch.testing.assert_close(batched[i, :, :slots, :tokens], single[0], atol=1e-5, rtol=0)
+            assert not batched[i, :, slots:].any()
+            assert not batched[i, :, :, tokens:].any()
+
+
+def test_memory_attention_wants_one_chunk(icae):
+    model = icae.build(chunk_size=6).model
+    for length in (0, 7):
+        with pytest.raises(ValueError, match=f"1 to 6 tokens.*got {length}"):
+            model.memory_attention(ids_of(length))
+
+
+# --- what goes wrong ---
+
+
+def test_configurations_say_what_is_allowed(tiny_base_config):
+    for config_class in (ICAEConfig, FiveHundredXConfig):
+        with pytest.raises(ValueError, match="`chunk_size` must be an int"):
+            config_class(chunk_size=None)
+        with pytest.raises(ValueError, match=r"`memory_tokens` must be one of.*'some'"):
+            config_class(memory_tokens="some")
+        with pytest.raises(ValueError, match=r"`memory_start` must be one of.*'zeros'"):
+            config_class(memory_start="zeros")
+    with pytest.raises(ValueError, match=r"`token_attention` must be one of.*'full'"):
+        CompressionTokensConfig(token_attention="full")
+    with pytest.raises(ValueError, match="`bos_before_slots` must be False"):
+        FiveHundredXConfig(bos_before_slots=True)
+    with pytest.raises(ValueError, match=r"`reconstruction_trigger` must be one of.*'eos'"):
+        FiveHundredXConfig(reconstruction_trigger="eos")
+    with pytest.raises(ValueError, match="bos_token_id None"):
+        FiveHundredXConfig(decoder_config=tiny_base_config(bos_token_id=None), reconstruction_trigger="bos")
+    with pytest.raises(ValueError, match=r"has no \[AE\]"):
+        FiveHundredXConfig(reconstruction_trigger="bos", task_token_ids={"[AE]": 7})
+
+
+def test_encoders_that_do_not_fit_the_decoder_are_refused(tiny_base_config):
+    wide = tiny_base_config(hidden_size=48, num_attention_heads=4)
+    with pytest.raises(ValueError, match="no map between widths: the encoder has 48, the decoder 32"):
+        ICAEModel(ICAEConfig(decoder_config=tiny_base_config(), encoder_config=wide))
+    deep = tiny_base_config(num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"\(3, 2, 8\) in the encoder and \(2, 2, 8\) in the decoder"):
+        FiveHundredXForCausalLM(FiveHundredXConfig(decoder_config=tiny_base_config(), encoder_config=deep))
+    config = CompressionTokensConfig(
+        decoder_config=tiny_base_config(), encoder_config=wide, linear_after_encoder=False, encoder_lora=None
+    )
+    with pytest.raises(ValueError, match=r"width 48.*32.*`linear_after_encoder`"):
+        CompressionTokensModel(config)
+
+
+def test_scores_of_earlier_tokens_leave_task_tokens_out(icae):
+    """Their ids lie outside the vocabulary, where a repetition penalty would look them up."""
+    model = icae.model
+    memory = model.compress(ids_of(9))
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    for num_beams in (1, 2):
+        text = torch.tensor([[AE, 9]])
+        generated = model.generate(text, memory=memory, repetition_penalty=1.5, num_beams=num_beams, **settings)
+        assert generated[0, :2].tolist() == [AE, 9]
+    plain = model.generate(torch.tensor([[9, 9]]), memory=memory, repetition_penalty=1e9, **settings)
+    assert 9 not in plain[0, 2:].tolist()
