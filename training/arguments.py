@@ -11,10 +11,11 @@ from typing import Any
 import yaml
 from trl import SFTConfig, TrlParser
 
+from .collators import CONTEXT_MODES
 from .data import DataSource
 from .suggestions import check_choice, nearest
 
-OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation")
+OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint")
 OPTIMIZERS = ("adamw", "muon")
 RATIO_MODES = ("all", "random")
 
@@ -40,7 +41,7 @@ class ModelArguments:
         model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`.
         tokenizer: folder or Hub id of a tokenizer; that of `base` or `checkpoint` when not given.
         train_tokenizer: arguments of `train_tokenizer`, e.g. `{vocab_size: 4096}`, for a new language model.
-        method: compression method, e.g. "mean_pooling".
+        method: compression method: mean_pooling, compression_tokens, icae or five_hundred_x.
         method_config: configuration fields of the method, e.g. `{compression_ratios: [4, 8]}`.
         teacher: folder of the full-context teacher that distillation learns from; the base itself when not given.
         teacher_lora: rank, alpha, dropout and target modules of the teacher's adapters; `None` trains all weights.
@@ -75,6 +76,7 @@ _POSITIVE = (
     "questions_per_example",
     "group_batches",
     "num_eval_examples",
+    "max_document_tokens",
 )
 
 
@@ -86,11 +88,14 @@ class DataArguments:
         sources: list of sources, see `data.DataSource`.
         eval_sources: list of sources to evaluate the loss on, in the same form.
         data_dir: folder that the sources' paths are relative to.
-        prompts: file of prompt templates; the packaged one when not given.
+        prompts: file of prompt templates, or the name of a packaged one: default, memory_tokens or embedded.
+        context_prefix: text in front of the contexts of questions and summaries, which counts as part of them.
         canonical_prompts: the first template of each task only.
         max_context_tokens: contexts are cut to so many tokens (counted in the log).
         min_context_tokens: shortest window of a plain text, and shortest generated document.
         max_target_tokens: targets are cut to so many tokens (counted in the log).
+        min_document_tokens: shortest document of joint pretraining, context and completion together.
+        max_document_tokens: longest document of joint pretraining.
         questions_per_example: questions about one context in an example of a compressor.
         overlong_contexts: truncate (counted) or skip contexts of questions and summaries that are too long.
         group_batches: batches of a compressor that are sorted by length together, so that they hold little padding.
@@ -104,11 +109,14 @@ class DataArguments:
     sources: list | str | None = field(default=None, metadata={"help": "data sources"})
     eval_sources: list | str | None = field(default=None, metadata={"help": "data sources to evaluate the loss on"})
     data_dir: str | None = field(default=None, metadata={"help": "folder with the data files"})
-    prompts: str | None = field(default=None, metadata={"help": "file of prompt templates"})
+    prompts: str | None = field(default=None, metadata={"help": "file of prompt templates, or a packaged name"})
+    context_prefix: str = field(default="", metadata={"help": "text in front of contexts of questions and summaries"})
     canonical_prompts: bool = field(default=False, metadata={"help": "the first template of each task only"})
     max_context_tokens: int = field(default=1024, metadata={"help": "longest context in tokens"})
     min_context_tokens: int = field(default=32, metadata={"help": "shortest text window in tokens"})
     max_target_tokens: int = field(default=256, metadata={"help": "longest target in tokens"})
+    min_document_tokens: int = field(default=510, metadata={"help": "shortest document of joint pretraining"})
+    max_document_tokens: int = field(default=2040, metadata={"help": "longest document of joint pretraining"})
     questions_per_example: int = field(default=1, metadata={"help": "questions about one context in an example"})
     overlong_contexts: str = field(default="truncate", metadata={"help": "truncate (counted) or skip"})
     group_batches: int = field(default=1, metadata={"help": "batches sorted by length together"})
@@ -149,12 +157,18 @@ class TrainingConfig(SFTConfig):
     """`trl.SFTConfig` with what compression adds.
 
     Args:
-        objective: language_modeling, teacher, compression or distillation.
+        objective: language_modeling, teacher, compression, distillation or joint (reconstruction and continuation
+            from the same slots).
         optimizer: adamw, or muon for matrices and AdamW for embeddings and vectors.
         muon_learning_rate: of the hidden matrices under Muon; `learning_rate` is AdamW's.
         muon_momentum: momentum of Muon.
         ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step.
         distillation_chunk_size: answer tokens whose vocabulary scores are in memory at once.
+        save_dtype: floating-point type that the final weights are stored in, e.g. bfloat16; as they are held by default.
+            They are read back in the type that they were trained in.
+        alpha: weight of the reconstruction in the objective joint, 0 to 1; the continuation has the rest.
+        context_mode: how the objectives compression and joint give the context: compressed, or for the bounds as
+            full_context in front of the text, or no_context.
     """
 
     objective: str = field(default="compression", metadata={"help": ", ".join(OBJECTIVES)})
@@ -164,12 +178,26 @@ class TrainingConfig(SFTConfig):
     ratio_mode: str = field(default="all", metadata={"help": "all ratios at each step, or one drawn at random"})
     distillation_chunk_size: int = field(default=256, metadata={"help": "answer tokens scored at once"})
 
+    save_dtype: str | None = field(default=None, metadata={"help": "type that the final weights are stored in"})
+    alpha: float = field(default=0.5, metadata={"help": "weight of the reconstruction in joint pretraining"})
+    context_mode: str = field(default="compressed", metadata={"help": ", ".join(CONTEXT_MODES)})
+
     def __post_init__(self) -> None:
         check_choice("objective", self.objective, OBJECTIVES)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("ratio_mode", self.ratio_mode, RATIO_MODES)
+        if self.save_dtype is not None:
+            check_choice("save_dtype", self.save_dtype, ("float32", "bfloat16", "float16"))
         if self.distillation_chunk_size < 1:
             raise ValueError(f"distillation_chunk_size must be at least 1, got {self.distillation_chunk_size}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
+        check_choice("context_mode", self.context_mode, CONTEXT_MODES)
+        if self.context_mode != "compressed" and self.objective not in ("compression", "joint"):
+            raise ValueError(
+                f"context_mode {self.context_mode!r} goes with the objectives compression and joint, "
+                f"not with {self.objective!r}"
+            )
         super().__post_init__()
 
 
@@ -205,10 +233,20 @@ def read_recipe(path: str) -> dict[str, Any]:
     return recipe
 
 
+def _over(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Fields of two recipes; of `method_config`, fields inside it."""
+    both = [recipe.get("method_config") for recipe in (earlier, later)]
+    merged = {**earlier, **later}
+    if all(isinstance(fields, dict) for fields in both):
+        merged["method_config"] = {**both[0], **both[1]}
+    return merged
+
+
 def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -> tuple[Any, ...]:
     """Parse `RECIPE.yaml [...] [--field value]` into (ModelArguments, DataArguments, TrainingConfig).
 
-    Several recipes are read in order, a later one over an earlier one; the command line over both.
+    Several recipes are read in order, a later one over an earlier one (`method_config` field by field, so that one
+    recipe may name a method and another its positions); the command line over both.
 
     Raises:
         ValueError: no such recipe, an unknown field (the nearest right one is named), or a value not allowed.
@@ -222,6 +260,7 @@ def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -
             "examples:\n"
             f"  {prog} embedded/base.yaml --data_dir DATA --output_dir checkpoints/base\n"
             f"  {prog} mean_pooling/multi_ratio.yaml mean_pooling/bases/qwen3_0.6b.yaml --teacher TEACHER\n"
+            f"  {prog} epl/icae.yaml epl/layouts/enhanced.yaml epl/bases/llama3.2_1b.yaml epl/pretraining.yaml\n"
             f"  {prog} my_recipe.yaml --resume_from_checkpoint latest\n"
         ),
     )
@@ -232,7 +271,7 @@ def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -
         raise ValueError(f"the first argument is the recipe's file, got {argv[0]!r}")
     recipe: dict[str, Any] = {}
     for path in argv[:num_recipes]:
-        recipe |= read_recipe(path)
+        recipe = _over(recipe, read_recipe(path))
     argv = list(argv[num_recipes:])
     _check_names(parser, recipe, argv)
     parser.set_defaults_with_config(**recipe)

@@ -13,7 +13,10 @@ from .data import context_start_ids as find_context_start_ids
 from .data import start_token_id as find_start_token_id
 from .suggestions import check_choice
 
-MODES = ("compressed", "full_context", "no_context", "distillation")
+MODES = ("compressed", "full_context", "no_context", "distillation", "joint")
+CONTEXT_MODES = ("compressed", "full_context", "no_context")
+JOINT_TASKS = ("reconstruction", "continuation")
+_Row = tuple[list[int], list[int]]
 
 
 class CompressionCollator:
@@ -25,7 +28,14 @@ class CompressionCollator:
     - "full_context": start, context, prompt, target in `input_ids`;
     - "no_context": start, prompt, target in `input_ids`;
     - "distillation": "compressed", and "full_context" beside it as `full_input_ids`, `full_attention_mask`,
-      `full_labels`.
+      `full_labels`, as a plain language model reads it: without task tokens;
+    - "joint": examples of `JointDataset`; two texts about one context, start and `reconstruction_ids` in
+      `reconstruction_input_ids`, `reconstruction_attention_mask`, `reconstruction_labels`, start and
+      `continuation_ids` in `continuation_input_ids` and so on.
+
+    Start is BOS, or the task's token, such as [AE] or [LM], where `task_start_ids` has one; there is one in a text,
+    however many turns it has. With a task token a full context stands where the slots would, and as they are made:
+    context start ids, context, task token, prompt, target.
 
     Labels are -100 on everything but the targets. The batch goes to a stock `trl.SFTTrainer` with
     `dataset_kwargs={"skip_prepare_dataset": True}` and `remove_unused_columns=False`.
@@ -35,6 +45,9 @@ class CompressionCollator:
         start_token_id: id that the text starts with: BOS, or EOS where a tokenizer has no BOS.
         context_start_ids: ids that a compressed context starts with, see `data.context_start_ids`.
         mode: one of `MODES`.
+        task_start_ids: task -> id of the token that its text starts with, see `data.task_start_ids`; a task that is
+            missing starts with `start_token_id`.
+        context_mode: how "joint" gives the context, one of `CONTEXT_MODES`.
         ratios: draw one of these for every row and give it to the model as `ratio` `(batch_size,)`; a row's ratio
             depends on its own id and `seed` only. `None` leaves the ratio to the model or the trainer.
         padding_side: "right" or "left", of text and context.
@@ -44,7 +57,8 @@ class CompressionCollator:
         seed: of the drawn ratios.
 
     Raises:
-        ValueError: an unknown mode or side, an empty list of ratios or one below 1, ratios in a mode without context.
+        ValueError: an unknown mode or side, an empty list of ratios or one below 1, ratios in a mode without context,
+            or a context mode beside another mode than "joint".
     """
 
     def __init__(
@@ -58,8 +72,13 @@ class CompressionCollator:
         pad_to_multiple_of: int = 1,
         with_metadata: bool = False,
         seed: int = 0,
+        task_start_ids: Mapping[str, int] | None = None,
+        context_mode: str = "compressed",
     ):
         check_choice("mode", mode, MODES)
+        check_choice("context_mode", context_mode, CONTEXT_MODES)
+        if context_mode != "compressed" and mode != "joint":
+            raise ValueError(f"context_mode {context_mode!r} goes with mode 'joint'; here it is mode={context_mode!r}")
         check_choice("padding_side", padding_side, ("left", "right"))
         if pad_to_multiple_of < 1:
             raise ValueError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of}")
@@ -72,6 +91,8 @@ class CompressionCollator:
         self.context_start_ids = list(context_start_ids)
         self.mode, self.ratios, self.padding_side = mode, ratios, padding_side
         self.pad_to_multiple_of, self.with_metadata, self.seed = pad_to_multiple_of, with_metadata, seed
+        self.task_start_ids = dict(task_start_ids or {})
+        self.context_mode = {"joint": context_mode, "distillation": "compressed"}.get(mode, mode)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> CompressionCollator:
@@ -82,13 +103,19 @@ class CompressionCollator:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch; every tensor is `(batch_size, width)` of int64."""
-        batch: dict[str, Any] = self._text(examples, with_context=self.mode == "full_context", prefix="")
-        if self.mode in ("compressed", "distillation"):
-            contexts = [[*self.context_start_ids, *example["context_ids"]] for example in examples]
+        batch: dict[str, Any] = {}
+        if self.mode == "joint":
+            for task in JOINT_TASKS:
+                rows = [self._joint_row(example, task) for example in examples]
+                batch |= self._padded_text(rows, f"{task}_")
+        else:
+            batch |= self._padded_text([self._row(example) for example in examples])
+        if self.context_mode == "compressed":
+            contexts = [self._context(example) for example in examples]
             batch["context_input_ids"] = self._pad(contexts, self.pad_token_id)
             batch["context_attention_mask"] = self._pad([[1] * len(ids) for ids in contexts], 0)
         if self.mode == "distillation":
-            batch |= self._text(examples, with_context=True, prefix="full_")
+            batch |= self._padded_text([self._teacher_row(example) for example in examples], "full_")
         if self.ratios is not None:
             batch["ratio"] = torch.tensor([self._ratio(example) for example in examples])
         if self.with_metadata:
@@ -99,20 +126,32 @@ class CompressionCollator:
     def _ratio(self, example: Mapping[str, Any]) -> int:
         return random.Random(f"{self.seed}/{example.get('id', '')}/{example['target_ids']}").choice(self.ratios)
 
-    def _text(self, examples: Sequence[Mapping[str, Any]], with_context: bool, prefix: str) -> dict[str, torch.Tensor]:
-        texts, labels = [], []
-        for example in examples:
-            ids = [self.start_token_id, *(example["context_ids"] if with_context else ())]
-            row_labels = [-100] * len(ids)
-            for prompt, target in ((example["prompt_ids"], example["target_ids"]), *example.get("more_turns", ())):
-                ids = [*ids, *prompt, *target]
-                row_labels = [*row_labels, *[-100] * len(prompt), *target]
-            texts.append(ids)
-            labels.append(row_labels)
+    def _context(self, example: Mapping[str, Any]) -> list[int]:
+        return [*self.context_start_ids, *example["context_ids"]]
+
+    def _start(self, example: Mapping[str, Any], task: str | None) -> list[int]:
+        """What stands in front of a text: its start token, and in "full_context" the context."""
+        task_id = self.task_start_ids.get(task)
+        in_words = self.context_mode == "full_context"
+        if task_id is not None:
+            return [*(self._context(example) if in_words else ()), task_id]
+        return [self.start_token_id, *(example["context_ids"] if in_words else ())]
+
+    def _row(self, example: Mapping[str, Any]) -> _Row:
+        return _with_turns(self._start(example, example.get("task")), example)
+
+    def _teacher_row(self, example: Mapping[str, Any]) -> _Row:
+        return _with_turns([self.start_token_id, *example["context_ids"]], example)
+
+    def _joint_row(self, example: Mapping[str, Any], task: str) -> _Row:
+        start, target = self._start(example, task), example[f"{task}_ids"]
+        return [*start, *target], [*[-100] * len(start), *target]
+
+    def _padded_text(self, rows: Sequence[_Row], prefix: str = "") -> dict[str, torch.Tensor]:
         return {
-            f"{prefix}input_ids": self._pad(texts, self.pad_token_id),
-            f"{prefix}attention_mask": self._pad([[1] * len(ids) for ids in texts], 0),
-            f"{prefix}labels": self._pad(labels, -100),
+            f"{prefix}input_ids": self._pad([ids for ids, _ in rows], self.pad_token_id),
+            f"{prefix}attention_mask": self._pad([[1] * len(ids) for ids, _ in rows], 0),
+            f"{prefix}labels": self._pad([labels for _, labels in rows], -100),
         }
 
     def _pad(self, rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
@@ -123,3 +162,12 @@ class CompressionCollator:
         if self.padding_side == "left":
             return torch.tensor([[*pads, *row] for pads, row in zip(fill, rows, strict=True)])
         return torch.tensor([[*row, *pads] for pads, row in zip(fill, rows, strict=True)])
+
+
+def _with_turns(start: list[int], example: Mapping[str, Any]) -> _Row:
+    """Ids and labels of a text: start, then prompt and target of every turn."""
+    ids, labels = list(start), [-100] * len(start)
+    for prompt, target in ((example["prompt_ids"], example["target_ids"]), *example.get("more_turns", ())):
+        ids += [*prompt, *target]
+        labels += [*[-100] * len(prompt), *target]
+    return ids, labels

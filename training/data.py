@@ -219,6 +219,20 @@ def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     raise ValueError("the tokenizer has neither a BOS nor an EOS token: set one before training")
 
 
+def task_start_ids(config: Any) -> dict[str, int]:
+    """The token that the text of each task starts with, where a compressor has task tokens; else nothing.
+
+    Args:
+        config: a compressor's configuration.
+
+    Returns:
+        Task -> id: [AE] for reconstruction, [LM] for everything else. A task that is missing starts with BOS.
+    """
+    starts = dict.fromkeys(TASKS, config.continuation_token_id)
+    starts["reconstruction"] = config.reconstruction_token_id
+    return {task: token_id for task, token_id in starts.items() if token_id is not None}
+
+
 def context_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What `tokenizer(document)` puts in front of a document: BOS for most tokenizers, nothing for some.
 

@@ -19,7 +19,7 @@ from .generated import MIN_TOKENS, GeneratedDocument, generate_document
 from .prompts import format_prompt
 from .suggestions import check_choice
 
-_ATTEMPTS = 100
+MAX_ATTEMPTS = 100
 
 
 def check_length_schedule(schedule: Sequence[Sequence[float]], minimum: int) -> list[tuple[float, int]]:
@@ -66,12 +66,7 @@ def draw_document(
             length = max_tokens if length < max_tokens else 2 * length
 
 
-def _num_tokens(example: Mapping[str, Any]) -> int:
-    turns = sum(len(prompt) + len(target) for prompt, target in example["more_turns"])
-    return len(example["context_ids"]) + len(example["prompt_ids"]) + len(example["target_ids"]) + turns
-
-
-class _FileSource:
+class FileSource:
     """Rows of a file or Hub source, their texts tokenized once however many questions share them."""
 
     def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
@@ -111,7 +106,9 @@ class CompressionDataset(Dataset):
         max_target_tokens: longest target; a reconstructed context is short enough for its target to fit.
         questions_per_example: questions asked one after the other about one context.
         canonical_prompts: the first template of each task only.
-        prompts: file of prompt templates; the packaged one when `None`.
+        prompts: file of prompt templates, or the name of a packaged one; "default" when `None`.
+        context_prefix: text in front of the contexts of questions and summaries, e.g. a heading; it is part of the
+            context, and its tokens count in `max_context_tokens`.
         length_schedule: (fraction of the examples, longest context) pairs for texts and generated documents, linear in
             between.
         overlong_contexts: "truncate" (counted in `num_cut`) or "skip" contexts of questions and summaries that are too
@@ -138,6 +135,7 @@ class CompressionDataset(Dataset):
         questions_per_example: int = 1,
         canonical_prompts: bool = False,
         prompts: str | None = None,
+        context_prefix: str = "",
         length_schedule: Sequence[Sequence[float]] | None = None,
         overlong_contexts: str = "truncate",
         group_size: int = 1,
@@ -163,12 +161,18 @@ class CompressionDataset(Dataset):
         self.max_context_tokens, self.min_context_tokens = max_context_tokens, min_context_tokens
         self.max_target_tokens, self.questions_per_example = max_target_tokens, questions_per_example
         self.canonical_prompts, self.prompts, self.overlong_contexts = canonical_prompts, prompts, overlong_contexts
+        self.prefix_ids = encode(tokenizer, context_prefix)
+        if len(self.prefix_ids) >= max_context_tokens:
+            raise ValueError(
+                f"context_prefix has {len(self.prefix_ids)} tokens, which leaves none of the {max_context_tokens} "
+                "(max_context_tokens) to the context"
+            )
         self.length_points = check_length_schedule(length_schedule or [(0.0, max_context_tokens)], 1)
         entries = [entry if isinstance(entry, DataSource) else DataSource.from_mapping(entry) for entry in sources]
         if not entries:
             raise ValueError("at least one source is needed")
         self.sources = [
-            entry if entry.generated else _FileSource(entry, data_dir, seed, tokenizer) for entry in entries
+            entry if entry.generated else FileSource(entry, data_dir, seed, tokenizer) for entry in entries
         ]
         self._deal(entries, num_examples)
 
@@ -215,12 +219,18 @@ class CompressionDataset(Dataset):
     def _sorted_group(self, group: int) -> list[dict[str, Any]]:
         first = group * self.group_size
         examples = [self._example_at(index) for index in range(first, min(first + self.group_size, len(self)))]
-        examples.sort(key=_num_tokens)
+        examples.sort(key=self.num_tokens)
         batches = [examples[start : start + self.batch_size] for start in range(0, len(examples), self.batch_size)]
         # Only whole batches change places: the last group's short one has to stay the last.
         whole = len(examples) // self.batch_size
         order = [*random.Random(f"{self.seed}/group/{group}").sample(range(whole), whole), *range(whole, len(batches))]
         return [example for batch in order for example in batches[batch]]
+
+    @staticmethod
+    def num_tokens(example: Mapping[str, Any]) -> int:
+        """Length of an example: context and all turns together."""
+        turns = sum(len(prompt) + len(target) for prompt, target in example["more_turns"])
+        return len(example["context_ids"]) + len(example["prompt_ids"]) + len(example["target_ids"]) + turns
 
     def _example_at(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self.seed}/{index}")
@@ -249,8 +259,7 @@ class CompressionDataset(Dataset):
 
     def _from_generated(self, source: DataSource, limit: int, rng: random.Random) -> dict[str, Any]:
         task = rng.choice(source.tasks)
-        if task != "question_answering":
-            limit = self._window_limit(task, limit)
+        limit = self._room(task, limit)
         document = draw_document(source, limit, rng, self.tokenizer)
         ids = encode(self.tokenizer, document.text)
         identifier = f"generated/{document.kind}/{document.seed}"
@@ -260,14 +269,15 @@ class CompressionDataset(Dataset):
         return self._question_example(ids, [(q.question, q.answer) for q in questions], limit, identifier, rng)
 
     def _from_file(
-        self, source: _FileSource, position: int, turn: int, limit: int, rng: random.Random
+        self, source: FileSource, position: int, turn: int, limit: int, rng: random.Random
     ) -> dict[str, Any]:
         task = rng.choice(source.source.tasks)
         if task in ("question_answering", "summarisation"):
             # A context that belongs to a question cannot be made shorter, so the schedule does not bear on it.
             limit = self.max_context_tokens
+        limit = self._room(task, limit)
         row = self._row(position, source.num_rows, turn)
-        for _ in range(_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             ids = source.texts[source.text_of_row[row]]
             is_window = task in ("reconstruction", "continuation")
             too_long = not is_window and self.overlong_contexts == "skip" and len(ids) > limit
@@ -276,11 +286,12 @@ class CompressionDataset(Dataset):
             row = rng.randrange(source.num_rows)
         else:
             raise ValueError(
-                f"source {source.source.label!r}: {_ATTEMPTS} rows in a row were empty or longer than {limit} tokens"
+                f"source {source.source.label!r}: {MAX_ATTEMPTS} rows in a row were empty or longer than "
+                f"{limit} tokens"
             )
         identifier = source.identifier(row)
         if is_window:
-            return self._text_example(task, ids.tolist(), self._window_limit(task, limit), identifier, rng)
+            return self._text_example(task, ids.tolist(), limit, identifier, rng)
         if task == "summarisation":
             return self._example(task, ids.tolist(), [("", source.value("summary", row))], limit, identifier, rng)
         others = [other for other in source.rows_of_text[int(source.text_of_row[row])] if other != row]
@@ -288,7 +299,10 @@ class CompressionDataset(Dataset):
         pairs = [(source.value("question", r), rng.choice(source.value("answers", r))) for r in rows]
         return self._question_example(ids.tolist(), pairs, limit, identifier, rng)
 
-    def _window_limit(self, task: str, limit: int) -> int:
+    def _room(self, task: str, limit: int) -> int:
+        """Tokens that a context's text may have, beside its prefix or the EOS that ends its reconstruction."""
+        if task in ("question_answering", "summarisation"):
+            return max(1, limit - len(self.prefix_ids))
         return min(limit, self.max_target_tokens - 1) if task == "reconstruction" else limit
 
     def _text_example(
@@ -331,13 +345,14 @@ class CompressionDataset(Dataset):
         self, task: str, context: list[int], turns: Sequence[tuple[list[int], list[int]]], limit: int, identifier: str
     ) -> dict[str, Any]:
         num_cut = max(0, len(context) - limit)
+        prefix = self.prefix_ids if task in ("question_answering", "summarisation") else []
         ended = []
         for prompt, target in turns:
             whole = [*target, self.end]
             num_cut += max(0, len(whole) - self.max_target_tokens)
             ended.append((prompt, whole[: self.max_target_tokens]))
         return {
-            "context_ids": context[:limit],
+            "context_ids": [*prefix, *context[:limit]],
             "prompt_ids": ended[0][0],
             "target_ids": ended[0][1],
             "more_turns": ended[1:],

@@ -1,4 +1,4 @@
-"""Prompt templates: what stands between a context and the target, read from `prompts.yaml`."""
+"""Prompt templates: what stands between a context and the target, read from `prompts.yaml` or another such file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,28 @@ from types import MappingProxyType
 
 import yaml
 
+from .suggestions import nearest
+
 TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
+DEFAULT_PROMPTS = "default"
+
+
+def packaged_prompts() -> dict[str, Path]:
+    """Name -> packaged file: "default" is `prompts.yaml`, every other name N is `prompts_N.yaml`."""
+    folder = Path(__file__).parent
+    others = {path.stem.removeprefix("prompts_"): path for path in sorted(folder.glob("prompts_*.yaml"))}
+    return {DEFAULT_PROMPTS: folder / "prompts.yaml", **others}
+
+
+def _prompts_file(path: str | None) -> Path:
+    """The file of a name or path; a name without folder and ending is a packaged one."""
+    packaged = packaged_prompts()
+    file = packaged.get(path or DEFAULT_PROMPTS, Path(path or ""))
+    if not file.is_file():
+        raise ValueError(
+            f"there are no prompts {path!r}: give a YAML file or a packaged name{nearest(path, packaged)}"
+        )
+    return file
 
 
 @cache
@@ -18,15 +39,18 @@ def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
     """Read the templates of every task.
 
     Args:
-        path: a YAML file with one list of templates per task; the packaged `prompts.yaml` when `None`.
+        path: a YAML file with one list of templates per task, or the name of a packaged one: "default" (also when
+            `None`), "memory_tokens" for methods whose task tokens say what to do, "embedded" for these on the small
+            base.
 
     Returns:
         Task -> templates; the first template of a task is the canonical one.
 
     Raises:
-        ValueError: a task is missing or unknown, or a template does not hold `{question}` exactly where it has to.
+        ValueError: no such file or name, a task is missing or unknown, or a template does not hold `{question}`
+            exactly where it has to.
     """
-    file = Path(path) if path is not None else Path(__file__).with_name("prompts.yaml")
+    file = _prompts_file(path)
     with open(file, encoding="utf-8") as stream:
         content = yaml.safe_load(stream)
     if not isinstance(content, dict) or set(content) != set(TASKS):
@@ -50,7 +74,7 @@ def format_prompt(task: str, question: str = "", *, rng: random.Random | None = 
         task: one of `TASKS`.
         question: the question, for question answering.
         rng: draws the template; the canonical first one is taken when `None`.
-        path: a file of templates of one's own.
+        path: a file of templates of one's own, or the name of a packaged one.
 
     Raises:
         ValueError: an unknown task.

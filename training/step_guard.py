@@ -36,7 +36,7 @@ class StepGuard(OptimizerChoice):
             self._num_context_tokens += int(inputs["context_attention_mask"].sum())
         loss = super().training_step(model, without_metadata(inputs), *args, **kwargs)
         if not torch.isfinite(loss):
-            batch = f"batch ids {ids}" if ids is not None else f"a batch of {len(inputs['input_ids'])} rows"
+            batch = f"batch ids {ids}" if ids is not None else f"a batch of {len(next(iter(inputs.values())))} rows"
             raise ValueError(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}, {batch}; training stops"
             )

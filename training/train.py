@@ -27,7 +27,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..evaluation.report import environment
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe
 from .collators import CompressionCollator
+from .data import task_start_ids
 from .examples import CompressionDataset
+from .joint_examples import JointDataset
+from .joint_trainer import JointPretrainingTrainer
 from .language_modeling import (
     LanguageModelingBatches,
     LanguageModelingCollator,
@@ -35,10 +38,17 @@ from .language_modeling import (
     LanguageModelingTrainer,
 )
 from .suggestions import check_choice
+from .task_tokens import add_task_tokens, check_task_tokens, text_tokenizer
 from .tokenizer import train_tokenizer
 from .trainers import CompressionTrainer, DistillationTrainer, TeacherTrainer
+from .weight_files import store_weights_as
 
-METHODS = {"mean_pooling": "MeanPoolingForCausalLM"}
+METHODS = {
+    "mean_pooling": "MeanPoolingForCausalLM",
+    "compression_tokens": "CompressionTokensForCausalLM",
+    "icae": "ICAEForCausalLM",
+    "five_hundred_x": "FiveHundredXForCausalLM",
+}
 
 
 def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: int) -> PreTrainedTokenizerBase:
@@ -146,6 +156,7 @@ def build_compression_dataset(
         questions_per_example=data_args.questions_per_example,
         canonical_prompts=data_args.canonical_prompts,
         prompts=data_args.prompts,
+        context_prefix=data_args.context_prefix,
         length_schedule=data_args.length_schedule if name == "sources" else None,
         overlong_contexts=data_args.overlong_contexts,
         group_size=data_args.group_batches * batch_size,
@@ -154,28 +165,61 @@ def build_compression_dataset(
     )
 
 
+def build_joint_dataset(
+    data_args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    num_examples: int | None,
+    seed: int,
+    batch_size: int = 1,
+    name: str = "sources",
+) -> JointDataset:
+    """The documents of joint pretraining that the recipe's `sources` (or `eval_sources`) describe."""
+    return JointDataset(
+        data_args.parsed_sources(name),
+        tokenizer,
+        num_examples,
+        data_dir=data_args.data_dir,
+        min_document_tokens=data_args.min_document_tokens,
+        max_document_tokens=data_args.max_document_tokens,
+        length_schedule=data_args.length_schedule if name == "sources" else None,
+        group_size=data_args.group_batches * batch_size,
+        batch_size=batch_size,
+        seed=seed,
+    )
+
+
 def _data_arguments(
-    data_args: DataArguments, args: TrainingConfig, tokenizer: PreTrainedTokenizerBase, mode: str
+    data_args: DataArguments,
+    args: TrainingConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    mode: str,
+    starts: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """What every trainer of tokenized examples takes: data sets, collator and tokenizer."""
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     num_examples = args.max_steps * batch if args.max_steps > 0 else None
     rows = args.per_device_train_batch_size
-    dataset = build_compression_dataset(data_args, tokenizer, num_examples, args.seed, rows)
+    build = build_joint_dataset if mode == "joint" else build_compression_dataset
+    texts = text_tokenizer(tokenizer) if starts else tokenizer
+    dataset = build(data_args, texts, num_examples, args.seed, rows)
     # An example is a function of its index, drawn at random already; in order, lengths grow and resuming is exact.
     args.train_sampling_strategy = "sequential"
     evaluation = None
     if data_args.eval_sources:
         count = data_args.num_eval_examples
-        evaluation = build_compression_dataset(
-            data_args, tokenizer, count, args.seed + 1, name="eval_sources"
-        ).as_dataset()
+        evaluation = build(data_args, texts, count, args.seed + 1, name="eval_sources").as_dataset()
     return {
         "args": args,
         "train_dataset": dataset.as_dataset(),
         "eval_dataset": evaluation,
         "processing_class": tokenizer,
-        "data_collator": CompressionCollator.from_tokenizer(tokenizer, mode=mode, with_metadata=True),
+        "data_collator": CompressionCollator.from_tokenizer(
+            tokenizer,
+            mode=mode,
+            with_metadata=True,
+            task_start_ids=starts,
+            context_mode=args.context_mode if mode == "joint" else "compressed",
+        ),
     }
 
 
@@ -202,8 +246,17 @@ def build_teacher(model_args: ModelArguments, data_args: DataArguments, args: Tr
     return TeacherTrainer(model=model, peft_config=peft_config, **arguments)
 
 
-def load_compressor(model_args: ModelArguments) -> PreTrainedModel:
-    """The compressor to train: a checkpoint to go on from, or a new one on a base."""
+def load_compressor(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+    """The compressor to train: a checkpoint to go on from, or a new one on a base.
+
+    Args:
+        model_args: names the method and where the weights come from.
+        tokenizer: gets the method's task tokens, whose ids a new compressor takes; a checkpoint's must be in it. The
+            ids behind the base's vocabulary are taken when `None`.
+
+    Raises:
+        ValueError: fields that do not go together, or a tokenizer that does not know the checkpoint's task tokens.
+    """
     check_choice("method", model_args.method, METHODS)
     if (model_args.checkpoint is None) == (model_args.base is None):
         raise ValueError("give either base (a new compressor) or checkpoint (one to go on from)")
@@ -211,23 +264,34 @@ def load_compressor(model_args: ModelArguments) -> PreTrainedModel:
     model_class = getattr(module, METHODS[model_args.method])
     loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
     loading = {name: value for name, value in loading.items() if value is not None}
+    fields = dict(model_args.method_config or {})
     if model_args.checkpoint is not None:
-        if model_args.method_config:
+        if fields:
             raise ValueError("method_config is fixed by the checkpoint: leave it out")
-        return model_class.from_pretrained(model_args.checkpoint, **loading)
+        model = model_class.from_pretrained(model_args.checkpoint, **loading)
+        if tokenizer is not None:
+            check_task_tokens(tokenizer, model.config.task_token_ids)
+        return model
     if model_args.base_revision is not None:
         loading["revision"] = model_args.base_revision
-    return model_class.from_base(model_args.base, **loading, **(model_args.method_config or {}))
+    if tokenizer is not None:
+        # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
+        names = tuple(model_class.config_class(**fields).task_token_ids)
+        fields["task_token_ids"] = add_task_tokens(tokenizer, names)
+    return model_class.from_base(model_args.base, **loading, **fields)
 
 
 def build_compression(
     model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig
 ) -> CompressionTrainer:
-    """Trainer of a compressor, from the text itself or from a teacher."""
+    """Trainer of a compressor: from the text itself, from whole documents, or from a teacher."""
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
-    model = load_compressor(model_args)
+    model = load_compressor(model_args, tokenizer)
+    starts = task_start_ids(model.config)
+    if args.objective == "joint":
+        return JointPretrainingTrainer(model=model, **_data_arguments(data_args, args, tokenizer, "joint", starts))
     if args.objective == "compression":
-        arguments = _data_arguments(data_args, args, tokenizer, "compressed")
+        arguments = _data_arguments(data_args, args, tokenizer, args.context_mode, starts)
         return CompressionTrainer(model=model, **arguments)
     teacher = None
     if model_args.teacher is not None:
@@ -236,7 +300,7 @@ def build_compression(
             dtype=getattr(torch, model_args.dtype),
             attn_implementation=model_args.attn_implementation,
         )
-    arguments = _data_arguments(data_args, args, tokenizer, "distillation")
+    arguments = _data_arguments(data_args, args, tokenizer, "distillation", starts)
     return DistillationTrainer(model=model, teacher=teacher, **arguments)
 
 
@@ -335,6 +399,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if trainer.is_world_process_zero():
         # The Trainer's arguments are a pickle, which has no place in a folder that people share.
         (Path(args.output_dir) / "training_args.bin").unlink(missing_ok=True)
+        if args.save_dtype is not None:
+            store_weights_as(getattr(torch, args.save_dtype), Path(args.output_dir))
         _write_summary(trainer, arguments, Path(args.output_dir), resumed=resume is not None)
     return 0
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
 
+from ..modeling.compressed_context import CompressedContext
 from .arguments import TrainingConfig
 from .losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions
 from .step_guard import StepGuard, without_metadata
@@ -55,17 +56,22 @@ class CompressionTrainer(StepGuard, SFTTrainer):
     The loss is cross-entropy of the targets (mean over target tokens), summed over the step's ratios. Logits exist for
     target positions only, `distillation_chunk_size` of them at a time.
 
+    With another `context_mode` than "compressed", nothing is compressed: the compressor's decoder reads texts that
+    have the context in front of them, or none. These are the bounds FullContext and NoContext (EPL, Appendix D) of a
+    compressor whose task tokens alone train, `trainable_parameters=["task_embeddings$"]`.
+
     Args:
         model: a compressor (anything with `compress`).
         args ([`TrainingConfig`]): `ratio_mode` "all" trains every ratio of the checkpoint at each step (section 4.2 of
-            the paper), "random" one ratio per step, drawn from the seed and the step.
+            the paper), "random" one ratio per step, drawn from the seed and the step; `context_mode` is that of the
+            collator.
         kwargs: as for `trl.SFTTrainer`; batches come from `CompressionCollator`.
 
     Raises:
         TypeError: the model cannot compress, or `args` is not a `TrainingConfig`.
     """
 
-    _tag_names = ("context-compression", "mean-pooling")
+    _tag_names = ("context-compression",)
     _name = "Multi-ratio compression"
     _paper = _PAPER
     _collator_mode = "compressed"
@@ -79,6 +85,8 @@ class CompressionTrainer(StepGuard, SFTTrainer):
         _prepare_arguments(args)
         # Only losses are needed in evaluation; logits would take one more forward pass.
         args.prediction_loss_only = True
+        method = model.config.model_type.removesuffix("_compressor").replace("_", "-")
+        self._tag_names = (*self._tag_names, method)
         super().__init__(model=model, args=args, **kwargs)
 
     def step_ratios(self) -> list[int]:
@@ -90,14 +98,12 @@ class CompressionTrainer(StepGuard, SFTTrainer):
         return [random.Random(f"{self.args.seed}/{self.state.global_step}").choice(ratios)]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Sum of the losses of all ratios of the step, from one encoding."""
+        """Sum of the losses behind all memories of the step, from one encoding."""
         inputs = without_metadata(inputs)
-        if "context_input_ids" not in inputs:
-            raise ValueError(f"batches need context_input_ids: use CompressionCollator(mode={self._collator_mode!r})")
-        ratios = self.step_ratios()
+        self._check_batch(inputs)
 
         def step(**batch: Tensor) -> Tensor:
-            return self._step_loss(batch, ratios, num_items_in_batch)
+            return self._step_loss(batch, num_items_in_batch)
 
         with self.accelerator.autocast():
             loss = as_forward_pass(model, self._unwrapped(), step, **inputs)
@@ -108,36 +114,55 @@ class CompressionTrainer(StepGuard, SFTTrainer):
     def _unwrapped(self) -> PreTrainedModel:
         return self.accelerator.unwrap_model(self.model)
 
-    def _step_loss(
-        self, batch: dict[str, Tensor], ratios: list[int], num_items_in_batch: Tensor | int | None
-    ) -> Tensor:
-        model = self._unwrapped()
-        target = self._target(batch, num_items_in_batch)
+    def _check_batch(self, inputs: dict[str, Any]) -> None:
+        given, context_mode = "context_input_ids" in inputs, self.args.context_mode
+        if context_mode == "compressed" and not given:
+            raise ValueError(f"batches need context_input_ids: use CompressionCollator(mode={self._collator_mode!r})")
+        if context_mode != "compressed" and given:
+            raise ValueError(f"batches have context_input_ids, which context_mode {context_mode!r} does not compress")
+
+    def _memories(self, batch: dict[str, Tensor]) -> list[tuple[str, CompressedContext | None]]:
+        """The name of each loss of the step and the memory that its text is read behind, all from one encoding."""
+        if self.args.context_mode != "compressed":
+            return [(self.args.context_mode, None)]
+        ratios = self.step_ratios()
         context = {"input_ids": batch["context_input_ids"], "attention_mask": batch["context_attention_mask"]}
-        text = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-        losses = []
-        for ratio, memory in zip(ratios, model.compress(**context, ratio=ratios), strict=True):
-            states = model.base_model(**text, memory=memory).last_hidden_state
-            losses.append(self._ratio_loss(states, batch["labels"], target, ratio))
+        memories = self._unwrapped().compress(**context, ratio=ratios)
+        return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)]
+
+    def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
+        """Last hidden states of a text, `(batch_size, width, hidden_size)`."""
+        text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
+        return self._unwrapped().base_model(**text, memory=memory, use_cache=False).last_hidden_state
+
+    def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
+        target = self._target(batch, num_items_in_batch)
+        losses = [
+            self._memory_loss(self._states(batch, memory), batch["labels"], target, name)
+            for name, memory in self._memories(batch)
+        ]
         return torch.stack(losses).sum()
 
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
-        """What every ratio of the step shares: here the number of target tokens that the loss is divided by."""
+        """What every memory of the step shares: here the number of target tokens that the loss is divided by."""
         if num_items_in_batch is None:
-            return (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)
+            return count_targets(inputs["labels"]).clamp(min=1)
+        return self._for_each_process(num_items_in_batch)
+
+    def _for_each_process(self, num_items_in_batch: Tensor | int) -> Tensor:
         count = torch.as_tensor(num_items_in_batch)
         # DDP averages over devices what was divided by the number of targets of all of them.
         return count / (self.accelerator.num_processes if self.args.average_tokens_across_devices else 1)
 
-    def _ratio_loss(self, states: Tensor, labels: Tensor, target: Tensor, ratio: int) -> Tensor:
+    def _memory_loss(self, states: Tensor, labels: Tensor, target: Tensor, name: str) -> Tensor:
         chosen = prediction_positions(labels)
         head = logits_function(self._unwrapped())
         total, correct = negative_log_likelihood(
             states[chosen], labels[:, 1:][chosen[:, :-1]], head, self.args.distillation_chunk_size
         )
         count = chosen.sum().clamp(min=1)
-        self._record(f"loss_ratio_{ratio}", total / count)
-        self._record(f"token_accuracy_ratio_{ratio}", correct / count)
+        self._record(f"loss_{name}", total / count)
+        self._record(f"token_accuracy_{name}", correct / count)
         return total / target
 
     def _record(self, name: str, value: Tensor) -> None:
@@ -166,7 +191,7 @@ class DistillationTrainer(CompressionTrainer):
         kwargs: as for `CompressionTrainer`.
 
     Raises:
-        ValueError: the teacher has another vocabulary.
+        ValueError: the teacher has another vocabulary, or `args.context_mode` is not "compressed".
     """
 
     _name = "Distillation from full context"
@@ -176,6 +201,8 @@ class DistillationTrainer(CompressionTrainer):
         self, model: PreTrainedModel, args: TrainingConfig, teacher: PreTrainedModel | None = None, **kwargs: Any
     ):
         super().__init__(model=model, args=args, **kwargs)
+        if args.context_mode != "compressed":
+            raise ValueError(f"distillation needs context_mode 'compressed', got {args.context_mode!r}")
         # The loss is a mean over the batch's rows: the Trainer divides by the accumulation steps.
         self.loss_is_scaled_for_ga = False
         self.model_accepts_loss_kwargs = False
@@ -200,7 +227,7 @@ class DistillationTrainer(CompressionTrainer):
             with student.base_language_model(), _evaluating(student):
                 return student.base_model(**text, use_cache=False)[0][chosen]
 
-    def _ratio_loss(self, states: Tensor, labels: Tensor, target: Tensor, ratio: int) -> Tensor:
+    def _memory_loss(self, states: Tensor, labels: Tensor, target: Tensor, name: str) -> Tensor:
         student = self._unwrapped()
         teacher = student if self.teacher is None else self.accelerator.unwrap_model(self.teacher)
         chosen = prediction_positions(labels)
@@ -211,8 +238,13 @@ class DistillationTrainer(CompressionTrainer):
             logits_function(teacher),
             self.args.distillation_chunk_size,
         )
-        self._record(f"kl_per_token_ratio_{ratio}", total / chosen.sum().clamp(min=1))
+        self._record(f"kl_per_token_{name}", total / chosen.sum().clamp(min=1))
         return total / labels.shape[0]
+
+
+def count_targets(labels: Tensor) -> Tensor:
+    """How many tokens of `labels` `(batch_size, width)` are predicted from the one before them."""
+    return (labels[:, 1:] != -100).sum()
 
 
 @contextmanager

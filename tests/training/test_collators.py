@@ -15,6 +15,8 @@ EXAMPLES = [
     {"context_ids": [5], "prompt_ids": [], "target_ids": [4, 3, 1], "more_turns": [([8, 8], [7, 1])], "id": "b"},
 ]
 
+STARTS = {"reconstruction": 20, "question_answering": 21, "continuation": 21}
+
 
 def rows(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
@@ -54,6 +56,73 @@ def test_distillation_gives_both_views():
     assert all(torch.equal(both[f"full_{name}"], full[name]) for name in full)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_starts_with_its_tasks_token(side):
+    def batch(mode):
+        return CompressionCollator(2, 0, [11], mode=mode, padding_side=side, task_start_ids=STARTS)(tasked)
+
+    tasked = [EXAMPLES[0], {**EXAMPLES[1], "task": "question_answering"}, {**EXAMPLES[1], "task": "summarisation"}]
+    compressed, full, none = batch("compressed"), batch("full_context"), batch("no_context")
+    turns = [4, 3, 1, 8, 8, 7, 1]
+    texts = [[20, 8, 9, 1], [21, *turns], [0, *turns]]
+    assert rows(compressed["input_ids"], compressed["attention_mask"]) == texts
+    assert rows(none["input_ids"], none["attention_mask"]) == texts
+    assert rows(compressed["context_input_ids"], compressed["context_attention_mask"]) == [
+        [11, 5, 6, 7],
+        [11, 5],
+        [11, 5],
+    ]
+    # The context stands in front as it would be compressed; a task without a token keeps BOS in front of everything.
+    assert rows(full["input_ids"], full["attention_mask"]) == [
+        [11, 5, 6, 7, 20, 8, 9, 1],
+        [11, 5, 21, *turns],
+        [0, 5, *turns],
+    ]
+    for one in (compressed, full, none):
+        assert rows(one["labels"], one["labels"] != -100) == [[9, 1], [4, 3, 1, 7, 1], [4, 3, 1, 7, 1]]
+
+
+def test_a_teacher_never_sees_task_tokens():
+    batch = CompressionCollator(2, 0, [11], mode="distillation", task_start_ids=STARTS)(EXAMPLES)
+    assert batch["input_ids"][0, 0] == 20
+    plain = CompressionCollator(2, 0, mode="full_context")(EXAMPLES)
+    assert all(torch.equal(batch[f"full_{name}"], plain[name]) for name in plain)
+
+
+JOINT = [
+    {"context_ids": [5, 6, 7], "reconstruction_ids": [5, 6, 7, 1], "continuation_ids": [8, 9, 1], "id": "a"},
+    {"context_ids": [4], "reconstruction_ids": [4, 1], "continuation_ids": [3, 3, 3, 1], "id": "b", "num_cut": 0},
+]
+
+
+@pytest.mark.parametrize("starts", [None, STARTS])
+@pytest.mark.parametrize("context_mode", ["compressed", "full_context", "no_context"])
+def test_joint_gives_two_texts_about_one_context(context_mode, starts):
+    ae, lm = (20, 21) if starts else (0, 0)
+    collator = CompressionCollator(
+        2, 0, [11], mode="joint", task_start_ids=starts, context_mode=context_mode, with_metadata=True
+    )
+    batch = collator(JOINT)
+    front = [[], []]
+    if context_mode == "full_context":
+        front = [[11, 5, 6, 7], [11, 4]]
+    expected = {"reconstruction": [[5, 6, 7, 1], [4, 1]], "continuation": [[8, 9, 1], [3, 3, 3, 1]]}
+    for task, token in (("reconstruction", ae), ("continuation", lm)):
+        ids, labels = batch[f"{task}_input_ids"], batch[f"{task}_labels"]
+        texts = [[*before, token, *target] for before, target in zip(front, expected[task], strict=True)]
+        if context_mode == "full_context" and not starts:
+            texts = [[0, *before[1:], *target] for before, target in zip(front, expected[task], strict=True)]
+        assert rows(ids, batch[f"{task}_attention_mask"]) == texts
+        assert rows(labels, labels != -100) == expected[task]
+        assert ((labels == ids) | (labels == -100)).all()
+    assert "input_ids" not in batch
+    assert batch["example_ids"] == ["a", "b"]
+    if context_mode == "compressed":
+        assert rows(batch["context_input_ids"], batch["context_attention_mask"]) == [[11, 5, 6, 7], [11, 4]]
+    else:
+        assert "context_input_ids" not in batch
+
+
 def test_metadata_only_on_request():
     assert "example_ids" not in CompressionCollator(2, 0)(EXAMPLES)
     batch = CompressionCollator(2, 0, with_metadata=True)(EXAMPLES)
@@ -87,6 +156,8 @@ def test_from_tokenizer_takes_its_ids(tokenizer):
         ({"ratios": []}, "ratios must be one or more ints"),
         ({"ratios": [0]}, "ratios must be one or more ints"),
         ({"ratios": [2], "mode": "full_context"}, "mode 'compressed' only"),
+        ({"context_mode": "ful_context", "mode": "joint"}, "did you mean 'full_context'"),
+        ({"context_mode": "full_context"}, "goes with mode 'joint'"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be at least 1"),
     ],
 )

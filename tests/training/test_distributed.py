@@ -22,6 +22,7 @@ from context_compressors.training.wrapped_forward import as_forward_pass
 CONFIGURATIONS = Path(context_compressors.training.__file__).parent / "accelerate"
 WORKER = Path(__file__).with_name("distributed_worker.py")
 QUESTIONS = {"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}
+DOCUMENTS = {"generated": True, "tasks": ["reconstruction", "continuation"], "weight": 1}
 
 # Plain gradient descent: Adam would turn rounding errors of tiny gradients into whole steps.
 RUNS = {
@@ -32,6 +33,12 @@ RUNS = {
     "distillation_all": {"objective": "distillation", "ratio_mode": "all", "learning_rate": 2.0},
     "distillation_teacher": {"objective": "distillation", "teacher": "TEACHER", "learning_rate": 1.0},
     "teacher": {"objective": "teacher"},
+    "joint": {"objective": "joint", "gradient_accumulation_steps": 2, "alpha": 0.3},
+    "joint_icae": {"objective": "joint", "method": "icae", "gradient_checkpointing": True, "learning_rate": 1.0},
+}
+METHOD_CONFIGS = {
+    "mean_pooling": {"compression_ratios": [2, 4]},
+    "icae": {"compression_ratios": [2, 4], "chunk_size": 16, "encoder_lora": {"rank": 4}},
 }
 
 
@@ -69,8 +76,10 @@ def write_recipe(base_folder: Path, teacher_folder: Path, tmp_path: Path):
             "disable_tqdm": True,
             **fields,
         }
-        if recipe.get("objective") in ("compression", "distillation"):
-            recipe["method_config"] = {"compression_ratios": [2, 4]}
+        if recipe.get("objective") in ("compression", "distillation", "joint"):
+            recipe["method_config"] = METHOD_CONFIGS[recipe.get("method", "mean_pooling")]
+        if recipe.get("objective") == "joint":
+            recipe |= {"sources": [DOCUMENTS], "min_document_tokens": 24, "max_document_tokens": 90}
         if "teacher" in recipe:
             recipe["teacher"] = str(teacher_folder)
         file = tmp_path / f"{name}.yaml"
@@ -103,9 +112,10 @@ def assert_same_weights(found: Path, expected: Path) -> None:
 
 
 def assert_adapters_moved(folder: Path) -> None:
-    """Every B starts at zero; both adapters', so that a gradient reached the encoder as well as the decoder."""
+    """Every B starts at zero; both adapters' (ICAE has one), so that a gradient reached encoder and decoder."""
     weights = load_file(folder / "model.safetensors")
-    for adapter in ("encoder", "decoder"):
+    adapters = ("encoder",) if folder.name == "joint_icae" else ("encoder", "decoder")
+    for adapter in adapters:
         moved = [weight.abs().max().item() for name, weight in weights.items() if f".lora_B.{adapter}." in name]
         assert max(moved) > 1e-3, f"{folder.name}: {adapter}"
 

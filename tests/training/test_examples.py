@@ -125,6 +125,25 @@ def test_what_is_cut_is_counted(tokenizer, folder):
         assert small["num_cut"] == max(0, len(big["context_ids"]) - 50)
 
 
+@pytest.mark.parametrize("source", [{**QUESTIONS}, {**GENERATED, "tasks": ["question_answering"]}])
+def test_a_context_prefix_is_part_of_the_context(tokenizer, folder, source):
+    prefix = encode(tokenizer, "### Context:\n")
+    limit = 60
+    plain = make(tokenizer, folder, source, max_context_tokens=limit - len(prefix))
+    dataset = make(tokenizer, folder, source, max_context_tokens=limit, context_prefix="### Context:\n")
+    examples = [dataset[index] for index in range(40)]
+    assert [example["context_ids"] for example in examples] == [
+        [*prefix, *plain[index]["context_ids"]] for index in range(40)
+    ]
+    assert limit - 10 < max(len(example["context_ids"]) for example in examples) <= limit
+    assert [example["num_cut"] for example in examples] == [plain[index]["num_cut"] for index in range(40)]
+
+
+def test_windows_of_a_text_have_no_prefix(tokenizer, folder):
+    plain, prefixed = (make(tokenizer, folder, TEXT, context_prefix=prefix) for prefix in ("", "### Context:\n"))
+    assert [prefixed[index] for index in range(40)] == [plain[index] for index in range(40)]
+
+
 def test_overlong_contexts_are_skipped_on_request(tokenizer, folder):
     source = {**QUESTIONS, "tasks": ["question_answering"]}
     lengths = sorted({len(make(tokenizer, folder, source)[index]["context_ids"]) for index in range(18)})
@@ -188,6 +207,12 @@ def test_iteration_ends(tokenizer, folder):
         ([TEXT], {"num_examples": 0}, "num_examples must be at least 1"),
         ([TEXT], {"max_context_tokens": 16}, "min_context_tokens 1 to max_context_tokens"),
         ([TEXT], {"max_target_tokens": 1}, "max_target_tokens must be at least 2"),
+        (
+            [TEXT],
+            {"context_prefix": "no" * 40, "max_context_tokens": 32},
+            "context_prefix has .* leaves none of the 32",
+        ),
+        ([TEXT], {"prompts": "memory_token"}, "did you mean 'memory_tokens'"),
         ([TEXT], {"overlong_contexts": "truncat"}, "did you mean 'truncate'"),
         ([TEXT], {"length_schedule": [[0.5, 10], [0.1, 20]]}, "length_schedule must be"),
         ([TEXT], {"length_schedule": 7}, "length_schedule must be"),
@@ -196,4 +221,4 @@ def test_iteration_ends(tokenizer, folder):
 )
 def test_wrong_arguments_are_refused(tokenizer, folder, sources, fields, message):
     with pytest.raises(ValueError, match=message):
-        make(tokenizer, folder, *sources, **fields)
+        make(tokenizer, folder, *sources, **fields)[0]

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from context_compressors.training.prompts import TASKS, format_prompt, load_prompts
+from context_compressors.training.prompts import TASKS, format_prompt, load_prompts, packaged_prompts
 
 
 def test_every_task_has_about_eight_different_templates():
@@ -15,6 +15,20 @@ def test_canonical_prompts():
     assert format_prompt("question_answering", "Who?") == "\nQuestion: Who?\nAnswer:"
     assert format_prompt("reconstruction") == "\nRepeat the text above:"
     assert format_prompt("continuation") == ""
+
+
+def test_packaged_prompts_are_found_by_name(tmp_path):
+    assert set(packaged_prompts()) == {"default", "embedded", "memory_tokens"}
+    assert load_prompts("default") == load_prompts()
+    assert format_prompt("question_answering", "Who?", path="memory_tokens") == "### Question: Who?\n### Answer:"
+    for name in ("memory_tokens", "embedded"):
+        # [AE] and [LM] are the prompt.
+        assert load_prompts(name)["reconstruction"] == load_prompts(name)["continuation"] == ("",)
+    assert format_prompt("question_answering", "Who?", path="embedded") == format_prompt("question_answering", "Who?")
+    with pytest.raises(ValueError, match=r"no prompts 'memory-tokens'.*did you mean 'memory_tokens'"):
+        load_prompts("memory-tokens")
+    with pytest.raises(ValueError, match="no prompts"):
+        load_prompts(str(tmp_path / "none.yaml"))
 
 
 def test_braces_in_a_question_are_kept():

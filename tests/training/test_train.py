@@ -21,6 +21,7 @@ from context_compressors.training.train import latest_checkpoint, load_compresso
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
 SETTINGS = ("teacher", "single_ratio", "multi_ratio", "ratio_sampling")
 BASES = sorted(path.stem for path in (RECIPES / "mean_pooling" / "bases").glob("*.yaml"))
+EMBEDDED = sorted(path.stem for path in (RECIPES / "embedded").glob("*.yaml"))
 GENERATED = "[{generated: true, tasks: [question_answering, reconstruction], weight: 1}]"
 
 
@@ -113,9 +114,10 @@ def test_learning_rate_schedule_of_table_6(tmp_path):
     assert rates == pytest.approx([1e-4, 2e-4, 1.1e-4, 2e-5], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["base", "mean_pooling"])
+@pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_recipes_use_data_for_commercial_use_only(name, tmp_path):
-    model, data, args = parse_recipe([f"embedded/{name}.yaml", "--output_dir", str(tmp_path)])
+    files = [*(["embedded/icae.yaml"] if name == "joint_pretraining" else []), f"embedded/{name}.yaml"]
+    model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path)])
     allowed = {
         "text_standardebooks_train", "text_openstax_train", "text_us_gov_blogs_train", "text_factbook_train",
         "text_peps_train", "text_us_presidents_train", "text_eltec_eng_train", "qa_fairytaleqa_train",
@@ -124,6 +126,7 @@ def test_embedded_recipes_use_data_for_commercial_use_only(name, tmp_path):
     sources = data.parsed_sources()
     assert {Path(source.path).stem for source in sources if source.path} <= allowed
     assert all(source.split == "train" for source in sources if source.generated)
+    assert sources
     assert model.dtype == "float32"
     assert args.bf16 is False
 
@@ -148,9 +151,26 @@ def test_the_command_line_wins_over_recipes_and_a_later_recipe_over_an_earlier(t
     assert data.parsed_sources() == [DataSource.from_mapping(yaml.safe_load(GENERATED)[0])]
 
 
+def test_method_config_of_several_recipes_is_put_together(tmp_path):
+    files = [tmp_path / f"{name}.yaml" for name in "abc"]
+    files[0].write_text("method_config: {chunk_size: 16, compression_ratios: [5]}\n")
+    files[1].write_text("method_config: {position_layout: uniform, compression_ratios: [4]}\n")
+    files[2].write_text("method_config: null\n")
+    rest = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
+    model, *_ = parse_recipe([*map(str, files[:2]), *rest])
+    assert model.method_config == {"chunk_size": 16, "compression_ratios": [4], "position_layout": "uniform"}
+    assert parse_recipe([*map(str, files), *rest])[0].method_config is None
+    model, *_ = parse_recipe([*map(str, files[:2]), *rest, "--method_config", "{chunk_size: 8}"])
+    assert model.method_config == {"chunk_size": 8}
+
+
 @pytest.mark.parametrize(
     ("recipe", "argv", "message"),
     [
+        ({"alpha": 1.5}, [], "alpha must be from 0 to 1, got 1.5"),
+        ({"context_mode": "compresed"}, [], "did you mean 'compressed'"),
+        ({"context_mode": "no_context", "objective": "distillation"}, [], "goes with the objectives compression and"),
+        ({"max_document_tokens": 0}, [], "max_document_tokens must be at least 1, got 0"),
         ({"learning_rte": 1}, [], "unknown field 'learning_rte' in the recipe; did you mean 'learning_rate'"),
         ({}, ["--max_step", "3"], "unknown field '--max_step'; did you mean 'max_steps'"),
         ({"objective": "distilation"}, [], "did you mean 'distillation'"),
@@ -280,12 +300,15 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["language_modeling", "compression", "distillation"])
+@pytest.mark.parametrize("objective", ["language_modeling", "compression", "distillation", "joint"])
 def test_a_killed_run_goes_on_with_the_same_loss_curve(tmp_path, base_folder, objective):
     fields = new_model() if objective == "language_modeling" else {"base": str(base_folder), "ratio_mode": "random"}
     fields = {**fields, "objective": objective, "max_steps": 40, "gradient_accumulation_steps": 2}
     if objective != "language_modeling":
         fields["method_config"] = {"compression_ratios": [2, 4]}
+    if objective == "joint":
+        fields["sources"] = [{"generated": True, "tasks": ["reconstruction", "continuation"], "weight": 1}]
+        fields |= {"min_document_tokens": 24, "max_document_tokens": 80}
     recipe = write_recipe(tmp_path, **fields, save_steps=10, length_schedule=[[0.0, 40], [1.0, 60]], seed=3)
     command = [sys.executable, "-m", "context_compressors.training.train", recipe, "--save_strategy", "steps"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

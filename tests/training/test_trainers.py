@@ -246,12 +246,12 @@ def test_nan_loss_stops_with_step_and_ids_and_the_last_checkpoint_stays(make_tra
     trainer = make_trainer(config={"save_strategy": "steps", "save_steps": 2, "max_steps": 6})
     losses = []
 
-    def broken(states, labels, target, ratio, original=trainer._ratio_loss):
-        losses.append(ratio)
-        loss = original(states, labels, target, ratio)
+    def broken(states, labels, target, name, original=trainer._memory_loss):
+        losses.append(name)
+        loss = original(states, labels, target, name)
         return loss * float("nan") if len(losses) > 2 * 3 else loss
 
-    trainer._ratio_loss = broken
+    trainer._memory_loss = broken
     ids = [dataset[index]["id"] for index in (6, 7)]
     with pytest.raises(ValueError, match=r"the loss is nan at step 4, batch ids") as error:
         trainer.train()
