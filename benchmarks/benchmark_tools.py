@@ -93,11 +93,13 @@ def method_model_type(method: str) -> str:
 def random_compressor(
     method: str, decoder_config: LlamaConfig, ratios: Sequence[int], dtype: str, device: torch.device
 ) -> PreTrainedModel:
-    """A method with random weights, in evaluation mode."""
+    """A method with random weights that reads the whole context as one chunk, in evaluation mode."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        method_model_type(method), decoder_config=decoder_config, compression_ratios=list(ratios)
-    )
+    fields = {"decoder_config": decoder_config, "compression_ratios": list(ratios)}
+    config = AutoConfig.for_model(method_model_type(method), **fields)
+    if config.chunk_size is not None:
+        fields["chunk_size"] = decoder_config.max_position_embeddings
+        config = AutoConfig.for_model(config.model_type, **fields)
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device).eval()
 
 

@@ -2,15 +2,18 @@
 
     python benchmarks/small_scale.py --data DATA                      # mean pooling at ratio 4, three seeds
     python benchmarks/small_scale.py --data DATA --ratios 2 4 8 16    # one model for all four ratios
+    python benchmarks/small_scale.py --data DATA --ratios 5 --method icae --config '{"position_layout": "enhanced"}'
     python benchmarks/small_scale.py --seeds 0 --steps 50             # generated documents alone, and briefly
 
 DATA is a folder with the data files: SQuAD, NarrativeQA summaries and OpenStax. Reconstruction, continuation and
 question answering are trained together on contexts of at most --context-tokens, and tested on documents that are not
 in training, beside the base itself without context and with the full context. A question's answer always stands in its
-context.
+context. All methods see the same contexts, questions and targets. Where a method has task tokens, its text starts with
+them, and they take the place of the words that ask for a reconstruction (prompts "embedded", or --prompts).
 
-Every finished (method, ratios, seed) is a run in the result file and is not done again; runs of another budget are
-refused there. Scores are means over seeds, with the standard deviation.
+Every finished (method, configuration, ratios, seed) is a run in the result file and is not done again; runs of another
+budget are refused there. Scores are means over seeds, with the standard deviation. A run's `log` has the training loss
+and the reconstruction loss of held-out documents by step, for `context-compressors curves`.
 """
 
 from __future__ import annotations
@@ -25,35 +28,48 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from benchmark_tools import RESULTS, positive_int, write_json
 from small_scale_data import prepare
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from small_scale_results import read_results, run_key, run_name, summarize, table
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    set_seed,
+)
 
 from context_compressors.evaluation.evaluate import evaluate_model
-from context_compressors.evaluation.report import environment, markdown_table, ratio_condition
-from context_compressors.evaluation.samples import EvaluationDataset
+from context_compressors.evaluation.report import environment, ratio_condition
+from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder
+from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.training.arguments import OPTIMIZERS, ModelArguments, TrainingConfig
 from context_compressors.training.collators import CompressionCollator
+from context_compressors.training.data import context_start_ids, start_token_id, task_start_ids
 from context_compressors.training.examples import CompressionDataset
+from context_compressors.training.suggestions import check_choice
 from context_compressors.training.train import METHODS, load_compressor
 from context_compressors.training.trainers import CompressionTrainer
 
 BASE = Path(__file__).parent.parent / "checkpoints" / "base"
 _LORA = {"rank": 32, "alpha": 32}
-# What each method is built with; a new method adds its line.
-METHOD_CONFIGS: dict[str, dict[str, Any]] = {"mean_pooling": {"encoder_lora": _LORA, "decoder_lora": _LORA}}
-COLUMNS = (
-    ("reconstruction", "bleu", "BLEU"),
-    ("reconstruction", "token_accuracy", "token accuracy"),
-    ("continuation", "perplexity", "perplexity"),
-    ("question_answering", "exact_match", "EM"),
-    ("question_answering", "f1", "F1"),
-)
+# Where a method's own defaults, which are made for large bases, are not taken.
+METHOD_CONFIGS: dict[str, dict[str, Any]] = {
+    "mean_pooling": {"encoder_lora": _LORA, "decoder_lora": _LORA},
+    "compression_tokens": {"encoder_lora": _LORA, "decoder_lora": _LORA},
+}
+# Points of a run's log.
+_LOG_ENTRIES = 25
+# Held-out documents of each data set behind a point of the reconstruction curve.
+_CURVE_SAMPLES = 8
+_EVALUATION_BATCH = 32
+# With task tokens: no words for a reconstruction, and questions in the one form that the small base knows.
+_TASK_TOKEN_PROMPTS = "embedded"
 
 
 class _CountingCollator(CompressionCollator):
@@ -69,6 +85,56 @@ class _CountingCollator(CompressionCollator):
         return batch
 
 
+class _ReconstructionCurve(TrainerCallback):
+    """At every entry of the training log, the reconstruction loss of held-out documents at the model's first ratio."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]):
+        condition = Condition("compressed", model, ratio=model.config.default_ratio)
+        starts = task_start_ids(model.config)
+        self.scorer = Scorer(model, tokenizer, [condition], start_token_id(tokenizer), starts)
+        self.samples = samples
+        self.seconds = 0.0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], model: Any, **kwargs: Any) -> None:
+        """Add the loss to the entry that the Trainer has just made."""
+        if "loss" not in logs:
+            return
+        start = time.perf_counter()
+        model.eval()
+        scores = self.scorer.score("reconstruction", self.samples, _EVALUATION_BATCH)["compressed"]
+        model.train()
+        self.seconds += time.perf_counter() - start
+        state.log_history[-1]["reconstruction_loss"] = math.log(scores["perplexity"])
+
+
+def held_out(
+    tokenizer: PreTrainedTokenizerBase, test: EvaluationDataset, context_tokens: int, prompts: str | None
+) -> list[Sample]:
+    """A few reconstructions of a test set."""
+    builder = SampleBuilder(tokenizer, None, {}, context_tokens, continuation_tokens=1, prompts=prompts)
+    return builder.build(test, "reconstruction", _CURVE_SAMPLES)
+
+
+def prompts_of(arguments: argparse.Namespace, model: PreTrainedModel) -> str | None:
+    """Name of the prompts that a model is trained and tested with; `None` for the packaged ones."""
+    return arguments.prompts or (_TASK_TOKEN_PROMPTS if task_start_ids(model.config) else None)
+
+
+@torch.inference_mode()
+def tokens_per_slot(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]
+) -> dict[str, float]:
+    """By condition, the ratio that the samples' contexts come to: less than the model's where chunks are not full."""
+    ratios, start = list(model.config.compression_ratios), context_start_ids(tokenizer)
+    tokens, slots = [0] * len(ratios), [0] * len(ratios)
+    for sample in samples:
+        input_ids = torch.tensor([[*start, *sample.context_ids]], device=model.device)
+        for index, memory in enumerate(model.compress(input_ids, ratio=ratios)):
+            tokens[index] += int(memory.num_context_tokens)
+            slots[index] += int(memory.num_slots)
+    return {ratio_condition(r): tokens[i] / slots[i] for i, r in enumerate(ratios)}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -76,7 +142,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--data", metavar="PATH", help="folder with the data files (default: generated documents alone)")
-    add("--method", default="mean_pooling", help=f"one of {', '.join(METHOD_CONFIGS)} (default: mean_pooling)")
+    add("--method", default="mean_pooling", help=f"one of {', '.join(METHODS)} (default: mean_pooling)")
+    add("--config", type=_fields, default={}, metavar="JSON", help="fields of the method's configuration")
+    add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's, see above)")
     add("--ratios", nargs="+", type=positive_int, default=[4], metavar="R", help="ratios of the model (default: 4)")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
     add("--base", default=str(BASE), metavar="FOLDER", help="the base language model (default: checkpoints/base)")
@@ -103,6 +171,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _fields(text: str) -> dict[str, Any]:
+    """Configuration fields from the command line."""
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(fields, dict) or "compression_ratios" in fields:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a mapping of fields, without the ratios (--ratios)")
+    return fields
+
+
 def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What all runs of a result file have in common.
 
@@ -126,62 +205,9 @@ def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def read_results(path: Path, budget: Mapping[str, Any]) -> dict[str, Any]:
-    """The result file, or an empty one.
-
-    Raises:
-        ValueError: it is no result file of this benchmark, or its runs had another budget.
-    """
-    if not path.is_file():
-        return {"format_version": 1, "benchmark": "small_scale", "budget": dict(budget), "runs": [], "summary": []}
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        known = results["budget"]
-        finished = [run_key(run) for run in results["runs"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a result file of this benchmark: {error!r}") from error
-    changed = {name: (known.get(name), value) for name, value in budget.items() if known.get(name) != value}
-    if finished and changed:
-        raise ValueError(
-            f"{path} has runs of another budget, (there, now): {changed}; name another file with --output"
-        )
-    return {**results, "budget": dict(budget)}
-
-
-def run_key(run: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int]:
-    """What a run is known by: method, ratios and seed."""
-    return run["method"], tuple(run["ratios"]), run["seed"]
-
-
-def train(
-    arguments: argparse.Namespace,
-    seed: int,
-    sources: Sequence[Mapping[str, Any]],
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Train one model; returns it, and what was used up."""
-    set_seed(seed)
-    fields = {**METHOD_CONFIGS[arguments.method], "compression_ratios": list(arguments.ratios)}
-    model = load_compressor(ModelArguments(base=arguments.base, method=arguments.method, method_config=fields))
-    dataset = CompressionDataset(
-        sources,
-        tokenizer,
-        arguments.steps * arguments.batch_size,
-        data_dir=str(folder),
-        max_context_tokens=arguments.context_tokens,
-        min_context_tokens=min(16, arguments.context_tokens),
-        max_target_tokens=arguments.context_tokens + 1,
-        questions_per_example=4,
-        canonical_prompts=True,
-        overlong_contexts="skip",
-        # Copying is learned much sooner from short contexts.
-        length_schedule=[[0.0, min(48, arguments.context_tokens)], [0.5, arguments.context_tokens]],
-        seed=seed,
-    )
-    collator = _CountingCollator.from_tokenizer(tokenizer)
-    args = TrainingConfig(
+def training_config(arguments: argparse.Namespace, seed: int, folder: Path, device: torch.device) -> TrainingConfig:
+    """How all methods are trained."""
+    return TrainingConfig(
         output_dir=str(folder / "trainer"),
         objective="compression",
         max_steps=arguments.steps,
@@ -194,7 +220,8 @@ def train(
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
         warmup_steps=min(50, arguments.steps // 10),
         train_sampling_strategy="sequential",
-        logging_steps=max(1, arguments.steps // 20),
+        logging_steps=max(1, arguments.steps // _LOG_ENTRIES),
+        logging_first_step=True,
         save_strategy="no",
         report_to="none",
         bf16=False,
@@ -202,19 +229,66 @@ def train(
         use_cpu=device.type == "cpu",
         seed=seed,
     )
-    trainer = CompressionTrainer(
-        model=model, args=args, train_dataset=dataset.as_dataset(), processing_class=tokenizer, data_collator=collator
+
+
+def train(
+    arguments: argparse.Namespace,
+    seed: int,
+    sources: Sequence[Mapping[str, Any]],
+    tests: Sequence[EvaluationDataset],
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> tuple[PreTrainedModel, dict[str, Any], list[dict[str, float]]]:
+    """Train one model; returns it, what was used up, and its log."""
+    set_seed(seed)
+    fields = {**METHOD_CONFIGS.get(arguments.method, {}), **arguments.config}
+    fields["compression_ratios"] = list(arguments.ratios)
+    model = load_compressor(ModelArguments(base=arguments.base, method=arguments.method, method_config=fields))
+    dataset = CompressionDataset(
+        sources,
+        tokenizer,
+        arguments.steps * arguments.batch_size,
+        data_dir=str(folder),
+        max_context_tokens=arguments.context_tokens,
+        min_context_tokens=min(16, arguments.context_tokens),
+        max_target_tokens=arguments.context_tokens + 1,
+        questions_per_example=4,
+        canonical_prompts=True,
+        prompts=prompts_of(arguments, model),
+        overlong_contexts="skip",
+        # Copying is learned much sooner from short contexts.
+        length_schedule=[[0.0, min(48, arguments.context_tokens)], [0.5, arguments.context_tokens]],
+        seed=seed,
     )
+    collator = _CountingCollator.from_tokenizer(tokenizer, task_start_ids=task_start_ids(model.config))
+    trainer = CompressionTrainer(
+        model=model,
+        args=training_config(arguments, seed, folder, device),
+        train_dataset=dataset.as_dataset(),
+        processing_class=tokenizer,
+        data_collator=collator,
+    )
+    prompts = prompts_of(arguments, model)
+    samples = [s for test in tests for s in held_out(tokenizer, test, arguments.context_tokens, prompts)]
+    curve = _ReconstructionCurve(model, tokenizer, samples)
+    trainer.add_callback(curve)
     start = time.perf_counter()
     outcome = trainer.train()
-    return model, {
+    log = [
+        {name: entry[name] for name in ("step", "loss", "reconstruction_loss")}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+    used = {
         "steps": outcome.global_step,
         "context_tokens": collator.num_context_tokens,
         "target_tokens": collator.num_target_tokens,
         "mean_loss": outcome.training_loss,
-        "seconds": time.perf_counter() - start,
+        "seconds": time.perf_counter() - start - curve.seconds,
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
+    return model, used, log
 
 
 def evaluate(
@@ -226,6 +300,12 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Score a model on all data sets and tasks, beside the base without context and with all of it."""
     rows = []
+    prompts = prompts_of(arguments, model)
+    model.eval()
+    densities = {
+        test.name: tokens_per_slot(model, tokenizer, held_out(tokenizer, test, arguments.context_tokens, prompts))
+        for test in tests
+    }
     for task, samples in (
         ("question_answering", arguments.eval_samples),
         ("reconstruction", arguments.bleu_samples),
@@ -234,78 +314,34 @@ def evaluate(
         settings = EvaluationSettings(
             tasks=(task,),
             max_samples=samples,
-            batch_size=32,
+            batch_size=_EVALUATION_BATCH,
             max_new_tokens={"question_answering": 16, "summarisation": 1},
             context_tokens=arguments.context_tokens,
             continuation_tokens=64,
             reconstruction_bleu=task == "reconstruction",
+            prompts=prompts,
         )
         report = evaluate_model(model, tokenizer, tests, settings, teacher=base)
         for row in report.rows:
-            metrics = {name: value if math.isfinite(value) else None for name, value in row.metrics.items()}
+            metrics = dict(row.metrics)
+            if "perplexity" in metrics:
+                metrics["loss"] = math.log(metrics["perplexity"])
+            if task == "reconstruction" and row.condition in densities[row.dataset]:
+                metrics["tokens_per_slot"] = densities[row.dataset][row.condition]
+            metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             rows.append({**asdict(row), "metrics": metrics})
     return rows
 
 
-def summarize(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each method, ratios, condition and data set: mean and standard deviation over the seeds."""
-    groups: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
-    for run in runs:
-        for row in run["rows"]:
-            key = (run["method"], tuple(run["ratios"]), row["dataset"], row["condition"])
-            for metric, value in row["metrics"].items():
-                name = f"{row['task']}/{metric}"
-                groups.setdefault(key, {}).setdefault(name, {})[run["seed"]] = value
-    summary = []
-    for (method, ratios, dataset, condition), metrics in groups.items():
-        scores = {}
-        for name, by_seed in metrics.items():
-            values = [value for value in by_seed.values() if value is not None]
-            if values:
-                scores[name] = {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None}
-        seeds = sorted({seed for by_seed in metrics.values() for seed in by_seed})
-        summary.append(
-            {
-                "method": method,
-                "ratios": list(ratios),
-                "dataset": dataset,
-                "condition": condition,
-                "seeds": seeds,
-                "scores": scores,
-            }
-        )
-    return summary
-
-
-def table(summary: Sequence[Mapping[str, Any]]) -> str:
-    """The summary as Markdown; the bounds, which no training changes, stand once."""
-    rows: dict[tuple[str, ...], list[Any]] = {}
-    for row in summary:
-        ratios = " ".join(map(str, row["ratios"]))
-        compressed = row["condition"] in [ratio_condition(ratio) for ratio in row["ratios"]]
-        name = f"{row['method']}, trained at {ratios}" if compressed else "base"
-        cells = []
-        for task, metric, _ in COLUMNS:
-            score = row["scores"].get(f"{task}/{metric}")
-            spread = "" if score is None or score["std"] is None or not compressed else f" ± {score['std']:.2f}"
-            cells.append("-" if score is None else f"{score['mean']:.2f}{spread}")
-        rows.setdefault(
-            (row["dataset"], name, row["condition"]),
-            [row["dataset"], name, row["condition"], len(row["seeds"]), *cells],
-        )
-    order = list(dict.fromkeys(row["dataset"] for row in summary))
-    header = ["data set", "model", "context", "seeds", *(title for *_, title in COLUMNS)]
-    return markdown_table(header, sorted(rows.values(), key=lambda cells: (order.index(cells[0]), cells[1] != "base")))
-
-
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Do the runs that are not in the result file yet, and write it after each."""
-    if arguments.method not in METHOD_CONFIGS or arguments.method not in METHODS:
-        raise ValueError(f"--method must be one of {sorted(METHOD_CONFIGS)}, got {arguments.method!r}")
+    check_choice("--method", arguments.method, METHODS)
     output = Path(arguments.output)
     results = read_results(output, budget_of(arguments))
     finished = {run_key(run) for run in results["runs"]}
-    missing = [s for s in arguments.seeds if (arguments.method, tuple(arguments.ratios), s) not in finished]
+    given = {} if arguments.prompts is None else {"prompts": arguments.prompts}
+    name = run_name(arguments.method, {**arguments.config, **given})
+    missing = [seed for seed in arguments.seeds if (name, tuple(arguments.ratios), seed) not in finished]
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as folder:
         if missing:
@@ -313,13 +349,14 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             base = AutoModelForCausalLM.from_pretrained(arguments.base).to(device).eval()
             sources, tests = prepare(arguments.data, tokenizer, arguments.context_tokens, Path(folder))
         for seed in missing:
-            print(f"{arguments.method}, ratios {arguments.ratios}, seed {seed}", flush=True)
-            model, training = train(arguments, seed, sources, Path(folder), tokenizer, device)
+            print(f"{name}, ratios {arguments.ratios}, seed {seed}", flush=True)
+            model, training, log = train(arguments, seed, sources, tests, Path(folder), tokenizer, device)
             start = time.perf_counter()
             rows = evaluate(arguments, model, base, tokenizer, tests)
-            run = {"method": arguments.method, "ratios": list(arguments.ratios), "seed": seed, "training": training}
-            run |= {"evaluation_seconds": time.perf_counter() - start, "environment": environment(), "rows": rows}
-            results["runs"].append(run)
+            run = {"name": name, "method": arguments.method, "config": arguments.config}
+            run |= {"ratios": list(arguments.ratios), "seed": seed, "prompts": prompts_of(arguments, model)}
+            run |= {"training": training, "log": log, "evaluation_seconds": time.perf_counter() - start}
+            results["runs"].append({**run, "environment": environment(), "rows": rows})
             results["summary"] = summarize(results["runs"])
             write_json(output, results)
     return results

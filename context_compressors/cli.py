@@ -15,6 +15,8 @@ _COMMANDS = {
     "evaluate": ("evaluation.evaluate", "main", "score a checkpoint beside no context and full context"),
     "compress": ("commands", "compress_main", "read documents once, and keep each as a memory file"),
     "ask": ("commands", "ask_main", "answer questions from memory files or documents"),
+    "attention": ("evaluation.attention", "main", "draw what the memory tokens of a document attend to, by layer"),
+    "curves": ("evaluation.curves", "main", "draw training logs, and tell how soon each run reaches a loss"),
     "card": ("hub_cards.write_card", "main", "write a checkpoint's card from its training run and its evaluation"),
 }
 

@@ -91,6 +91,7 @@ def ask_main(argv: Sequence[str] | None = None) -> int:
         action="append",
         help="a question; give it again for several. Without it, questions are read line by line from standard input",
     )
+    parser.add_argument("--prompts", help="packaged prompts or a file of prompts (default: the method's own)")
     parser.add_argument("--ratio", type=positive_int, help="for documents: context tokens per slot")
     parser.add_argument(
         "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
@@ -104,7 +105,7 @@ def ask_main(argv: Sequence[str] | None = None) -> int:
 def load_compressor(
     name: str, revision: str | None = None, trust_remote_code: bool = False, device: str = "auto", dtype: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a compressor and its tokenizer for inference.
+    """Load a compressor and its tokenizer for inference; where texts say "[LM]" or such, these are characters.
 
     Args:
         name: Hub id or folder.
@@ -119,6 +120,8 @@ def load_compressor(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from .training.task_tokens import text_tokenizer
 
     importlib.import_module(".modeling", __package__)  # makes the Auto classes know this package's methods
     try:
@@ -136,7 +139,8 @@ def load_compressor(
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     if device == "auto":
         device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name, **options)
+    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    return model.to(device).eval(), text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
 
 
 def _parser(command: str, description: str, examples: str) -> NearestNameParser:
@@ -280,7 +284,7 @@ def _ask(arguments: argparse.Namespace) -> None:
     model, tokenizer = _load(arguments)
     memory = _gather_memory(model, tokenizer, documents, arguments)
     for question in arguments.question or _questions():
-        print(_answer(model, tokenizer, memory, question, arguments.max_new_tokens), flush=True)
+        print(_answer(model, tokenizer, memory, question, arguments), flush=True)
 
 
 def _gather_memory(
@@ -323,20 +327,19 @@ def _answer(
     tokenizer: PreTrainedTokenizerBase,
     memory: CompressedContext,
     question: str,
-    max_new_tokens: int,
+    arguments: argparse.Namespace,
 ) -> str:
     import torch
 
-    from .training.data import encode, start_token_id
-    from .training.prompts import format_prompt
+    from .evaluation.task_text import text_ids
 
-    ids = [start_token_id(tokenizer), *encode(tokenizer, format_prompt("question_answering", question))]
+    ids = text_ids(model.config, tokenizer, "question_answering", question, arguments.prompts)
     input_ids = torch.tensor([ids], device=model.device)
     output = model.generate(
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
         memory=memory,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=arguments.max_new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
     )

@@ -37,11 +37,11 @@ from .evaluation.report import (
 )
 from .evaluation.samples import EvaluationDataset, load_dataset_source
 from .evaluation.settings import EvaluationSettings
+from .evaluation.task_text import default_prompts, text_ids
 from .hub_cards.cards import Score, TrainingData, TrainingRecord, model_card
 from .training.collators import CompressionCollator
-from .training.data import encode, start_token_id
+from .training.data import encode, task_start_ids
 from .training.examples import CompressionDataset
-from .training.prompts import format_prompt
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "mean_pooling"
 DOCUMENTS = Path(__file__).resolve().parent / "demo_documents"
@@ -61,15 +61,16 @@ class Demo:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     ratios: list[int]
+    prompts: str | None
 
     def compress(self, text: str) -> dict[int, Any]:
         """Memories of a text at every ratio, from one pass of the encoder."""
         ids = self.tokenizer(text, return_tensors="pt").input_ids.to(self.model.device)
         return dict(zip(self.ratios, self.model.compress(ids, ratio=self.ratios), strict=True))
 
-    def write(self, memory: Any, prompt: str, max_new_tokens: int) -> str:
-        """What the model writes after the slots and a prompt."""
-        ids = [start_token_id(self.tokenizer), *encode(self.tokenizer, prompt)]
+    def write(self, memory: Any, task: str, max_new_tokens: int, question: str = "") -> str:
+        """What the model writes behind the slots when it is given a task."""
+        ids = text_ids(self.model.config, self.tokenizer, task, question, self.prompts)
         output = self.model.generate(
             input_ids=torch.tensor([ids], device=self.model.device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self.model.device),
@@ -81,8 +82,12 @@ class Demo:
         return self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
 
 
-def load(checkpoint: str) -> Demo:
+def load(checkpoint: str, prompts: str | None = None) -> Demo:
     """Load a checkpoint with the code in its own folder.
+
+    Args:
+        checkpoint: its folder.
+        prompts: name or file of the prompts that it was trained with; those of its method when `None`.
 
     Raises:
         ValueError: there is no checkpoint.
@@ -99,7 +104,8 @@ def load(checkpoint: str) -> Demo:
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     # The tokenizer is a plain one, but its loader looks at the configuration, too, which is remote code.
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    return Demo(model, tokenizer, [int(ratio) for ratio in model.config.compression_ratios])
+    ratios = [int(ratio) for ratio in model.config.compression_ratios]
+    return Demo(model, tokenizer, ratios, prompts or default_prompts(model.config))
 
 
 def load_documents(tokenizer: PreTrainedTokenizerBase) -> list[EvaluationDataset]:
@@ -135,9 +141,9 @@ def show(demo: Demo, dataset: EvaluationDataset) -> None:
     whole, half = demo.compress(text), demo.compress(beginning)
     for ratio in demo.ratios:
         print(f"  ratio {ratio}: {int(whole[ratio].num_slots[0])} slots")
-        print(f"    repeats:   {_excerpt(demo.write(whole[ratio], format_prompt('reconstruction'), 40))}")
-        print(f"    continues: {_excerpt(demo.write(half[ratio], format_prompt('continuation'), 40))}")
-        answer = demo.write(whole[ratio], format_prompt("question_answering", question), 16)
+        print(f"    repeats:   {_excerpt(demo.write(whole[ratio], 'reconstruction', 40))}")
+        print(f"    continues: {_excerpt(demo.write(half[ratio], 'continuation', 40))}")
+        answer = demo.write(whole[ratio], "question_answering", 16, question)
         print(f"    answers:   {_excerpt(answer)}")
 
 
@@ -154,6 +160,7 @@ def score(demo: Demo, datasets: Sequence[EvaluationDataset]) -> EvaluationReport
         max_new_tokens={"question_answering": 16, "summarisation": 1},
         context_tokens=_CONTEXT_TOKENS,
         continuation_tokens=_CONTEXT_TOKENS,
+        prompts=demo.prompts,
     )
     return evaluate_model(demo.model, demo.tokenizer, datasets, settings)
 
@@ -193,6 +200,7 @@ def fine_tune(demo: Demo, steps: int, output: Path) -> None:
         max_context_tokens=_TRAINING_TOKENS,
         max_target_tokens=_TRAINING_TOKENS + 1,
         canonical_prompts=True,
+        prompts=demo.prompts,
         seed=_SEED,
     )
     trainer = SFTTrainer(
@@ -214,7 +222,9 @@ def fine_tune(demo: Demo, steps: int, output: Path) -> None:
             seed=_SEED,
         ),
         train_dataset=examples.as_dataset(),
-        data_collator=CompressionCollator.from_tokenizer(demo.tokenizer, ratios=demo.ratios),
+        data_collator=CompressionCollator.from_tokenizer(
+            demo.tokenizer, ratios=demo.ratios, task_start_ids=task_start_ids(demo.model.config)
+        ),
         processing_class=demo.tokenizer,
     )
     trainer.train()
@@ -247,7 +257,7 @@ def save(demo: Demo, folder: Path, report: EvaluationReport, steps: int) -> None
         versions={name: version for name, version in facts["versions"].items() if version},
     )
     limits = ["It comes from a demonstration: a few steps of fine-tuning, enough to show how it is done."]
-    summary = f"The demo's compressor: one vector for every {', '.join(map(str, demo.ratios))} tokens."
+    summary = f"The demo's compressor, with the ratios {', '.join(map(str, demo.ratios))}."
     card = model_card(demo.model.config, record, scores, limits, model_id=folder.name, summary=summary)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -258,9 +268,8 @@ def check_saved(demo: Demo, folder: Path, text: str) -> None:
     Raises:
         RuntimeError: it writes something else.
     """
-    again = load(str(folder))
-    prompt, ratio = format_prompt("reconstruction"), demo.ratios[0]
-    written = [one.write(one.compress(text)[ratio], prompt, 24) for one in (demo, again)]
+    again = load(str(folder), demo.prompts)
+    written = [one.write(one.compress(text)[demo.ratios[0]], "reconstruction", 24) for one in (demo, again)]
     if written[0] != written[1]:
         raise RuntimeError(f"the saved model writes {written[1]!r}, the one in memory {written[0]!r}")
     print(f"loaded it again: it writes the same, {_excerpt(written[1])}")
@@ -278,6 +287,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--checkpoint", default=str(CHECKPOINT), metavar="FOLDER", help="default: the clone's checkpoints/mean_pooling"
     )
     add("--output", default="outputs/demo", metavar="FOLDER", help="where results go (default: outputs/demo)")
+    add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
     add("--steps", type=int, default=40, metavar="N", help="fine-tuning steps (default: 40)")
     return parser
 
@@ -286,7 +296,7 @@ def run(arguments: argparse.Namespace) -> None:
     """All steps, in order."""
     output = Path(arguments.output).expanduser()
     print(f"1. load {Path(arguments.checkpoint).name}")
-    demo = load(arguments.checkpoint)
+    demo = load(arguments.checkpoint, arguments.prompts)
     datasets = load_documents(demo.tokenizer)
     print(f"   {demo.model.num_parameters() / 1e6:.1f}M parameters, ratios {demo.ratios}, on {demo.model.device}")
     print("\n2. compress, repeat, continue, answer")

@@ -18,14 +18,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..training.data import start_token_id
+from ..training.data import start_token_id, task_start_ids
 from ..training.prompts import TASKS
 from ..training.suggestions import check_choice, nearest
+from ..training.task_tokens import text_tokenizer
 from .plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
 from .report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, EvaluationRow, ratio_condition
 from .samples import EvaluationDataset, Sample, SampleBuilder, load_dataset_source
 from .scoring import Condition, Scorer
 from .settings import DEFAULT_TASKS, EvaluationSettings
+from .task_text import default_prompts
 
 _EXAMPLES = """\
 examples:
@@ -57,8 +59,9 @@ def evaluate_model(
 ) -> EvaluationReport:
     """Score a model on data sets: without context, with full context, and a compressor at every ratio.
 
-    All conditions see the same samples and the same prompt, the first template of each task. Answers and summaries are
-    written greedily; reconstructions and continuations are scored token by token given the right text before.
+    All conditions see the same samples and the same prompt, the first template of each task; behind slots, a method's
+    task token takes the place of BOS. Answers and summaries are written greedily; reconstructions and continuations
+    are scored token by token given the right text before.
 
     Args:
         model: a compressor's `...ForCausalLM`, or a plain causal language model for the two bounds alone.
@@ -82,9 +85,12 @@ def evaluate_model(
     compresses = can_compress(model)
     if not compresses:
         _check_language_model(model, teacher, settings)
+    elif model.config.task_token_ids:
+        tokenizer = text_tokenizer(tokenizer)
     work = _work(datasets, settings)
     ratios = _ratios(model.config, settings) if compresses else []
     conditions = _conditions(model, teacher, ratios, settings)
+    prompts = settings.prompts or (default_prompts(model.config) if compresses else None)
     builder = SampleBuilder(
         tokenizer,
         _max_positions([model.config] if teacher is None else [model.config, teacher.config]),
@@ -94,6 +100,8 @@ def evaluate_model(
         settings.truncate_context,
         settings.seed,
         _max_context_tokens(model.config) if compresses else None,
+        prompts,
+        settings.context_prefix,
     )
     # All samples are made before anything is scored, so that a data set that does not fit is refused at once.
     samples = [(dataset, task, builder.build(dataset, task, settings.max_samples)) for dataset, task in work]
@@ -102,14 +110,20 @@ def evaluate_model(
         tokenizer,
         conditions,
         start_token_id(tokenizer),
-        _task_start_ids(model.config) if compresses else {},
+        task_start_ids(model.config) if compresses else {},
         settings.allow_untrained_ratio,
     )
     report = EvaluationReport(
         model=model_name or model_label(model.name_or_path or type(model).__name__),
         bounds="own_decoder" if teacher is None else "teacher",
         num_parameters=model.num_parameters(),
-        settings={**asdict(settings), "ratios": ratios, "dtype": str(model.dtype), "device": model.device.type},
+        settings={
+            **asdict(settings),
+            "ratios": ratios,
+            "prompts": None if prompts is None else model_label(prompts),
+            "dtype": str(model.dtype),
+            "device": model.device.type,
+        },
     )
     with _evaluation_mode([model] if teacher is None else [model, teacher]):
         _score_all(report, scorer, samples, settings, progress)
@@ -232,12 +246,6 @@ def _max_context_tokens(config: PreTrainedConfig) -> int | None:
     return None if config.chunk_size is not None else getattr(encoder_config, "max_position_embeddings", None)
 
 
-def _task_start_ids(config: PreTrainedConfig) -> dict[str, int]:
-    """Methods with task tokens start a reconstruction with [AE] and everything else with [LM]."""
-    names = {task: "[AE]" if task == "reconstruction" else "[LM]" for task in TASKS}
-    return {task: config.task_token_ids[name] for task, name in names.items() if name in config.task_token_ids}
-
-
 def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[EvaluationReport] = ()) -> list[Path]:
     """Draw each task's main metric by ratio, the domain gap where there are two domains, and by model size.
 
@@ -303,6 +311,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--documents", type=int, default=100, metavar="N", help="number of generated documents (default: 100)")
     add("--document-tokens", type=int, default=128, metavar="N", help="length of generated documents (default: 128)")
     add("--reconstruction-bleu", action="store_true", help="also write reconstructions and score their BLEU")
+    add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
+    add("--context-prefix", default="", metavar="TEXT", help="in front of the contexts of questions and summaries")
     add("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them")
     add("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for")
     add("--output", metavar="FILE", help="write the report as JSON")

@@ -1,4 +1,4 @@
-"""Pictures of evaluation reports: quality by ratio, by model size, and the gap between domains.
+"""Pictures: quality by ratio and by model size, the gap between domains, training curves, and attention.
 
 Figures are drawn on a canvas of their own: neither pyplot nor any of matplotlib's global settings is touched.
 """
@@ -7,13 +7,20 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from torch import Tensor
 
+from ..modeling.position_layout import uniform_memory_ids
 from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition
+
+if TYPE_CHECKING:
+    from .curves import Curve
 
 _LABELS = {
     "f1": "F1",
@@ -158,6 +165,85 @@ def plot_domain_gap(reports: Sequence[EvaluationReport], task: str, metric: str,
     return _save(figure, axes, path)
 
 
+def plot_curves(curves: "Sequence[Curve]", metric: str, path: str | os.PathLike[str], loss: float) -> Path:
+    """Draw a value of training logs by step, one line per run; its range over seeds is shaded.
+
+    Args:
+        curves: the runs.
+        metric: what the value is, such as "reconstruction_loss".
+        path: PNG file to write; folders are made.
+        loss: drawn as a dashed line, with a mark where a run reaches it.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: no curves.
+
+    Source: EPL, appendix E, Figures 4 and 5.
+    """
+    if not curves:
+        raise ValueError("curves are empty: there is nothing to draw")
+    figure, axes = _figure(f"{_title(metric)} by training step", _label(metric))
+    for index, curve in enumerate(curves):
+        colour = _COLOURS[index % len(_COLOURS)]
+        axes.plot(curve.steps, curve.mean, color=colour, label=curve.name)
+        if len(curve.seeds) > 1:
+            low, high = (list(map(pick, zip(*curve.seeds, strict=True))) for pick in (min, max))
+            axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)
+        reached = curve.steps_to_reach(loss)
+        if reached is not None:
+            axes.plot([reached], [loss], color=colour, marker=_MARKERS[index % len(_MARKERS)], linestyle="")
+    axes.axhline(loss, color="grey", linestyle="--", linewidth=0.8)
+    low, high = axes.dataLim.intervaly
+    if low > 0 and high > 10 * low:
+        axes.set_yscale("log")
+    axes.set_xlabel("step")
+    return _save(figure, axes, path)
+
+
+def plot_memory_attention(
+    attention: Tensor, path: str | os.PathLike[str], layers: Sequence[int] | None = None
+) -> Path:
+    """Draw attention from memory tokens (down) to context tokens (across), one map for each chosen layer.
+
+    Colours end at each map's 99th percentile: a first token that everything attends to would leave the rest dark. The
+    grey dashed line is where memory tokens stand among the context under the uniform layout.
+
+    Args:
+        attention: `(num_layers, num_memory_tokens, num_context_tokens)`.
+        path: PNG file to write; folders are made.
+        layers: numbers of the layers, from 1; the second and the last when `None`.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: no layers, or one that is not there; no memory tokens.
+
+    Source: EPL, appendix G, Figures 6 and 7.
+    """
+    num_layers, num_memory_tokens, num_context_tokens = attention.shape
+    chosen = sorted({min(2, num_layers), num_layers}) if layers is None else list(layers)
+    if not chosen or not all(1 <= layer <= num_layers for layer in chosen):
+        raise ValueError(f"layers must be one or more of 1 to {num_layers}, got {chosen}")
+    if not attention.numel():
+        raise ValueError(f"there is no attention to draw in shape {tuple(attention.shape)}")
+    figure = Figure(figsize=(1.0 + 5.0 * len(chosen), 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    positions = uniform_memory_ids(0, num_context_tokens, num_memory_tokens).tolist()
+    for axes, layer in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
+        weights = attention[layer - 1].float().cpu().numpy()
+        highest = float(np.quantile(weights, 0.99)) or 1.0
+        image = axes.imshow(weights, aspect="auto", interpolation="nearest", vmin=0, vmax=highest)
+        axes.plot(positions, range(num_memory_tokens), color="lightgrey", linestyle="--", linewidth=0.8)
+        axes.set_title(f"layer {layer} of {num_layers}", fontsize=10)
+        axes.set_xlabel("context token")
+        axes.set_ylabel("memory token")
+        figure.colorbar(image, ax=axes, extend="max")
+    return _write(figure, path)
+
+
 def _check(reports: Sequence[EvaluationReport], task: str) -> None:
     if not reports:
         raise ValueError("reports are empty: there is nothing to draw")
@@ -236,6 +322,10 @@ def _save(figure: Figure, axes: Axes, path: str | os.PathLike[str]) -> Path:
     handles, labels = axes.get_legend_handles_labels()
     columns = max(1, min(3, 90 // max(map(len, labels))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    return _write(figure, path)
+
+
+def _write(figure: Figure, path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")

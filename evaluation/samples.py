@@ -164,6 +164,8 @@ class SampleBuilder:
         truncate_context: cut contexts that do not fit, and count them, instead of raising.
         seed: draws samples and windows.
         max_context_tokens: most tokens that the encoder reads, `None` for no limit.
+        prompts: name or file of the prompts, of which each task's first is used; the packaged ones when `None`.
+        context_prefix: text in front of the contexts of questions and summaries.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -174,6 +176,8 @@ class SampleBuilder:
     truncate_context: bool = False
     seed: int = 0
     max_context_tokens: int | None = None
+    prompts: str | None = None
+    context_prefix: str = ""
 
     def build(self, dataset: EvaluationDataset, task: str, max_samples: int | None = None) -> list[Sample]:
         """Make the samples of a task: all of them, or `max_samples` drawn by the seed.
@@ -201,11 +205,14 @@ class SampleBuilder:
 
     def _sample(self, task: str, example: Mapping[str, Any], rng: random.Random) -> Sample | None:
         eos = self.tokenizer.eos_token_id
-        prompt_ids = encode(self.tokenizer, format_prompt(task, example.get("question", "")))
+        prompt = format_prompt(task, example.get("question", ""), path=self.prompts)
+        prompt_ids = encode(self.tokenizer, prompt)
         if task in ("question_answering", "summarisation"):
             references = list(example["answers"])
             target_ids = [*encode(self.tokenizer, " " + references[0]), eos]
-            return Sample(encode(self.tokenizer, example["context"]), prompt_ids, target_ids, references)
+            # Tokenized apart, as in training.
+            context_ids = [*encode(self.tokenizer, self.context_prefix), *encode(self.tokenizer, example["context"])]
+            return Sample(context_ids, prompt_ids, target_ids, references)
         ids = encode(self.tokenizer, example["text"])
         if len(ids) < 2:
             return None

@@ -22,6 +22,9 @@ class EvaluationSettings:
         context_tokens: length of the windows that reconstruction and continuation take from a text.
         continuation_tokens: length of what follows such a window in continuation.
         reconstruction_bleu: also write reconstructions greedily and score their BLEU.
+        prompts: name or file of the prompts; "memory_tokens" for a compressor with task tokens, and the packaged ones
+            for every other model, when `None`.
+        context_prefix: text in front of the contexts of questions and summaries, such as a heading; part of them.
         zero_shot: also score the base language model, adapters off, with full context and without.
         truncate_context: cut contexts that do not fit into the model, and count them, instead of raising.
         allow_untrained_ratio: also compress at ratios that the checkpoint was not trained for.
@@ -39,6 +42,8 @@ class EvaluationSettings:
     context_tokens: int = 256
     continuation_tokens: int = 64
     reconstruction_bleu: bool = False
+    prompts: str | None = None
+    context_prefix: str = ""
     zero_shot: bool = False
     truncate_context: bool = False
     allow_untrained_ratio: bool = False

@@ -24,6 +24,17 @@ _TASK_NAMES = {
 _HUB_TASKS = {"question_answering": "question-answering", "summarisation": "summarization"}
 
 
+# Fields of some methods that the card names: field -> what the card calls it.
+_OWN_FIELDS = {
+    "memory_tokens": "Memory tokens of a chunk",
+    "token_attention": "Attention among the copies",
+    "reconstruction_trigger": "A reconstruction starts with",
+}
+_QUESTION = 'tokenizer(question, return_tensors="pt")'
+# The task token takes BOS's place.
+_QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")'
+
+
 @dataclass(frozen=True)
 class TrainingData:
     """One data set that the checkpoint was trained on.
@@ -176,6 +187,7 @@ def model_card(
         summary=summary or _default_summary(config),
         facts=_facts(config),
         ratio=str(ratios[0]),
+        question=_QUESTION_BEHIND_TASK_TOKEN if config.task_token_ids else _QUESTION,
         requirements=" and `peft`" if config.encoder_lora or config.decoder_lora else "",
         method=method_text(config.model_type),
     )
@@ -318,15 +330,21 @@ def _default_summary(config: PreTrainedConfig) -> str:
     *first, last = map(str, config.compression_ratios)
     ratios = f"{', '.join(first)} or {last}" if first else last
     return (
-        f"A soft context compressor ({_method(config)}){base}: it reads a long context once, keeps one vector for "
-        f"every {ratios} tokens, and answers from those."
+        f"A soft context compressor ({_method(config)}){base}: it reads a long context once, keeps {_kept(config)} "
+        f"for every {ratios} tokens, and answers from those."
     )
+
+
+def _kept(config: PreTrainedConfig) -> str:
+    keeps_layers = config.model_type == "five_hundred_x_compressor"
+    return "the keys and values of one memory token" if keeps_layers else "one vector"
 
 
 def _facts(config: PreTrainedConfig) -> str:
     base = config.base_model_name_or_path or "none: trained from the start"
     if config.base_model_revision:
         base += f", revision {config.base_model_revision}"
+    own = [(title, getattr(config, name)) for name, title in _OWN_FIELDS.items() if hasattr(config, name)]
     return _table(
         [
             ("Base model", base),
@@ -336,6 +354,7 @@ def _facts(config: PreTrainedConfig) -> str:
             ("Position layout", config.position_layout),
             ("Encoder", _adapters(config.encoder_lora)),
             ("Decoder", _adapters(config.decoder_lora)),
+            *own,
         ]
     )
 

@@ -15,11 +15,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import context_compressors
 from context_compressors import cli
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.documents import Document, read_documents
 from context_compressors.modeling.compressed_context import CompressedContext
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.task_tokens import add_task_tokens, text_tokenizer
 
 TEXTS = {"first": "The mill stands by the river.", "second": "Nora keeps eleven bees, and Olaf none at all."}
 
@@ -39,8 +41,7 @@ def llama() -> LlamaConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
@@ -48,6 +49,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,7 @@ def slots(text: str, ratio: int) -> int:
         (["comprss"], "unknown command 'comprss'; did you mean 'compress'?"),
         (["evaluation"], "did you mean 'evaluate'?"),
         (["--hlep"], "unknown option '--hlep'; did you mean '--help'?"),
-        (["qqq"], "allowed: ask, card, compress, evaluate, train"),
+        (["qqq"], "allowed: ask, attention, card, compress, curves, evaluate, train"),
         ([], "usage: context-compressors"),
     ],
 )
@@ -117,7 +123,7 @@ def test_a_wrong_option_exits_with_2_and_the_nearest_one(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "compress", "ask", "card"])
+@pytest.mark.parametrize("command", ["train", "evaluate", "compress", "ask", "attention", "curves", "card"])
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([command, "--help"])
@@ -349,6 +355,41 @@ def test_questions_come_from_the_option_or_line_by_line(
     given = ask(capsys, model_folder, documents[0], "--question", "Who?", "--question", "Where is it?")
     monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nWhere is it?\n"))
     assert ask(capsys, model_folder, documents[0]) == given
+
+
+@pytest.mark.parametrize("method", ["ICAE", "FiveHundredX"])
+def test_a_method_with_task_tokens_is_asked_with_its_own(
+    method: str, llama: LlamaConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tokenizer = byte_tokenizer()
+    tokens = add_task_tokens(tokenizer)
+    config_class = getattr(context_compressors, f"{method}Config")
+    torch.manual_seed(0)
+    config = config_class(decoder_config=llama, compression_ratios=(4,), chunk_size=32, position_layout="enhanced")
+    assert config.task_token_ids == tokens
+    model = getattr(context_compressors, f"{method}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    folder = str(tmp_path / "model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # A text that says "[LM]" says four characters.
+    text = f"{TEXTS['second']} [LM]"
+    (tmp_path / "bees.txt").write_text(text, encoding="utf-8")
+    assert cli.main(["compress", folder, str(tmp_path / "bees.txt"), "--output", str(tmp_path)]) == 0
+    plain = text_tokenizer(tokenizer)
+    memory = model.compress(plain(text, return_tensors="pt").input_ids)
+    for prompts, prompt in (
+        ([], "### Question: Who?\n### Answer:"),
+        (["--prompts", "default"], "\nQuestion: Who?\nAnswer:"),
+    ):
+        ids = torch.tensor([[tokens["[LM]"], *plain(prompt).input_ids]])
+        output = model.generate(ids, memory=memory, max_new_tokens=8, do_sample=False)
+        expected = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        assert expected
+        for source in ("bees.safetensors", "bees.txt"):
+            answer = ask(capsys, folder, str(tmp_path / source), "--question", "Who?", *prompts)
+            assert "\n".join(answer) == expected
 
 
 def test_ask_refuses_what_it_cannot_do(

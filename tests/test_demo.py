@@ -1,6 +1,7 @@
 """The demo on a tiny checkpoint, and its documents."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from context_compressors import demo
+from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.task_tokens import add_task_tokens
 
 TEXTS = sorted(demo.DOCUMENTS.glob("*.txt"))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["mean_pooling", "icae"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny compressor with one token a byte, saved as a checkpoint is."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
@@ -39,7 +43,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pad_token_id=257,
     )
     torch.manual_seed(0)
-    model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=llama, compression_ratios=(4, 16)))
+    if request.param == "icae":
+        add_task_tokens(tokenizer)
+        layout = {"chunk_size": 128, "position_layout": "enhanced"}
+        model = ICAEForCausalLM(ICAEConfig(decoder_config=llama, compression_ratios=(4, 16), **layout))
+    else:
+        model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=llama, compression_ratios=(4, 16)))
     folder = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -86,13 +95,14 @@ def test_all_questions_belong_to_a_document():
 @pytest.mark.slow
 def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint: Path, tmp_path: Path):
     # A process of its own, as `make demo` starts it: here the package's classes are registered, there they are not.
+    threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
     result = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "context_compressors.demo"),
             *("--checkpoint", str(checkpoint), "--output", "out", "--steps", "2"),
         ],
         cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
+        env={"PATH": "/usr/bin:/bin", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", **threads},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -115,6 +125,7 @@ def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint: Path, tmp_pa
         "ratio=16",
     }
     files = {path.name for path in (out / "model").iterdir()}
-    assert {"README.md", "config.json", "model.safetensors", "modeling_mean_pooling.py", "tokenizer.json"} <= files
+    method = json.loads((checkpoint / "config.json").read_text())["model_type"].removesuffix("_compressor")
+    assert {"README.md", "config.json", "model.safetensors", f"modeling_{method}.py", "tokenizer.json"} <= files
     # Nothing that belongs to this machine is in what could be published.
     assert not files & {"training_args.bin", "optimizer.pt"}

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 
@@ -11,8 +12,12 @@ import pyarrow.parquet
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerState
 
+from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.samples import EvaluationDataset
+from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.pooling import mean_pool
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -138,6 +143,32 @@ def test_compression_overhead_writes_a_row_for_every_method_and_length(
     assert "<= 1.05" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("method", "ratio", "expected"), [("mean_pooling", 4, 1.05), ("icae", 4, 1.35), ("five_hundred_x", 5, 1.296)]
+)
+def test_the_goal_counts_the_memory_tokens(script, method: str, ratio: int, expected: float):
+    assert script("compression_overhead").goal(method, ratio) == pytest.approx(expected)
+
+
+def test_methods_with_memory_tokens_read_the_whole_context_as_one_chunk(
+    script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "overhead.json"
+    methods = ["icae", "five_hundred_x", "compression_tokens"]
+    arguments = [*TOY, "--lengths", "600", "--ratio", "5", "--repeats", "1", "--output", str(output)]
+    assert script("compression_overhead").main([*arguments, "--methods", *methods]) == 0
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["method"], row["goal"]) for row in rows] == [(method, pytest.approx(1.296)) for method in methods]
+    assert capsys.readouterr().out.count("<= 1.296") == 3
+    tools = script("benchmark_tools")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.max_position_embeddings = 720
+    model = tools.random_compressor("icae", config, [5], "float32", torch.device("cpu"))
+    assert model.compress(torch.full((1, 600), 3)).position_ids.tolist() == [list(range(120))]
+
+
 def test_the_bare_encoder_does_the_encoders_whole_work_and_no_more(script):
     tools, overhead = script("benchmark_tools"), script("compression_overhead")
     config = LlamaConfig(
@@ -220,6 +251,9 @@ def test_small_scale_scores_every_data_set_beside_the_bounds(
         ("mean_pooling", [2, 4], 1),
     ]
     for run in results["runs"]:
+        assert (run["name"], run["config"], run["prompts"]) == ("mean_pooling", {}, None)
+        assert [entry["step"] for entry in run["log"]] == [1, 2]
+        assert all(math.isfinite(entry[name]) for entry in run["log"] for name in ("loss", "reconstruction_loss"))
         assert run["training"]["steps"] == 2
         assert run["training"]["context_tokens"] > 0
         assert run["training"]["target_tokens"] > 0
@@ -236,6 +270,81 @@ def test_small_scale_scores_every_data_set_beside_the_bounds(
                 assert scores["continuation/perplexity"]["std"] == pytest.approx(0, abs=1e-9)
     assert summary["squad", "ratio=2"]["scores"]["continuation/perplexity"]["std"] > 0
     assert "| openstax" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_small_scale_gives_task_tokens_their_prompts_and_all_methods_the_same_tokens(
+    script, base: Path, tmp_path: Path
+):
+    output = tmp_path / "small.json"
+    fields = {"task_token_ids": {"[AE]": 258, "[LM]": 259}, "position_layout": "enhanced"}
+    for more in ([], ["--config", json.dumps(fields)]):
+        assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", *more)) == 0
+    plain, tokens = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    assert tokens["name"] == 'mean_pooling, position_layout=enhanced, task_token_ids={"[AE]": 258, "[LM]": 259}'
+    assert tokens["config"] == fields
+    assert (plain["prompts"], tokens["prompts"]) == (None, "embedded")
+    for count in ("context_tokens", "target_tokens"):
+        assert plain["training"][count] == tokens["training"][count] > 0
+    # The two task tokens have an embedding each.
+    assert tokens["training"]["trainable_parameters"] - plain["training"]["trainable_parameters"] == 2 * 16
+    rows = [row for row in tokens["rows"] if (row["task"], row["condition"]) == ("reconstruction", "ratio=4")]
+    for row in rows:
+        assert row["metrics"]["loss"] == pytest.approx(math.log(row["metrics"]["perplexity"]))
+        assert 3.5 < row["metrics"]["tokens_per_slot"] <= 4
+
+
+@pytest.mark.slow
+def test_small_scale_tells_runs_with_prompts_of_their_own_apart(script, base: Path, tmp_path: Path):
+    output = tmp_path / "small.json"
+    assert (
+        script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", "--prompts", "embedded")) == 0
+    )
+    (run,) = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    assert (run["name"], run["prompts"]) == ("mean_pooling, prompts=embedded", "embedded")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{layout}", "is not JSON"),
+        ("[4]", "must be a mapping of fields"),
+        ('{"compression_ratios": [4]}', "without the ratios"),
+    ],
+)
+def test_small_scale_refuses_configurations_that_are_none(
+    script, text: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        script("small_scale").main(["--config", text])
+    assert message in capsys.readouterr().err
+
+
+def test_the_reconstruction_curve_is_the_loss_of_the_evaluation(
+    script, base: Path, tokenizer: PreTrainedTokenizerFast
+):
+    small_scale = script("small_scale")
+    model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[4]).train()
+    test = EvaluationDataset("d", [{"text": "The mill stands by the river."}, {"text": "Nora keeps eleven bees."}])
+    state = TrainerState(log_history=[{"loss": 1.0}])
+    curve = small_scale._ReconstructionCurve(model, tokenizer, small_scale.held_out(tokenizer, test, 16, None))
+    curve.on_log(None, state, None, {"learning_rate": 1.0}, model)
+    assert state.log_history == [{"loss": 1.0}]
+    curve.on_log(None, state, None, {"loss": 1.0}, model)
+    assert model.training
+    settings = EvaluationSettings(tasks=("reconstruction",), context_tokens=16, batch_size=1)
+    report = evaluate_model(model, tokenizer, [test], settings, progress=False)
+    perplexity = report.score("d", "reconstruction", "ratio=4", "perplexity")
+    assert state.log_history[0]["reconstruction_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
+
+
+def test_tokens_per_slot_count_what_short_contexts_waste(script, base: Path, tokenizer: PreTrainedTokenizerFast):
+    small_scale = script("small_scale")
+    model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4])
+    test = EvaluationDataset("d", [{"text": "seven b"}, {"text": "eleven byte"}])
+    # 7 and 11 tokens in 4 + 6 slots, or in 2 + 3.
+    samples = small_scale.held_out(tokenizer, test, 16, None)
+    assert small_scale.tokens_per_slot(model, tokenizer, samples) == {"ratio=2": 1.8, "ratio=4": 3.6}
 
 
 @pytest.mark.slow
@@ -262,7 +371,7 @@ def test_small_scale_refuses_what_it_cannot_use(
     assert main(small_scale_arguments(tmp_path / "nowhere", output)) == 1
     assert "there is no base language model in" in capsys.readouterr().err
     assert main(small_scale_arguments(base, output, "--method", "median_pooling")) == 1
-    assert "--method must be one of ['mean_pooling'" in capsys.readouterr().err
+    assert "unknown --method 'median_pooling'; did you mean 'mean_pooling'?" in capsys.readouterr().err
     output.write_text('{"runs": 3}', encoding="utf-8")
     assert main(small_scale_arguments(base, output)) == 1
     assert "is not a result file of this benchmark" in capsys.readouterr().err
@@ -271,9 +380,9 @@ def test_small_scale_refuses_what_it_cannot_use(
 def test_summaries_are_means_and_standard_deviations_over_seeds(script):
     def run(seed: int, score: float | None) -> dict:
         row = {"dataset": "d", "task": "continuation", "condition": "ratio=4", "metrics": {"perplexity": score}}
-        return {"method": "m", "ratios": [4], "seed": seed, "rows": [row]}
+        return {"name": "m", "prompts": None, "ratios": [4], "seed": seed, "rows": [row]}
 
-    summarize = script("small_scale").summarize
+    summarize = script("small_scale_results").summarize
     (row,) = summarize([run(0, 1.0), run(1, 2.0), run(2, 6.0)])
     assert row["seeds"] == [0, 1, 2]
     assert row["scores"]["continuation/perplexity"] == {"mean": 3.0, "std": pytest.approx(7**0.5)}
@@ -282,6 +391,34 @@ def test_summaries_are_means_and_standard_deviations_over_seeds(script):
     # A score that is not finite is stored as null, and has no mean.
     (row,) = summarize([run(5, None)])
     assert row["scores"] == {}
+
+
+def test_a_run_is_named_by_its_method_and_settings(script):
+    run_name = script("small_scale_results").run_name
+    assert run_name("icae", {}) == "icae"
+    fields = {"position_layout": "uniform", "chunk_size": 64, "decoder_lora": None}
+    assert run_name("icae", fields) == "icae, chunk_size=64, decoder_lora=null, position_layout=uniform"
+
+
+def test_bounds_stand_once_for_each_kind_of_prompts(script):
+    def run(name: str, prompts: str | None, score: float) -> dict:
+        rows = [
+            {"dataset": "d", "task": "reconstruction", "condition": condition, "metrics": {"bleu": score}}
+            for condition in ("full_context", "ratio=4")
+        ]
+        return {"name": name, "prompts": prompts, "ratios": [4], "seed": 0, "rows": rows}
+
+    results = script("small_scale_results")
+    runs = [run("a", None, 1.0), run("b", None, 2.0), run("c", "embedded", 3.0)]
+    lines = results.table(results.summarize(runs)).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [(row[1], row[2], row[5]) for row in cells] == [
+        ("base", "full_context", "1.00"),
+        ("base, embedded prompts", "full_context", "3.00"),
+        ("a, trained at 4", "ratio=4", "1.00"),
+        ("b, trained at 4", "ratio=4", "2.00"),
+        ("c, trained at 4", "ratio=4", "3.00"),
+    ]
 
 
 def test_windows_end_between_sentences_and_keep_the_limit(script, tokenizer: PreTrainedTokenizerFast):

@@ -10,12 +10,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from context_compressors.evaluation import metrics
 from context_compressors.evaluation.evaluate import evaluate_model, main, model_label
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
 from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.evaluation.task_text import text_ids
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.prompts import load_prompts
+from context_compressors.training.task_tokens import add_task_tokens, text_tokenizer
 
 QA, RECONSTRUCTION, CONTINUATION, SUMMARISATION = (
     "question_answering",
@@ -105,23 +108,25 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def naive_inputs(model, tokenizer, condition, context, prompt):
-    """Keyword arguments and the text's ids for one sample under one condition."""
-    context_ids, text = encode(tokenizer, context), [tokenizer.bos_token_id]
+def naive_inputs(model, tokenizer, condition, context, prompt, start=None):
+    """Keyword arguments and the text's ids for one sample under one condition; `start` is the task token, if any."""
+    is_compressed = condition.startswith("ratio=")
+    context_ids = encode(tokenizer, context)
+    text = [tokenizer.bos_token_id if start is None or not is_compressed else start]
     if condition.endswith("full_context"):
         text = text + context_ids
-    if condition.startswith("ratio="):
+    if is_compressed:
         ratio = int(condition.removeprefix("ratio="))
         return {"memory": model.compress(torch.tensor([context_ids]), ratio=ratio)}, text + encode(tokenizer, prompt)
     return {}, text + encode(tokenizer, prompt)
 
 
 @torch.no_grad()
-def naive_scores(model, tokenizer, condition, triples, reader=None):
+def naive_scores(model, tokenizer, condition, triples, reader=None, start=None):
     """Token accuracy and perplexity over (context, prompt, target) triples."""
     nll, hits, count = 0.0, 0, 0
     for context, prompt, target in triples:
-        extra, text = naive_inputs(model, tokenizer, condition, context, prompt)
+        extra, text = naive_inputs(model, tokenizer, condition, context, prompt, start)
         target_ids = [*encode(tokenizer, target), tokenizer.eos_token_id]
         logits = (reader or model)(input_ids=torch.tensor([text + target_ids]), **extra).logits[0]
         for place, token in enumerate(target_ids, start=len(text) - 1):
@@ -132,19 +137,19 @@ def naive_scores(model, tokenizer, condition, triples, reader=None):
 
 
 @torch.no_grad()
-def naive_answers(model, tokenizer, condition, rows, max_new_tokens, reader=None):
+def naive_answers(model, tokenizer, condition, rows, max_new_tokens, template="\nQuestion: {}\nAnswer:", start=None):
     """Greedy answers, one token after another, with no cache and no `generate`."""
     answers = []
     for row in rows:
-        prompt = f"\nQuestion: {row['question']}\nAnswer:"
-        extra, text = naive_inputs(model, tokenizer, condition, row["context"], prompt)
-        start = len(text)
-        while len(text) < start + max_new_tokens:
-            token = int((reader or model)(input_ids=torch.tensor([text]), **extra).logits[0, -1].argmax())
+        prompt = template.format(row["question"])
+        extra, text = naive_inputs(model, tokenizer, condition, row["context"], prompt, start)
+        first = len(text)
+        while len(text) < first + max_new_tokens:
+            token = int(model(input_ids=torch.tensor([text]), **extra).logits[0, -1].argmax())
             if token == tokenizer.eos_token_id:
                 break
             text = [*text, token]
-        answers.append(tokenizer.decode(text[start:], skip_special_tokens=True).strip())
+        answers.append(tokenizer.decode(text[first:], skip_special_tokens=True).strip())
     return answers
 
 
@@ -248,6 +253,94 @@ def test_reconstruction_bleu_is_there_when_asked_for(model, tokenizer):
     assert 0 <= report.score("tiny", RECONSTRUCTION, "ratio=2", "bleu") <= 100
 
 
+@pytest.fixture(scope="module")
+def token_model(tokenizer, folders):
+    """A compressor with task tokens, whose embeddings matter."""
+    tokens = {"[AE]": len(tokenizer), "[LM]": len(tokenizer) + 1}
+    base = str(folders / "base")
+    model = MeanPoolingForCausalLM.from_base(base, compression_ratios=(2, 4), task_token_ids=tokens)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def test_a_task_token_starts_the_text_behind_slots_and_needs_no_words(token_model, tokenizer):
+    report = run(token_model, tokenizer, tasks=(RECONSTRUCTION,))
+    assert report.settings["prompts"] == "memory_tokens"
+    triples = [(row["context"], "", row["context"]) for row in ROWS]
+    for condition in CONDITIONS:
+        start = token_model.config.reconstruction_token_id
+        for metric, expected in naive_scores(token_model, tokenizer, condition, triples, start=start).items():
+            assert report.score("tiny", RECONSTRUCTION, condition, metric) == pytest.approx(expected, rel=1e-4)
+    rows = [{"text": "abcdefghijkl"}, {"text": "The cat sat "}]
+    report = run(token_model, tokenizer, rows, tasks=(CONTINUATION,), context_tokens=8, continuation_tokens=4)
+    triples = [(row["text"][:8], "", row["text"][8:]) for row in rows]
+    for condition in CONDITIONS:
+        start = token_model.config.continuation_token_id
+        expected = naive_scores(token_model, tokenizer, condition, triples, start=start)["perplexity"]
+        assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("task", [QA, RECONSTRUCTION])
+def test_texts_written_from_task_tokens_equal_the_naive_twin(token_model, tokenizer, monkeypatch, task):
+    written = []
+    name = {QA: "squad_scores", RECONSTRUCTION: "bleu"}[task]
+    score = getattr(metrics, name)
+    monkeypatch.setattr(
+        f"context_compressors.evaluation.scoring.{name}",
+        lambda predictions, references: written.append(sorted(predictions)) or score(predictions, references),
+    )
+    rows = ROWS[:2]
+    run(token_model, tokenizer, rows, tasks=(task,), reconstruction_bleu=True, batch_size=1)
+    config = token_model.config
+    template, start = "### Question: {}\n### Answer:", config.continuation_token_id
+    if task == RECONSTRUCTION:
+        template, start = "", config.reconstruction_token_id
+    for condition, predictions in zip(CONDITIONS, written, strict=True):
+        expected = []
+        for row in rows:
+            limit = 6 if task == QA else len(row["context"]) + 1
+            expected += naive_answers(token_model, tokenizer, condition, [row], limit, template, start)
+        assert predictions == sorted(expected), condition
+
+
+def test_a_text_that_says_a_task_token_is_only_a_text(token_model):
+    tokenizer = make_tokenizer()
+    assert add_task_tokens(tokenizer) == token_model.config.task_token_ids
+    rows = [{"text": "say [AE] and [LM] and <eos> twice"}]
+    # 33 characters and EOS: as special tokens, [AE] and [LM] would be no tokens of the encoder's.
+    report = run(token_model, tokenizer, rows, tasks=(RECONSTRUCTION,), ratios=(2,))
+    triples = [(rows[0]["text"], "", rows[0]["text"])]
+    start = token_model.config.reconstruction_token_id
+    expected = naive_scores(token_model, text_tokenizer(tokenizer), "ratio=2", triples, start=start)
+    assert report.score("tiny", RECONSTRUCTION, "ratio=2", "perplexity") == pytest.approx(expected["perplexity"], 1e-4)
+
+
+def test_prompts_can_be_named(model, token_model, tokenizer):
+    report = run(token_model, tokenizer, tasks=(RECONSTRUCTION,), prompts="default")
+    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
+    start = token_model.config.reconstruction_token_id
+    expected = naive_scores(token_model, tokenizer, "ratio=2", triples, start=start)["perplexity"]
+    assert report.score("tiny", RECONSTRUCTION, "ratio=2", "perplexity") == pytest.approx(expected, rel=1e-4)
+    assert run(model, tokenizer, tasks=(RECONSTRUCTION,)).settings["prompts"] is None
+    with pytest.raises(ValueError, match=r"no prompts 'memory_token'.*did you mean 'memory_tokens'"):
+        run(model, tokenizer, tasks=(RECONSTRUCTION,), prompts="memory_token")
+
+
+def test_the_text_of_a_task_is_its_start_and_its_first_prompt(model, token_model, tokenizer):
+    ae, lm = token_model.config.task_token_ids.values()
+    question = encode(tokenizer, "### Question: Who?\n### Answer:")
+    assert text_ids(token_model.config, tokenizer, RECONSTRUCTION) == [ae]
+    assert text_ids(token_model.config, tokenizer, CONTINUATION) == [lm]
+    assert text_ids(token_model.config, tokenizer, QA, "Who?") == [lm, *question]
+    plain = encode(tokenizer, "\nQuestion: Who?\nAnswer:")
+    assert text_ids(token_model.config, tokenizer, QA, "Who?", "default") == [lm, *plain]
+    assert text_ids(model.config, tokenizer, QA, "Who?") == [tokenizer.bos_token_id, *plain]
+
+
 def test_several_summaries_of_a_context_are_references_of_one_sample(tokenizer, model):
     rows = [
         {"context": "a b c", "summary": "a"},
@@ -299,6 +392,13 @@ def test_every_condition_gets_the_first_template(tokenizer):
     template = load_prompts()[QA][0]
     assert tokenizer.decode(sample.prompt_ids) == template.replace("{question}", ROWS[0]["question"])
     assert tokenizer.decode(sample.context_ids) == ROWS[0]["context"]
+
+
+def test_a_prefix_stands_in_front_of_contexts_with_questions_only(tokenizer):
+    data = EvaluationDataset("tiny", ROWS[:1])
+    with_prefix = builder(tokenizer, context_prefix="# Text\n")
+    assert tokenizer.decode(with_prefix.build(data, QA)[0].context_ids) == f"# Text\n{ROWS[0]['context']}"
+    assert tokenizer.decode(with_prefix.build(data, RECONSTRUCTION)[0].context_ids) in ROWS[0]["context"]
 
 
 def test_samples_are_drawn_by_the_seed(tokenizer):

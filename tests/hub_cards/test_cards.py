@@ -2,11 +2,19 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
-from transformers import LlamaConfig
+from tokenizers import Tokenizer, models, processors
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+import context_compressors
+from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
+from context_compressors.configuration.configuration_compressor import CompressorConfig
+from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
+from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.hub_cards.cards import (
     Score,
@@ -17,6 +25,8 @@ from context_compressors.hub_cards.cards import (
     model_card,
     score_table,
 )
+from context_compressors.training.task_tokens import add_task_tokens
+from context_compressors.training.train import METHODS
 
 RECORD = TrainingRecord(
     data=[
@@ -150,6 +160,87 @@ def test_a_training_record_without_an_essential_is_refused(field: str):
 def test_a_wrong_score_is_refused(task: str, value: float):
     with pytest.raises(ValueError, match=r"translation|finite"):
         Score(task, "a", "BLEU", 4, value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_text_with_its_citation(method: str):
+    model_class = METHODS[method]
+    text = card(config=getattr(context_compressors, model_class.replace("ForCausalLM", "Config"))(), scores=[])
+    assert text.count("## Method") == text.count("## Citation") == 1
+    assert "@" in method_text(f"{method}_compressor").partition("```bibtex")[2]
+    assert "$" not in text
+    assert ModelCard(text).data.tags[-1] == method.replace("_", "-")
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (
+            ICAEConfig(position_layout="enhanced", compression_ratios=(4, 8)),
+            [
+                "keeps one vector for every 4 or 8 tokens",
+                "| Position layout | enhanced |",
+                "| Chunk size | 510 tokens |",
+                "| Memory tokens of a chunk | by_ratio |",
+                "| Decoder | no adapters |",
+                'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")',
+                "ge2024incontext",
+                "zhao2025position",
+            ],
+        ),
+        (
+            FiveHundredXConfig(memory_tokens="fixed", reconstruction_trigger="bos", bos_token_id=1),
+            [
+                "keeps the keys and values of one memory token for every 5 tokens",
+                "| Memory tokens of a chunk | fixed |",
+                "| A reconstruction starts with | bos |",
+                'tokenizer("[LM]" + question',
+                "eprint        = {2408.03094}",
+            ],
+        ),
+        (
+            CompressionTokensConfig(token_attention="bidirectional"),
+            [
+                "| Attention among the copies | bidirectional |",
+                'generate(**tokenizer(question, return_tensors="pt")',
+                "eprint        = {2510.20797}",
+            ],
+        ),
+    ],
+)
+def test_methods_with_memory_tokens_tell_their_own_settings(config: CompressorConfig, parts: list[str]):
+    text = card(config=config, scores=[])
+    for part in parts:
+        assert part in text, part
+
+
+@pytest.mark.parametrize("config_class", [ICAEConfig, FiveHundredXConfig])
+def test_the_snippet_of_a_method_with_task_tokens_asks_behind_its_token(
+    config_class: type[CompressorConfig], tmp_path: Path
+):
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<s>": 2, "</s>": 3}, merges=[]))
+    # As in Llama: whatever is tokenized gets BOS in front.
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    add_task_tokens(tokenizer)
+    llama = LlamaConfig(
+        vocab_size=4,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
+    torch.manual_seed(0)
+    config = config_class(decoder_config=llama, compression_ratios=4, chunk_size=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    text = model_card(config, RECORD, [], LIMITS, model_id=str(tmp_path))
+    code = text.partition("```python\n")[2].partition("```")[0]
+    names = {"document": "abba", "question": "ab"}
+    exec(code.replace("document.safetensors", str(tmp_path / "document.safetensors")), names)
+    assert names["answer"][0, :3].tolist() == [config.continuation_token_id, 0, 1]
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones():

@@ -1,0 +1,208 @@
+"""Training curves of several runs: losses by step, how soon each reaches a loss, and the `curves` command."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..arguments import NearestNameParser
+from ..training.suggestions import check_choice, nearest
+from .plots import plot_curves
+from .report import markdown_table
+
+METRIC = "reconstruction_loss"
+_STATE, _SUMMARY = "trainer_state.json", "training_summary.json"
+
+_EXAMPLES = """\
+examples:
+  # Two runs of joint pretraining, by the logs in their folders:
+  context-compressors curves default=outputs/icae-default enhanced=outputs/icae-enhanced --output curves.png \\
+      --metric loss_reconstruction_ratio_5
+
+  # Two rows of the small-scale benchmark, with their spread over seeds, at a loss of 0.5:
+  context-compressors curves benchmarks/results/small_scale.json --loss 0.5 --output curves.png \\
+      --runs "icae, ratio 5" "icae, position_layout=enhanced, ratio 5"
+"""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A value by training step, once for each seed.
+
+    Args:
+        name: how tables and pictures call it.
+        steps: optimizer steps, ascending.
+        seeds: for each seed, the values at those steps.
+
+    Raises:
+        ValueError: no steps or seeds, steps that do not ascend, or another number of values.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    seeds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.steps or not self.seeds:
+            raise ValueError(f"curve {self.name!r} has no values")
+        if list(self.steps) != sorted(set(self.steps)):
+            raise ValueError(f"steps of curve {self.name!r} must ascend, got {self.steps}")
+        if lengths := {len(values) for values in self.seeds} - {len(self.steps)}:
+            raise ValueError(f"curve {self.name!r} has {len(self.steps)} steps, but {min(lengths)} values")
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """The values, averaged over the seeds."""
+        return tuple(math.fsum(values) / len(values) for values in zip(*self.seeds, strict=True))
+
+    def steps_to_reach(self, loss: float) -> float | None:
+        """The first step at which the mean is at a loss or below, linear between the steps that there are.
+
+        Returns:
+            The step, or `None` when the mean stays above.
+        """
+        values = self.mean
+        for index, value in enumerate(values):
+            if value <= loss:
+                if index == 0:
+                    return float(self.steps[0])
+                before, after = self.steps[index - 1], self.steps[index]
+                return before + (after - before) * (values[index - 1] - loss) / (values[index - 1] - value)
+        return None
+
+
+def common_loss(curves: Sequence[Curve]) -> float:
+    """The lowest loss that all curves reach."""
+    return max(min(curve.mean) for curve in curves)
+
+
+def speed_ups(curves: Sequence[Curve], loss: float) -> dict[str, float | None]:
+    """How many times fewer steps than the first curve each one needs to reach a loss.
+
+    Returns:
+        Name -> steps of the first curve / its own steps; `None` where one of the two stays above.
+
+    Source: EPL, section 5.1 (there 9.7 for 500xCompressor on Llama-3.1-8B, at a loss of 0.01).
+    """
+    steps = {curve.name: curve.steps_to_reach(loss) for curve in curves}
+    first = steps[curves[0].name]
+    return {name: None if first is None or own is None else first / own for name, own in steps.items()}
+
+
+def read_curves(source: str, metric: str = METRIC) -> list[Curve]:
+    """Read the curves of a run, or of all rows of a small-scale benchmark.
+
+    Args:
+        source: `trainer_state.json`, `training_summary.json`, a result file of `benchmarks/small_scale.py`, or a run's
+            folder (its last state is taken); `NAME=` in front gives it another name, and is put in front of the names
+            of the rows.
+        metric: a value of the log's entries, such as "loss".
+
+    Returns:
+        One curve, or one for each method, settings and ratios of the benchmark, with all its seeds.
+
+    Raises:
+        ValueError: no such file, one that holds no log, or a log without the metric.
+    """
+    name, _, place = source.rpartition("=")
+    path = _log_file(Path(place).expanduser())
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if "runs" in content:
+            logs: dict[str, list[Any]] = {}
+            for run in content["runs"]:
+                row = f"{run['name']}, ratio {' '.join(map(str, run['ratios']))}"
+                logs.setdefault(f"{name}: {row}" if name else row, []).append(run["log"])
+        else:
+            # A summary's log is its last entries only.
+            log = content["log_history"] if "log_history" in content else content["log"]
+            logs = {name or path.parent.resolve().name: [log]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no training log: {error!r}") from error
+    return [_curve(label, seeds, metric, path) for label, seeds in logs.items()]
+
+
+def _log_file(path: Path) -> Path:
+    """The file itself, or of a run's folder the log that reaches furthest."""
+    if path.is_file():
+        return path
+    checkpoints = sorted(path.glob(f"checkpoint-*/{_STATE}"), key=lambda file: int(file.parent.name.split("-")[1]))
+    for file in (path / _STATE, *checkpoints[::-1], path / _SUMMARY):
+        if file.is_file():
+            return file
+    raise ValueError(f"{path} is no file, and no folder with {_STATE} or {_SUMMARY}")
+
+
+def _curve(name: str, logs: Sequence[Sequence[Mapping[str, Any]]], metric: str, path: Path) -> Curve:
+    entries = [[entry for entry in log if metric in entry] for log in logs]
+    if not all(entries):
+        known = sorted({key for log in logs for entry in log for key in entry} - {"step", "epoch"})
+        raise ValueError(f"{path}: {name!r} has no {metric!r} in its log{nearest(metric, known)}")
+    steps = {tuple(entry["step"] for entry in seed) for seed in entries}
+    if len(steps) > 1:
+        raise ValueError(f"{path}: the seeds of {name!r} were logged at different steps")
+    return Curve(name, steps.pop(), tuple(tuple(float(entry[metric]) for entry in seed) for seed in entries))
+
+
+def table(curves: Sequence[Curve], loss: float) -> str:
+    """Markdown: each curve's last and lowest value, its steps to reach a loss, and how it compares with the first."""
+    faster = speed_ups(curves, loss)
+    rows = []
+    for curve in curves:
+        steps = curve.steps_to_reach(loss)
+        times = faster[curve.name]
+        rows.append(
+            [
+                curve.name,
+                len(curve.seeds),
+                f"{curve.mean[-1]:.4g}",
+                f"{min(curve.mean):.4g}",
+                "never" if steps is None else f"{steps:.0f}",
+                "-" if times is None else f"{times:.2f}",
+            ]
+        )
+    header = ["run", "seeds", "last", "lowest", f"steps to {loss:.4g}", f"times faster than {curves[0].name}"]
+    return markdown_table(header, rows)
+
+
+def build_parser() -> NearestNameParser:
+    """The command line of `context-compressors curves`."""
+    parser = NearestNameParser(
+        prog="context-compressors curves",
+        description="Draw a value of training logs by step, and tell how soon each run reaches a loss.",
+        epilog=_EXAMPLES,
+    )
+    add = parser.add_argument
+    add("sources", nargs="+", metavar="SOURCE", help="[NAME=]folder of a run, its log, or small-scale result file")
+    add("--output", required=True, metavar="PNG", help="the picture")
+    add("--metric", default=METRIC, help="value of the logs' entries (default: %(default)s)")
+    add("--loss", type=float, metavar="X", help="loss to reach (default: the lowest that all runs reach)")
+    add(
+        "--runs",
+        nargs="+",
+        metavar="NAME",
+        help="only these, in this order; the first is compared with (default: all)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `context-compressors curves`; returns the exit status.
+
+    Raises:
+        ValueError: a source that holds no such log, two runs of one name, or a run that is not there.
+    """
+    arguments = build_parser().parse_args(argv)
+    read = [curve for source in arguments.sources for curve in read_curves(source, arguments.metric)]
+    curves = {curve.name: curve for curve in read}
+    if len(curves) < len(read):
+        raise ValueError(f"two runs have one name among {[curve.name for curve in read]}: give names as NAME=SOURCE")
+    for name in arguments.runs or ():
+        check_choice("run", name, curves)
+    chosen = [curves[name] for name in arguments.runs or curves]
+    loss = common_loss(chosen) if arguments.loss is None else arguments.loss
+    path = plot_curves(chosen, arguments.metric, arguments.output, loss)
+    print(f"{table(chosen, loss)}\n\nwrote {path}")
+    return 0

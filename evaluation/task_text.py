@@ -1,0 +1,47 @@
+"""How the text behind a memory starts, for each task: the method's own task token or BOS, and then the prompt."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from ..training.data import encode, start_token_id, task_start_ids
+from ..training.prompts import format_prompt
+
+TASK_TOKEN_PROMPTS = "memory_tokens"
+
+
+def default_prompts(config: PreTrainedConfig) -> str | None:
+    """The prompts that a compressor is asked with when none are named.
+
+    Args:
+        config: a compressor's configuration.
+
+    Returns:
+        "memory_tokens" for a method with task tokens, whose reconstruction and continuation need no words, and `None`,
+        the packaged prompts, for all others.
+    """
+    return TASK_TOKEN_PROMPTS if task_start_ids(config) else None
+
+
+def text_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    question: str = "",
+    prompts: str | None = None,
+) -> list[int]:
+    """Token ids that stand between a memory and what the model writes.
+
+    Args:
+        config: a compressor's configuration.
+        tokenizer: the tokenizer saved with it.
+        task: one of `training.prompts.TASKS`.
+        question: the question, for question answering.
+        prompts: name or file of the prompts; those of `default_prompts` when `None`.
+
+    Returns:
+        The start token, [AE] or [LM] where the method has them and BOS elsewhere, and the task's first prompt.
+    """
+    start = task_start_ids(config).get(task, start_token_id(tokenizer))
+    prompt = format_prompt(task, question, path=prompts or default_prompts(config))
+    return [start, *encode(tokenizer, prompt)]
