@@ -164,7 +164,7 @@ class TrainingConfig(SFTConfig):
         muon_momentum: momentum of Muon.
         ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step.
         distillation_chunk_size: answer tokens whose vocabulary scores are in memory at once.
-        save_dtype: floating-point type that the final weights are stored in, e.g. bfloat16; as they are held by default.
+        save_dtype: type that the final weights are stored in, e.g. bfloat16; as they are held by default.
             They are read back in the type that they were trained in.
         alpha: weight of the reconstruction in the objective joint, 0 to 1; the continuation has the rest.
         context_mode: how the objectives compression and joint give the context: compressed, or for the bounds as

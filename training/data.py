@@ -47,6 +47,7 @@ class DataSource:
             (1 in language modelling).
         max_samples: keep a fixed random choice of so many rows.
         kind: only this kind of generated document.
+        facts_per_record: of generated documents: say only so many things about each record, see `generate_document`.
         columns: where the source has other names: our column -> its column, with dots into structs, e.g.
             `{context: article, summary: highlights}` or `{answers: answers.text}`.
         licence: the data's licence, for the model card.
@@ -63,6 +64,7 @@ class DataSource:
     weight: float | None = None
     max_samples: int | None = None
     kind: str | None = None
+    facts_per_record: int | None = None
     columns: Mapping[str, str] | None = None
     licence: str | None = None
     hub_id: str | None = None

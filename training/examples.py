@@ -57,6 +57,7 @@ def draw_document(
                 num_tokens=length,
                 kind=source.kind,
                 split=source.split,
+                facts_per_record=source.facts_per_record,
                 count_tokens=lambda text: len(encode(tokenizer, text)),
             )
         except ValueError:

@@ -303,6 +303,11 @@ def _ledgers(draw: _Vocabulary) -> Iterator[_Record]:
 _RECORDS = {"biography": _biographies, "inventory": _inventories, "timetable": _timetables, "ledger": _ledgers}
 
 
+def _fact(key: str) -> str:
+    """What a sentence says, whoever it says it about: the last part of its key."""
+    return key.rpartition("/")[2]
+
+
 def count_words(text: str) -> int:
     """Words and punctuation marks: the length measure where no tokenizer is given."""
     return len(re.findall(r"\w+|[^\w\s]", text))
@@ -315,6 +320,7 @@ def generate_document(
     kind: str | None = None,
     split: str = "train",
     count_tokens: Callable[[str], int] = count_words,
+    facts_per_record: int | None = None,
 ) -> GeneratedDocument:
     """Make one document of at most `num_tokens` tokens, filled as far as whole sentences go.
 
@@ -324,6 +330,9 @@ def generate_document(
         kind: "biography", "inventory", "timetable" or "ledger"; drawn from the seed when `None`.
         split: "train" or "test"; names and values of the two never meet.
         count_tokens: number of tokens of a text, e.g. `lambda text: len(tokenizer(text).input_ids)`.
+        facts_per_record: say only so many things about each person, container, vehicle or purchase, the same ones
+            about all of them; everything when `None`. A short document then names many, and a question cannot be
+            answered without finding the right one.
 
     Returns:
         The document, with all one-hop and two-hop questions that its sentences answer.
@@ -337,6 +346,8 @@ def generate_document(
         raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS} or None, got {kind!r}")
+    if facts_per_record is not None and facts_per_record < 1:
+        raise ValueError(f"facts_per_record must be at least 1 or None, got {facts_per_record}")
     rng = random.Random(f"{seed}/{split}/{num_tokens}")
     drawn_kind = rng.choice(KINDS)
     kind = kind or drawn_kind
@@ -344,9 +355,13 @@ def generate_document(
     kept: dict[str, str] = {}
     questions: list[GeneratedQuestion] = []
     total = 0
+    facts: set[str] | None = None
     for record in _RECORDS[kind](_Vocabulary(rng, split)):
         order = list(record.sentences)
         rng.shuffle(order)
+        if facts_per_record is not None:
+            facts = facts or {_fact(key) for key in order[:facts_per_record]}
+            order = [key for key in order if _fact(key) in facts]
         full = False
         for key in order:
             length = count_tokens(" " + record.sentences[key])

@@ -48,6 +48,7 @@ METHODS = {
     "compression_tokens": "CompressionTokensForCausalLM",
     "icae": "ICAEForCausalLM",
     "five_hundred_x": "FiveHundredXForCausalLM",
+    "comprexit": "ComprExITForCausalLM",
 }
 
 

@@ -114,6 +114,28 @@ def test_train_and_test_share_no_name_and_no_answer(kind):
 MONTHS = "January February March April May June July August September October November December".split()  # noqa: SIM905
 
 
+# Words by which each fact's sentences are known, whatever their template.
+FACTS = {
+    "biography": ["born", "came into", "works as|By trade", "lives in|home of", "keeps", "learned"],
+    "inventory": ["holds|There are", "belongs|owns", "stands in"],
+    "timetable": ["leaves", "reaches", "departs", "driver|drives"],
+    "ledger": ["paid", "bought|sold", "signed"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("facts", [1, 2])
+def test_few_facts_are_the_same_ones_about_many_records(kind, facts):
+    for seed in range(20):
+        document = generate_document(seed, num_tokens=96, kind=kind, facts_per_record=facts)
+        sentences = re.split(r"(?<=[.]) ", document.text)
+        said = Counter(next(p for p in FACTS[kind] if re.search(p, sentence)) for sentence in sentences)
+        assert len(said) == facts
+        assert max(said.values()) >= len(sentences) / facts >= 2
+        assert all(question.answer in document.text for question in document.questions)
+        assert {question.hops for question in document.questions} <= ({1} if facts == 1 else {1, 2})
+
+
 def test_length_counts_in_the_tokens_of_a_tokenizer(tokenizer):
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False).input_ids)
@@ -129,6 +151,7 @@ def test_length_counts_in_the_tokens_of_a_tokenizer(tokenizer):
         ({"num_tokens": 4097}, "got 4097"),
         ({"split": "dev"}, "split must be one of"),
         ({"kind": "poem"}, "kind must be one of"),
+        ({"facts_per_record": 0}, "facts_per_record must be at least 1 or None, got 0"),
         ({"num_tokens": 32, "count_tokens": lambda text: 1000}, "no sentence"),
     ],
 )

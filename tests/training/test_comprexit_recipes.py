@@ -1,0 +1,211 @@
+"""Recipes of ComprExIT: the paper's tables, its two phases, its ablations and bounds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer, LlamaConfig
+from transformers.optimization import get_scheduler
+
+import context_compressors.training
+from context_compressors.configuration.configuration_comprexit import ComprExITConfig
+from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.train import build_trainer, main
+
+RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
+BASES = {"llama3.2_1b": "meta-llama/Llama-3.2-1B", "llama3.2_3b": "meta-llama/Llama-3.2-3B"}
+ABLATIONS = {
+    "window_attention": {"slot_aggregation": "window_attention"},
+    "last_layer": {"token_anchors": "last_layer"},
+    "one_layer_mean": {"token_anchors": 8, "slot_aggregation": "mean"},
+    "one_layer_attention": {"token_anchors": 8, "slot_aggregation": "window_attention"},
+    "literal_equations": {"literal_equations": True},
+    "shuffled_receivers": {"shuffled_receivers": True},
+    "uniform_mass": {"uniform_sender_share": 1.0},
+}
+on_each_base = pytest.mark.parametrize("base", BASES)
+
+
+def parse(*files, folder):
+    return parse_recipe([*files, "--output_dir", str(folder), "--use_cpu", "true"])
+
+
+def test_every_base_and_ablation_has_a_recipe():
+    assert {path.stem for path in (RECIPES / "comprexit" / "bases").glob("*.yaml")} == set(BASES)
+    assert {path.stem for path in (RECIPES / "comprexit" / "ablations").glob("*.yaml")} == set(ABLATIONS)
+
+
+@on_each_base
+def test_pretraining_holds_table_7(base, tmp_path):
+    files = ["comprexit/comprexit.yaml", f"comprexit/bases/{base}.yaml", "comprexit/pretraining.yaml"]
+    model, data, args = parse(*files, folder=tmp_path)
+    assert (model.method, model.base, model.dtype) == ("comprexit", BASES[base], "bfloat16")
+    assert (args.objective, args.optim) == ("compression", "adamw_torch")
+    assert (args.learning_rate, args.max_grad_norm, args.weight_decay) == (1e-4, 20.0, 0.0)
+    # 1e9 tokens in samples of 512 + 128, a batch of 2,048 on four devices.
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (16, 32)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 2048
+    assert 2048 * 640 == 1_310_720
+    assert args.max_steps == 10**9 // 1_310_720 == 762
+    assert args.warmup_steps == round(0.05 * 762)
+    assert (data.max_context_tokens + 1, data.max_target_tokens - 1) == (512, 128)
+    assert [source.tasks for source in data.parsed_sources()] == [("continuation",)]
+    config = ComprExITConfig(**model.method_config)
+    assert (config.compression_ratios, config.window_size, config.transport_iterations) == ((4,), 128, 30)
+    assert (config.metric_size, config.gate_size) == (256, 256)
+    assert config.to_dict() == ComprExITConfig().to_dict(), "the paper's settings are the defaults"
+
+
+@on_each_base
+def test_fine_tuning_goes_on_for_one_epoch_without_warmup(base, tmp_path):
+    files = ["comprexit/comprexit.yaml", f"comprexit/bases/{base}.yaml", "comprexit/fine_tuning.yaml"]
+    model, data, args = parse(*files, folder=tmp_path)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 512
+    assert (args.max_steps, args.num_train_epochs, args.learning_rate, args.warmup_steps) == (-1, 1, 1e-4, 0)
+    # Both come with the checkpoint of the pretraining.
+    assert (model.method, model.base, model.method_config) == ("comprexit", None, None)
+    assert (data.max_context_tokens + 1, data.max_target_tokens) == (512, 32)
+    assert [source.tasks for source in data.parsed_sources()] == [("question_answering",)]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, 1000)
+    assert scheduler.lr_lambdas[0](0) == 1.0
+
+
+@pytest.mark.parametrize("stage", ["pretraining", "fine_tuning"])
+def test_the_baselines_differ_in_method_and_learning_rate_only(stage, tmp_path):
+    settings = []
+    for folder, method in (("comprexit", "comprexit"), ("comprexit_baselines", "icae")):
+        files = [f"{folder}/{method}.yaml", f"{folder}/bases/llama3.2_1b.yaml", f"{folder}/{stage}.yaml"]
+        model, data, args = parse(*files, folder=tmp_path)
+        assert args.learning_rate == (1e-4 if method == "comprexit" else 3e-5)
+        names = ("max_steps", "num_train_epochs", "warmup_steps", "max_grad_norm", "per_device_train_batch_size")
+        settings.append((model.base, vars(data), [getattr(args, name) for name in names]))
+    assert settings[0] == settings[1]
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_changes_its_own_fields(name, tmp_path):
+    base = LlamaConfig(num_hidden_layers=16)
+    files = ["comprexit/comprexit.yaml", f"comprexit/ablations/{name}.yaml", "comprexit/pretraining.yaml"]
+    model, *_ = parse(*files, folder=tmp_path)
+    config = ComprExITConfig(decoder_config=base, **model.method_config)
+    plain = ComprExITConfig(decoder_config=base, **{**ABLATIONS[name]})
+    assert config.to_dict() == plain.to_dict()
+    assert config.to_dict() != ComprExITConfig(decoder_config=base).to_dict()
+
+
+# --- what trains in a second ---
+
+SMALL = {
+    "max_steps": 2,
+    "warmup_steps": 0,
+    "learning_rate": 1.0e-2,
+    "dtype": "float32",
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "min_context_tokens": 16,
+    "max_context_tokens": 60,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+
+
+@pytest.fixture
+def small(tmp_path, base_folder):
+    """A recipe that brings a paper's settings down to what trains in a second."""
+
+    def write(name, task, **fields):
+        file = tmp_path / f"{name}.yaml"
+        sources = [{"generated": True, "tasks": [task], "weight": 1}]
+        file.write_text(yaml.safe_dump({**SMALL, "sources": sources, **fields}))
+        return str(file)
+
+    own = {"window_size": 16, "gate_size": 8, "metric_size": 8}
+    return {
+        "documents": write("documents", "continuation", base=str(base_folder), method_config=own),
+        "questions": write("questions", "question_answering"),
+        "bound": write("bound", "question_answering", base=str(base_folder)),
+    }
+
+
+def test_next_tokens_then_questions(small, tmp_path):
+    first, second = tmp_path / "pretrained", tmp_path / "tuned"
+    method = "comprexit/comprexit.yaml"
+    main([method, "comprexit/pretraining.yaml", small["documents"], "--output_dir", str(first)])
+    tuning = [method, "comprexit/fine_tuning.yaml", small["questions"], "--checkpoint", str(first)]
+    main([*tuning, "--output_dir", str(second)])
+    before, after = (ComprExITForCausalLM.from_pretrained(folder) for folder in (first, second))
+    assert after.config.window_size == 16
+    parameters = dict(before.named_parameters())
+    for name, parameter in after.named_parameters():
+        # A bias in front of a softmax has no gradient but rounding.
+        if not name.endswith(("layer_gate.layer.bias", "sender_score.1.bias")):
+            assert parameter.requires_grad != torch.equal(parameter, parameters[name]), name
+    log = json.loads((second / "training_summary.json").read_text())["log"]
+    assert any("loss_ratio_4" in entry for entry in log)
+    # Questions start with BOS, which moves in front of the slots.
+    trainer = build_trainer(*parse_recipe([*tuning, "--output_dir", str(tmp_path / "again")]))
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    assert batch["input_ids"][0, 0] == after.config.bos_token_id
+    labels = batch["labels"][0][batch["labels"][0] != -100]
+    assert labels[-1] == after.config.eos_token_id
+
+
+def test_prompt_tuning_trains_tokens_in_front_of_the_whole_context(small, tmp_path):
+    files = ["comprexit/prompt_tuning.yaml", small["bound"], "--max_context_tokens", "120"]
+    trainer = build_trainer(*parse_recipe([*files, "--output_dir", str(tmp_path / "out")]))
+    model = trainer.model
+    assert isinstance(model, MeanPoolingForCausalLM)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["model.task_embeddings"]
+    assert model.model.task_embeddings.shape[0] == 20
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    prompt = list(model.config.task_token_ids.values())
+    ids = batch["input_ids"][0].tolist()
+    assert ids[:21] == [model.config.bos_token_id, *prompt]
+    assert not set(ids[21:]) & set(prompt)
+    assert "context_input_ids" not in batch
+    before = model.model.task_embeddings.detach().clone()
+    trainer.train()
+    assert (model.model.task_embeddings != before).any(dim=1).all()
+
+
+@pytest.mark.parametrize("ablation", [None, "window_attention", "last_layer"])
+@pytest.mark.parametrize("phase", [None, "pretraining", "fine_tuning"])
+def test_embedded_recipes_train(ablation, phase, base_folder, tmp_path):
+    if ablation and phase:
+        pytest.skip("each alone is enough")
+    overlay = tmp_path / "overlay.yaml"
+    task = {"pretraining": "continuation", "fine_tuning": "question_answering"}.get(phase, "reconstruction")
+    overlay.write_text(yaml.safe_dump({"sources": [{"generated": True, "tasks": [task], "weight": 1}]}))
+    files = ["embedded/comprexit.yaml"]
+    files += [f"comprexit/ablations/{ablation}.yaml"] * (ablation is not None)
+    files += [f"comprexit/small/{phase}.yaml"] * (phase is not None)
+    options = ["--max_steps", "1", "--save_strategy", "no", "--use_cpu", "true", "--output_dir", str(tmp_path / "out")]
+    start = ["--base", str(base_folder)]
+    if phase == "fine_tuning":
+        torch.manual_seed(0)
+        ComprExITForCausalLM.from_base(base_folder).save_pretrained(tmp_path / "first")
+        AutoTokenizer.from_pretrained(base_folder).save_pretrained(tmp_path / "first")
+        start = ["--checkpoint", str(tmp_path / "first")]
+    trainer = build_trainer(*parse_recipe([*files, str(overlay), *start, *options]))
+    assert trainer.model.config.compression_ratios == (4,)
+    trainer.train()
+    assert trainer.state.log_history[-1]["train_loss"] > 0
+
+
+def test_the_embedded_recipe_has_the_data_and_budget_of_mean_pooling(tmp_path):
+    (_, ours, one), (_, theirs, other) = (
+        parse(f"embedded/{method}.yaml", "--data_dir", "data", folder=tmp_path)[:3]
+        for method in ("comprexit", "mean_pooling")
+    )
+    assert ours == theirs
+    for name in ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "warmup_steps", "seed"):
+        assert getattr(one, name) == getattr(other, name)
