@@ -47,7 +47,10 @@ class FiveHundredXModel(DistinctMemoryTokenModel):
         recorder = KeyValueRecorder(rows.places)
         with caches_under_checkpointing(self.encoder_backbone):
             self.memory_states(rows, past_key_values=recorder)
-        return rows.read_key_values(recorder.close())
+        # Under autocast rotated keys are float32 and values are not.
+        return rows.read_key_values(
+            [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close()]
+        )
 
 
 class FiveHundredXForCausalLM(CompressorForCausalLM):
