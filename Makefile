@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
+# One worker and one thread for each core: threads of several workers would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(VENV_PYTHON) -P -m pytest -n auto --dist worksteal
 
 .PHONY: demo test test-fast lint format clean
 
@@ -10,10 +12,10 @@ demo: $(VENV)/.installed
 	$(VENV_PYTHON) -P -m context_compressors.demo
 
 test: $(VENV)/.installed-dev
-	$(VENV_PYTHON) -P -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.installed-dev
-	$(VENV_PYTHON) -P -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff check .

@@ -41,7 +41,7 @@ class ModelArguments:
         model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`.
         tokenizer: folder or Hub id of a tokenizer; that of `base` or `checkpoint` when not given.
         train_tokenizer: arguments of `train_tokenizer`, e.g. `{vocab_size: 4096}`, for a new language model.
-        method: compression method: mean_pooling, compression_tokens, icae or five_hundred_x.
+        method: compression method: mean_pooling, compression_tokens, icae, five_hundred_x or comprexit.
         method_config: configuration fields of the method, e.g. `{compression_ratios: [4, 8]}`.
         teacher: folder of the full-context teacher that distillation learns from; the base itself when not given.
         teacher_lora: rank, alpha, dropout and target modules of the teacher's adapters; `None` trains all weights.

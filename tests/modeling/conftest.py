@@ -15,6 +15,7 @@ import torch
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
+from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
@@ -22,6 +23,7 @@ from context_compressors.modeling.modeling_compression_tokens import (
     CompressionTokensForCausalLM,
     CompressionTokensModel,
 )
+from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM, ComprExITModel
 from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM, FiveHundredXModel
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM, MeanPoolingModel
@@ -62,6 +64,7 @@ class Method:
     bidirectional: bool = True
     memory_tokens: bool = False
     sliding_window: int | None = None
+    idle: tuple[str, ...] = ()
 
 
 METHODS = [
@@ -149,6 +152,35 @@ METHODS = [
         bidirectional=False,
         memory_tokens=True,
         sliding_window=128,
+    ),
+    Method(
+        name="comprexit",
+        config_class=ComprExITConfig,
+        model_class=ComprExITModel,
+        causal_lm_class=ComprExITForCausalLM,
+        easy={"compression_ratios": (2, 3, 8), "gate_size": 8, "metric_size": 8, "window_size": 4},
+        hard={
+            "chunks": {"chunk_size": 5},
+            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
+            "wide_window": {"window_size": 12},
+            "segments": {"window_size": 5, "segment_windows": 1, "gate_temperature": 4.0, "transport_epsilon": 1.0},
+            "bos_behind_slots": {"bos_before_slots": False},
+            "last_layer": {"token_anchors": "last_layer"},
+            "layer_mean": {"token_anchors": 1, "slot_aggregation": "mean"},
+            "layer_attention": {"token_anchors": 0, "slot_aggregation": "window_attention"},
+            "window_attention": {"slot_aggregation": "window_attention"},
+            "literal": {"literal_equations": True, "gate_temperature": 4.0},
+            "shuffled": {"shuffled_receivers": True},
+            "uniform_mass": {"uniform_sender_share": 1.0},
+            "fixed_encoder": {"decoder_lora": SMALL_LORA},
+            "encoder_lora": {"encoder_lora": SMALL_LORA},
+            "own_encoder": {"encoder_config": {}},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
+        },
+        bidirectional=False,
+        idle=("layer_gate.layer.bias", "sender_score.1.bias"),
     ),
 ]
 
@@ -245,6 +277,12 @@ class Case:
         return cast_frozen(model, dtype).eval()
 
     @property
+    def marks(self) -> tuple:
+        """In a developer's inner loop one method goes through everything, the others as they come."""
+        is_quick = self.method is METHODS[0] or self == Case(self.method)
+        return () if is_quick else (pytest.mark.slow,)
+
+    @property
     def all_of_its_method(self) -> list["Case"]:
         """The method on every base, and in every hard setting."""
         return [case for case in CASES["case"] if case.method.name == self.method.name]
@@ -279,7 +317,7 @@ CASES = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, cases in CASES.items():
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, cases, ids=str)
+            metafunc.parametrize(name, [pytest.param(case, marks=case.marks, id=str(case)) for case in cases])
 
 
 def _random_rows(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:

@@ -272,4 +272,4 @@ def test_unknown_adapter_targets_are_refused_with_the_ones_there_are(method_case
 def test_adapters_without_peft_say_what_to_install(method_case, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with raises(ImportError, "pip install peft"):
-        method_case.build()
+        method_case.build(encoder_lora={"rank": 4})

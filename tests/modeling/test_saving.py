@@ -180,7 +180,8 @@ def test_a_tied_head_stays_tied(backbone_case, inputs, tmp_path):
 @torch.no_grad()
 def test_a_changed_trainable_set_is_part_of_the_checkpoint(method_case, tmp_path):
     patterns = [r"\.lora_B\.(encoder|decoder)\.", r"language_model\.norm\.weight$"]
-    model = method_case.build(trainable_parameters=patterns)
+    lora = method_case.fields.get("encoder_lora") or {"rank": 4}
+    model = method_case.build(encoder_lora=lora, trainable_parameters=patterns)
     names = trainable(model)
     assert "model.language_model.norm.weight" in names
     assert all(".lora_B." in name or name.endswith(".norm.weight") for name in names)

@@ -102,7 +102,8 @@ def test_every_trainable_parameter_gets_a_gradient_and_no_frozen_one(case, batch
     found = gradients(model, batch)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(found) == trainable
-    assert [name for name, gradient in found.items() if not gradient.any()] == []
+    without = [name for name, gradient in found.items() if not gradient.any()]
+    assert [name for name in without if not name.endswith(case.method.idle)] == []
     assert all(gradient.isfinite().all() for gradient in found.values())
 
 
@@ -135,8 +136,9 @@ def test_gradient_checkpointing_changes_nothing(backbone_case, batch, settings):
     for layer in model.model.language_model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: layers_run.append(1))
     assert_same_gradients(gradients(model, batch), expected)
-    # Encoder and decoder start each layer once forward and once more backward.
-    assert len(layers_run) == 2 * 2 * 2
+    # Encoder and decoder start each layer once forward, and once more backward where gradients pass through.
+    passes = 2 if any(p.requires_grad for p in model.model.language_model.parameters()) else 1
+    assert len(layers_run) == 2 * (passes + 2)
     model.gradient_checkpointing_disable()
     assert not model.is_gradient_checkpointing
     assert_same_gradients(gradients(model, batch), expected)
@@ -191,7 +193,7 @@ def test_mixed_precision_keeps_the_gradients_of_both_adapters(method_case, batch
     without = [
         name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())
     ]
-    assert without == []
+    assert [name for name in without if not name.endswith(method_case.method.idle)] == []
 
 
 # --- the loss ---

@@ -177,11 +177,17 @@ def test_prompt_tuning_trains_tokens_in_front_of_the_whole_context(small, tmp_pa
     assert (model.model.task_embeddings != before).any(dim=1).all()
 
 
-@pytest.mark.parametrize("ablation", [None, "window_attention", "last_layer"])
-@pytest.mark.parametrize("phase", [None, "pretraining", "fine_tuning"])
+@pytest.mark.parametrize(
+    ("ablation", "phase"),
+    [
+        (None, None),
+        ("window_attention", None),
+        ("last_layer", None),
+        ("uniform_mass", "pretraining"),
+        (None, "fine_tuning"),
+    ],
+)
 def test_embedded_recipes_train(ablation, phase, base_folder, tmp_path):
-    if ablation and phase:
-        pytest.skip("each alone is enough")
     overlay = tmp_path / "overlay.yaml"
     task = {"pretraining": "continuation", "fine_tuning": "question_answering"}.get(phase, "reconstruction")
     overlay.write_text(yaml.safe_dump({"sources": [{"generated": True, "tasks": [task], "weight": 1}]}))

@@ -1,0 +1,131 @@
+"""Configuration of ComprExIT."""
+
+from typing import Any
+
+from .configuration_compressor import CompressorConfig, boolean, one_of
+
+SLOT_AGGREGATIONS = ("transport", "window_attention", "mean")
+GATE, LAST_LAYER = "gate", "last_layer"
+
+
+class ComprExITConfig(CompressorConfig):
+    r"""
+    Explicit information transmission over the frozen hidden states of a language model ("Context Compression via
+    Explicit Information Transmission").
+
+    Where the paper's equations and its authors' code differ, the defaults are the code's, and `literal_equations` the
+    paper's. The ablations are values of this configuration: without coordinated allocation (Table 3):
+    `slot_aggregation="window_attention"`; without layer aggregation: `token_anchors="last_layer"`; one layer of the
+    base, pooled (Figure 8): `token_anchors=8` with `slot_aggregation="mean"` or `"window_attention"`; senders that all
+    weigh the same: `uniform_sender_share=1.0`.
+
+    Args:
+        compression_ratios (`int` or sequence of `int`, defaults to `(4,)`):
+            Section 4.1. With several, one checkpoint serves them all: a window has a receiver for every r tokens.
+        bos_before_slots (`bool`, defaults to `True`):
+            The decoder reads BOS, slots, question.
+        token_anchors (`str` or `int`, defaults to `"gate"`):
+            What becomes of a token's states across the layers: `"gate"` (equations 4 to 7), `"last_layer"`, the base's
+            last hidden state, or the state of one layer by its number, 0 for the embeddings.
+        gate_size (`int`, defaults to 256):
+            Width that queries and layers are compared in (Table 7).
+        gate_temperature (`float`, defaults to 0.7):
+            Temperature of equation 6.
+        slot_aggregation (`str`, defaults to `"transport"`):
+            How anchors become slots: `"transport"` (equations 8 to 12); `"window_attention"`, the mean of r neighbours
+            attends to them; `"mean"`, their mean.
+        window_size (`int`, defaults to 128):
+            Tokens that one transmission plan covers, T in section 3.2.2; rounded down to whole slots.
+        metric_size (`int`, defaults to 256):
+            Width that senders and receivers are compared in (Table 7), likewise of the windowed attention.
+        transport_epsilon (`float`, defaults to 0.1):
+            Strength of the entropy term in equation 11, in units of the cost.
+        transport_iterations (`int`, defaults to 30):
+            Sinkhorn iterations (Table 7).
+        uniform_sender_share (`float`, *optional*, defaults to 0.05, or 0 with `literal_equations`):
+            Share of the senders' mass that all real tokens of a window have alike, 0 to 1; the rest is learned.
+        shuffled_receivers (`bool`, defaults to `False`):
+            Whether the receivers of a window, and with them its slots, stand in a fixed mixed-up order: what the order
+            of the context is worth.
+        literal_equations (`bool`, defaults to `False`):
+            The equations as printed: layers 1 to L without the embeddings (4), scores that the width does not scale
+            (5), maps without bias (5, 7, 9, 10, 12) or LayerNorm (9, 10, 12), no uniform share (10), slots that the
+            receivers' mass does not divide (12). The map W_l of equation 5 is one for all layers, as its layer
+            embedding and the share of extra parameters tell.
+        segment_windows (`int`, defaults to 4):
+            Windows that the encoder reads at a time in inference; the hidden states of all layers are held for no more
+            than these.
+        kwargs: fields of [`CompressorConfig`].
+    """
+
+    model_type = "comprexit_compressor"
+
+    def __init__(
+        self,
+        compression_ratios: int | list[int] | tuple[int, ...] = (4,),
+        bos_before_slots: bool = True,
+        token_anchors: str | int = GATE,
+        gate_size: int = 256,
+        gate_temperature: float = 0.7,
+        slot_aggregation: str = "transport",
+        window_size: int = 128,
+        metric_size: int = 256,
+        transport_epsilon: float = 0.1,
+        transport_iterations: int = 30,
+        uniform_sender_share: float | None = None,
+        shuffled_receivers: bool = False,
+        literal_equations: bool = False,
+        segment_windows: int = 4,
+        **kwargs: Any,
+    ):
+        self.gate_size = _positive_int("gate_size", gate_size)
+        self.gate_temperature = _positive_number("gate_temperature", gate_temperature)
+        self.slot_aggregation = one_of("slot_aggregation", slot_aggregation, SLOT_AGGREGATIONS)
+        self.window_size = _positive_int("window_size", window_size)
+        self.metric_size = _positive_int("metric_size", metric_size)
+        self.transport_epsilon = _positive_number("transport_epsilon", transport_epsilon)
+        self.transport_iterations = _positive_int("transport_iterations", transport_iterations)
+        self.shuffled_receivers = boolean("shuffled_receivers", shuffled_receivers)
+        self.literal_equations = boolean("literal_equations", literal_equations)
+        self.uniform_sender_share = _share("uniform_sender_share", uniform_sender_share, literal_equations)
+        self.segment_windows = _positive_int("segment_windows", segment_windows)
+        super().__init__(compression_ratios=compression_ratios, bos_before_slots=bos_before_slots, **kwargs)
+        self.token_anchors = _token_anchors(token_anchors, self.get_encoder_config().num_hidden_layers)
+        if self.shuffled_receivers and self.slot_aggregation != "transport":
+            raise ValueError(
+                "`shuffled_receivers` belongs to `slot_aggregation='transport'`, which alone has receivers, got "
+                f"{self.slot_aggregation!r}"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _positive_int(field: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"`{field}` must be an int of at least 1, got {value!r}")
+    return value
+
+
+def _positive_number(field: str, value: Any) -> float:
+    if not _is_number(value) or not 0 < value < float("inf"):
+        raise ValueError(f"`{field}` must be a finite number above 0, got {value!r}")
+    return value
+
+
+def _share(field: str, value: Any, literal_equations: bool) -> float:
+    if value is None:
+        return 0.0 if literal_equations else 0.05
+    if not _is_number(value) or not 0 <= value <= 1:
+        raise ValueError(f"`{field}` must be a number from 0 to 1 or None, got {value!r}")
+    return value
+
+
+def _token_anchors(value: Any, num_layers: int) -> str | int:
+    is_layer = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= num_layers
+    if value not in (GATE, LAST_LAYER) and not is_layer:
+        raise ValueError(
+            f"`token_anchors` must be {GATE!r}, {LAST_LAYER!r} or a layer from 0 to {num_layers}, got {value!r}"
+        )
+    return value

@@ -1,0 +1,312 @@
+"""ComprExIT ("Context Compression via Explicit Information Transmission")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import initialization as init
+
+from ..configuration.configuration_comprexit import GATE, LAST_LAYER, ComprExITConfig
+from .adapters import ENCODER
+from .chunking import cut
+from .float32_layers import Float32LayerNorm, Float32Linear
+from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
+from .layer_states import Reduction, reduce_layer_states
+from .modeling_compressor import CompressorForCausalLM, CompressorModel, CompressorPreTrainedModel
+from .optimal_transport import sinkhorn
+from .window_aggregation import WindowAggregation, WindowAttention, WindowMean, masked_softmax
+
+_PARTS = ("layer_gate", "transmission", "slot_mlp")
+
+
+class LayerGate(nn.Module):
+    """Depth-wise transmission: a token's states across the layers become its anchor (section 3.2.1).
+
+    Args:
+        hidden_size: width of the states.
+        num_states: states of a token: the embeddings and one behind each layer.
+        config: the compressor's.
+    """
+
+    def __init__(self, hidden_size: int, num_states: int, config: ComprExITConfig):
+        super().__init__()
+        self.first_state = int(config.literal_equations)
+        num_states -= self.first_state
+        has_bias = not config.literal_equations
+        self.layer_prior = nn.Parameter(torch.zeros(num_states))
+        self.context = Float32Linear(hidden_size, config.gate_size, bias=has_bias)
+        self.layer = Float32Linear(hidden_size, config.gate_size, bias=has_bias)
+        self.layer_embeddings = nn.Parameter(torch.zeros(num_states, config.gate_size))
+        self.anchor = Float32Linear(hidden_size, hidden_size, bias=has_bias)
+        width_scale = 1 if config.literal_equations else config.gate_size**0.5
+        self.temperature = config.gate_temperature * width_scale
+
+    def forward(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Anchors `(batch_size, num_tokens, hidden_size)` and weights `(batch_size, num_tokens, num_states)`."""
+        # Literally l = 1 ... L; the embeddings stand in front as layer 0.
+        states = torch.stack(list(hidden_states[self.first_state :]), dim=2).float()
+        with torch.autocast(states.device.type, enabled=False):
+            # Equation 4: h~_t = sum_l w_l h_t^(l), the w_l a softmax.
+            mixture = self.layer_prior.float().softmax(dim=0) @ states
+            # Equation 5: s_{t,l} = <W_c h~_t, W_l h_t^(l) + e_l>, with W_l on the other side, where it is multiplied
+            # once for all layers: <W_l^T W_c h~_t, h_t^(l)> + <W_c h~_t, e_l>.
+            query = self.context(mixture)
+            layer_query = query @ self.layer.weight.float()
+            offsets = self.layer_embeddings.float()
+            if self.layer.bias is not None:
+                offsets = offsets + self.layer.bias.float()
+            scores = (states @ layer_query[..., None])[..., 0] + query @ offsets.T
+            # Equation 6: alpha_{t,l} = softmax over l of s_{t,l} / tau.
+            weights = (scores / self.temperature).softmax(dim=-1)
+            # Equation 7: sum_l alpha_{t,l} W_a h_t^(l), with W_a behind the sum: the alphas sum up to 1.
+            anchors = self.anchor((weights[..., None, :] @ states)[..., 0, :])
+        return anchors, weights
+
+
+class Transmission(WindowAggregation):
+    """Width-wise transmission: anchors become slots by a plan that is optimal for a whole window (section 3.2.2).
+
+    Args:
+        hidden_size: width of the anchors.
+        config: the compressor's.
+    """
+
+    def __init__(self, hidden_size: int, config: ComprExITConfig):
+        super().__init__()
+        self.is_literal, self.is_shuffled = config.literal_equations, config.shuffled_receivers
+        self.window_size, self.uniform_share = config.window_size, config.uniform_sender_share
+        self.epsilon, self.num_iterations = config.transport_epsilon, config.transport_iterations
+
+        def norm() -> nn.Module:
+            return nn.Identity() if self.is_literal else Float32LayerNorm(hidden_size)
+
+        def linear(width: int) -> nn.Linear:
+            return Float32Linear(hidden_size, width, bias=not self.is_literal)
+
+        self.metric = nn.Sequential(norm(), linear(config.metric_size))
+        self.sender_score = nn.Sequential(norm(), linear(1)) if self.uniform_share < 1 else None
+        self.value_norm, self.value = norm(), linear(hidden_size)
+
+    def window_length(self, ratio: int) -> int:
+        return ratio * max(1, self.window_size // ratio)
+
+    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        # Equation 8: r_k = 1 / |F_k| sum_{t in F_k} h~_t, the fields F_k blocks of r tokens.
+        counts = mask.unflatten(2, (-1, ratio)).sum(dim=3)
+        receivers = tokens.unflatten(2, (-1, ratio)).sum(dim=3) / counts.clamp(min=1)[..., None]
+        if self.is_shuffled:
+            receivers = receivers.take_along_dim(_mixed_order(counts > 0)[..., None], dim=2)
+        # Equation 9: U_{t,k} = cos(W_u h~_t, W_u r_k).
+        senders = functional.normalize(self.metric(tokens), dim=-1)
+        receivers = functional.normalize(self.metric(receivers), dim=-1)
+        utility = senders @ receivers.transpose(-1, -2)
+        # Equation 10, and rho_k = 1 / K for the receivers that have a token.
+        sender_mass = self.sender_mass(tokens, mask)
+        receiver_mass = (counts > 0) / (counts > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+        # Equation 11: the plan of least cost C = 1 - U between these masses.
+        is_path = mask[..., None] & (counts > 0)[..., None, :]
+        cost = (1 - utility).masked_fill(~is_path, 0)
+        plan = sinkhorn(cost, sender_mass, receiver_mass, self.epsilon, self.num_iterations)
+        if self.is_literal:
+            return plan
+        # Divided by the receiver's mass, a slot is a weighted mean.
+        return plan * (counts > 0).sum(dim=-1)[..., None, None]
+
+    def sender_mass(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Information capacity of each token, `(batch_size, num_windows, num_tokens)`, in sum 1 for a window."""
+        uniform = mask / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        if self.sender_score is None:
+            return uniform
+        # Equation 10: rho_t = softmax of W_rho h~_t over the window.
+        learned = masked_softmax(self.sender_score(tokens)[..., 0], mask)
+        return (1 - self.uniform_share) * learned + self.uniform_share * uniform
+
+    def aggregate(self, weights: Tensor, tokens: Tensor) -> Tensor:
+        # Equation 12: z_k = sum_t Pi_{t,k} W_g h~_t, with W_g behind the sum, where there are r times fewer vectors;
+        # its bias stays itself, for the weights of a slot sum up to 1.
+        return self.value(weights.transpose(-1, -2) @ self.value_norm(tokens))
+
+
+@dataclass
+class InformationFlow:
+    """What slots are made of.
+
+    Args:
+        layer_weights: `(batch_size, num_tokens, num_states)`, how much of each layer is in a token's anchor (alpha of
+            equation 6); `None` without a gate.
+        allocation: `(batch_size, num_slots, num_tokens)`, how much of each token is in a slot; in sum 1 for a slot.
+    """
+
+    layer_weights: Tensor | None
+    allocation: Tensor
+
+
+class ComprExITModel(CompressorModel):
+    r"""
+    Makes slots of a frozen language model's hidden states: a gate across its layers, and transport across its tokens.
+
+    Args:
+        config ([`ComprExITConfig`]): the configuration.
+    """
+
+    config_class = ComprExITConfig
+    _keep_in_fp32_modules_strict = [*CompressorPreTrainedModel._keep_in_fp32_modules_strict, *_PARTS]
+    method_parameters = (*CompressorPreTrainedModel.method_parameters, rf"(^|\.)({'|'.join(_PARTS)})\.")
+
+    def __init__(self, config: ComprExITConfig):
+        super().__init__(config)
+        encoder = config.get_encoder_config()
+        width = encoder.hidden_size
+        self.layer_gate = None
+        if config.token_anchors == GATE:
+            self.layer_gate = LayerGate(width, encoder.num_hidden_layers + 1, config)
+        if config.slot_aggregation == "transport":
+            self.transmission: WindowAggregation = Transmission(width, config)
+        elif config.slot_aggregation == "window_attention":
+            self.transmission = WindowAttention(width, config.metric_size)
+        else:
+            self.transmission = WindowMean()
+        self.slot_mlp = nn.Sequential(
+            Float32Linear(width, config.hidden_size), nn.GELU(), Float32Linear(config.hidden_size, config.hidden_size)
+        )
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, LayerGate):
+            init.zeros_(module.layer_prior)
+            init.normal_(module.layer_embeddings, std=0.02)
+        elif isinstance(module, Float32LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, Float32Linear):
+            if module in self.slot_mlp:
+                init.xavier_uniform_(module.weight, gain=0.4)
+            elif isinstance(self.transmission, Transmission) and module in (self.transmission.sender_score or ()):
+                init.zeros_(module.weight)
+            else:
+                # Unlike N(0, 0.02), it keeps the size of vectors whatever their width.
+                init.kaiming_uniform_(module.weight, a=5**0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        else:
+            super()._init_weights(module)
+
+    def encode(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        if input_ids.shape[1] == 0:
+            return [self.no_slots(input_ids) for _ in ratios]
+        # Section 3.2.1: token anchors.
+        anchors = self._reduce_layers(self._anchors, input_ids, attention_mask, position_ids)
+        return [self._slots(anchors, attention_mask.bool(), ratio) for ratio in ratios]
+
+    def _anchors(self, hidden_states: Sequence[Tensor]) -> Tensor:
+        if self.layer_gate is not None:
+            return self.layer_gate(hidden_states)[0]
+        layer = self.config.token_anchors
+        return hidden_states[-1 if layer == LAST_LAYER else layer].float()
+
+    def _reduce_layers(
+        self, reduce: Reduction, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor
+    ) -> Tensor:
+        segment_length = None
+        if not (torch.is_grad_enabled() or self.training):
+            segment_length = self.config.segment_windows * self.config.window_size
+        backbone = self.encoder_backbone
+        with self._adapter(backbone, ENCODER):
+            return reduce_layer_states(backbone, reduce, input_ids, attention_mask, position_ids, segment_length)
+
+    def _slots(self, anchors: Tensor, mask: Tensor, ratio: int | Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(ratio, Tensor):
+            return self._slots_of_each_ratio(anchors, mask, ratio)
+        with torch.autocast(anchors.device.type, enabled=False):
+            # Section 3.2.2: compression slots.
+            slots, slot_mask = self.transmission(anchors, mask, ratio)
+            # Equation 13: c_k = MLP(z_k).
+            slots = self.slot_mlp(slots)
+        return slots.masked_fill(slot_mask[:, :, None] == 0, 0).to(self.dtype), slot_mask
+
+    def _slots_of_each_ratio(self, anchors: Tensor, mask: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
+        """`_slots` where rows have ratios of their own: those of one ratio together."""
+        rows = [(ratios == value).nonzero()[:, 0] for value in ratios.unique()]
+        found = [self._slots(anchors[index], mask[index], int(ratios[index[0]])) for index in rows]
+        width = max(int(slot_mask.sum(dim=1).max()) for _, slot_mask in found)
+        # A negative pad cuts off what the longest rows alone would have needed.
+        slots = [functional.pad(part, (0, 0, 0, width - part.shape[1])) for part, _ in found]
+        masks = [functional.pad(part, (0, width - part.shape[1])) for _, part in found]
+        order = torch.cat(rows).argsort()
+        return torch.cat(slots)[order], torch.cat(masks)[order]
+
+    @torch.no_grad()
+    def information_flow(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
+    ) -> InformationFlow:
+        """Which layers and which tokens the slots are made of (Figures 3 to 5 and 7).
+
+        Args:
+            input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
+            attention_mask: their mask.
+            ratio: one of the checkpoint's; its first if not given.
+
+        Returns:
+            The weights; tokens and slots stand left-aligned, and pads have zero.
+
+        Raises:
+            ValueError: a context of several chunks, or no context tokens at all; as `compress` besides.
+        """
+        config = self.config
+        attention_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
+        encoder_config = config.get_encoder_config()
+        input_ids = check_token_ids("input_ids", input_ids, attention_mask, encoder_config.vocab_size, {})
+        ratio = check_ratios([ratio], config.compression_ratios, input_ids, False)[0]
+        chunks = cut(input_ids, attention_mask, config.chunk_size, config.position_layout)
+        if chunks.chunks_per_row > 1 or chunks.input_ids.shape[1] == 0:
+            raise ValueError(
+                "the flow of information is shown for a context of one chunk, of 1 to "
+                f"{config.chunk_size or 'any number of'} tokens, got {int(attention_mask.sum(dim=1).max())}"
+            )
+        check_context_length(encoder_config, int(chunks.position_ids.max()) + 1, config.chunk_size)
+
+        def anchors_and_weights(hidden_states: Sequence[Tensor]) -> Tensor:
+            if self.layer_gate is None:
+                return self._anchors(hidden_states)
+            return torch.cat(self.layer_gate(hidden_states), dim=-1)
+
+        places = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
+        anchors, weights = self._reduce_layers(anchors_and_weights, *places).tensor_split([self._anchor_width], dim=-1)
+        mask = chunks.attention_mask.bool()
+        return InformationFlow(
+            layer_weights=None if self.layer_gate is None else weights * mask[:, :, None],
+            allocation=self.transmission.allocation(anchors, mask, ratio),
+        )
+
+    @property
+    def _anchor_width(self) -> int:
+        return self.config.get_encoder_config().hidden_size
+
+
+class ComprExITForCausalLM(CompressorForCausalLM):
+    r"""
+    [`ComprExITModel`] with the decoder's LM head.
+
+    Args:
+        config ([`ComprExITConfig`]): the configuration.
+    """
+
+    config_class = ComprExITConfig
+    model_class = ComprExITModel
+    _keep_in_fp32_modules_strict = ComprExITModel._keep_in_fp32_modules_strict
+    method_parameters = ComprExITModel.method_parameters
+
+
+def _mixed_order(is_real: Tensor) -> Tensor:
+    """A fixed order of each window's real receivers, `(batch_size, num_windows, num_receivers)`, as far as mixed as
+    can be: multiples of the golden ratio, modulo 1, in order of size.
+    """
+    places = torch.arange(1, is_real.shape[-1] + 1, device=is_real.device)
+    keys = (places * 2654435761) % 2**32
+    return keys.masked_fill(~is_real, 2**32).argsort(dim=-1, stable=True)

@@ -1,0 +1,364 @@
+"""Entropic optimal transport between the tokens of a window and its slots (ComprExIT, equation 11)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Scores that spread by at most L within a row are iterated as exp(scores), without a logarithm: scalings over masses
+# then stay between exp(-2 L) / receivers and exp(2 L) * receivers, well within the range of the dtype for these L.
+_TAME_SPREAD = {torch.float32: 30.0, torch.float64: 250.0}
+# Entries of a block of windows that goes through all iterations at once on a CPU: what its caches hold.
+_BLOCK_ENTRIES = 2**20
+
+
+def sinkhorn(
+    cost: Tensor, source_mass: Tensor, target_mass: Tensor, epsilon: float = 0.1, num_iterations: int = 30
+) -> Tensor:
+    """Transport plan between senders and receivers that Sinkhorn's algorithm finds (ComprExIT, equation 11).
+
+    It minimises `sum(plan * cost) - epsilon * entropy(plan)`. Every iteration fits the row sums to `source_mass`, then
+    the column sums to `target_mass`, so the column sums end exact and the row sums as near as the iterations bring
+    them. Only the proportions of `source_mass` matter: where the two sums differ, the plan carries the target's.
+
+    A zero mass gives a zero row or column, whatever its costs are (even infinite or NaN), and gets a zero gradient. A
+    window without a source or without a target is all zero. The gradient is that of the iterations as they were run,
+    not of their limit. For it only `num_receivers` numbers of each iteration are kept; it cannot be differentiated
+    again.
+
+    Half types are computed in float32. On a GPU one Triton kernel runs all iterations of a window on the chip, where
+    Triton is installed and the window is small enough; there values are not checked, since that would wait for the
+    device: a negative mass counts as zero.
+
+    Args:
+        cost: Shape `(..., num_senders, num_receivers)`, floating point. An infinite cost forbids a path; every sender
+            and every receiver with mass needs a finite one.
+        source_mass: Mass of each sender, shape `(..., num_senders)`, floating point, zero or more.
+        target_mass: Mass of each receiver, shape `(..., num_receivers)`, likewise.
+        epsilon: Entropic strength, in the unit of the cost, above zero.
+        num_iterations: Iterations, one or more.
+
+    Returns:
+        The plan of shape `(..., num_senders, num_receivers)` in the dtype of `cost`.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: A shape does not fit, a mass is negative (on a CPU), or a number is out of range.
+    """
+    _check_arguments(cost, source_mass, target_mass, epsilon, num_iterations)
+    if not cost.numel():
+        return cost.clone()
+    dtype = functools.reduce(torch.promote_types, (source_mass.dtype, target_mass.dtype, torch.float32), cost.dtype)
+    tensors = [
+        cost.to(dtype).reshape(-1, *cost.shape[-2:]),
+        source_mass.to(dtype).reshape(-1, cost.shape[-2]),
+        target_mass.to(dtype).reshape(-1, cost.shape[-1]),
+    ]
+    settings = Settings(float(epsilon), num_iterations)
+    solver = _fused_solver() if _is_for_fused_solver(tensors[0]) else _TORCH_SOLVER
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        plan = _Sinkhorn.apply(*tensors, settings, solver)
+    else:
+        plan, _ = solver.solve(*tensors, settings, False)
+    return plan.to(cost.dtype).reshape(cost.shape)
+
+
+class Settings(NamedTuple):
+    """What all windows of a call share."""
+
+    epsilon: float
+    num_iterations: int
+
+
+class Solver(NamedTuple):
+    """The two directions of an implementation, over `(num_windows, num_senders, num_receivers)`.
+
+    `solve(cost, source_mass, target_mass, settings, keep_history)` returns the plan and what `gradients` needs of the
+    iterations, or `None`. `gradients(grad_plan, cost, source_mass, target_mass, history, settings)` returns the
+    gradients of the three.
+    """
+
+    solve: Callable[..., tuple[Tensor, Tensor | None]]
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """All iterations as one operation."""
+
+    @staticmethod
+    def forward(
+        ctx, cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, solver: Solver
+    ) -> Tensor:
+        plan, history = solver.solve(cost, source_mass, target_mass, settings, True)
+        ctx.save_for_backward(cost, source_mass, target_mass, history)
+        ctx.settings, ctx.solver = settings, solver
+        return plan
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_plan: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.solver.gradients(grad_plan, *ctx.saved_tensors, ctx.settings)
+        return *gradients, None, None
+
+
+def _solve(
+    cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, keep_history: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The plan, and each iteration's receiver scalings or potentials, `(windows, 1 + iterations, receivers)`."""
+    plan = torch.empty_like(cost, memory_format=torch.contiguous_format)
+    num_windows, _, num_receivers = cost.shape
+    history = cost.new_empty((num_windows, 1 + settings.num_iterations, num_receivers)) if keep_history else None
+    # Under autocast the products would run in a half type.
+    with torch.autocast(cost.device.type, enabled=False):
+        for block in _blocks(cost):
+            problem = _prepared(cost[block], source_mass[block], target_mass[block], settings)
+            steps = None if history is None else history[block]
+            if problem.is_tame:
+                _solve_by_scalings(problem, settings, steps, plan[block])
+            else:
+                _solve_by_potentials(problem, settings, steps, plan[block])
+    return plan, history
+
+
+def _gradients(
+    grad_plan: Tensor, cost: Tensor, source_mass: Tensor, target_mass: Tensor, history: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of cost and masses, through every iteration."""
+    grads = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (cost, source_mass, target_mass)
+    ]
+    with torch.autocast(cost.device.type, enabled=False):
+        for block in _blocks(cost):
+            problem = _prepared(cost[block], source_mass[block], target_mass[block], settings)
+            backward = _scaling_gradients if problem.is_tame else _potential_gradients
+            grad_scores, grad_log_source, grad_log_target = backward(
+                problem, settings, history[block], grad_plan[block]
+            )
+            torch.mul(grad_scores, -1 / settings.epsilon, out=grads[0][block])
+            for grad, grad_log, mass in zip(
+                grads[1:], (grad_log_source, grad_log_target), (source_mass[block], target_mass[block]), strict=True
+            ):
+                grad[block] = (grad_log / mass).masked_fill_(mass <= 0, 0)
+    return tuple(grads)
+
+
+_TORCH_SOLVER = Solver(_solve, _gradients)
+
+
+class _Problem(NamedTuple):
+    """A block of windows, safe to iterate on."""
+
+    scores: Tensor  # (windows, senders, receivers): -cost / epsilon less each row's largest, 0 where there is no mass
+    source: Tensor  # (windows, senders), sums to 1
+    target: Tensor  # (windows, receivers), sums to 1
+    total: Tensor  # (windows, 1), mass of the plan, 0 where no plan is possible
+    is_tame: bool  # whether exp(scores) can be iterated without leaving the range of the dtype
+
+
+def _prepared(cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings) -> _Problem:
+    source, source_sum = _normalised(source_mass)
+    target, total = _normalised(target_mass)
+    is_dead = (source_sum <= 0) | (total <= 0)
+    no_source, no_target = source_mass <= 0, target_mass <= 0
+    on_cpu = cost.device.type == "cpu"
+    # Another device is not waited for: there everything is masked, needed or not.
+    any_masked = not on_cpu or bool(no_source.any() | no_target.any())
+    if any_masked:
+        is_masked = no_source[:, :, None] | no_target[:, None, :]
+        cost = cost.masked_fill(is_masked, math.inf)
+    # Adding to a row changes no plan.
+    scores = torch.sub(cost.amin(dim=2, keepdim=True), cost).mul_(1 / settings.epsilon)
+    if any_masked:
+        scores.masked_fill_(is_masked, 0)
+        # A window that has no plan gets any other masses, so that nothing is divided by zero, and a total of zero.
+        source = source.masked_fill(is_dead, 1 / source.shape[1])
+        target = target.masked_fill(is_dead, 1 / target.shape[1])
+        total = total.masked_fill(is_dead, 0)
+    is_tame = on_cpu and float(scores.amin()) >= -_TAME_SPREAD[scores.dtype]
+    return _Problem(scores, source, target, total, is_tame)
+
+
+def _normalised(mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Masses over their sum, and the sum, `(windows, 1)`."""
+    mass = mass.clamp(min=0)
+    total = mass.sum(dim=1, keepdim=True)
+    return mass / total, total
+
+
+def _solve_by_scalings(problem: _Problem, settings: Settings, history: Tensor | None, plan: Tensor) -> None:
+    """Iterate `u = source / (kernel v)`, `v = target / (kernel^T u)`, whose plan is `u kernel v`.
+
+    A vector stands on the left of its product: torch multiplies a batch of single rows several times as fast as a
+    batch of single columns.
+    """
+    kernel = problem.scores.exp_()
+    source, target = problem.source[:, None], problem.target[:, None]
+    u, v = torch.empty_like(source), (target > 0).to(target.dtype)
+    if history is not None:
+        history[:, :1] = v
+    row_sums, column_sums = torch.empty_like(source), torch.empty_like(target)
+    for step in range(settings.num_iterations):
+        torch.bmm(v, kernel.mT, out=row_sums)
+        torch.div(source, row_sums, out=u)
+        torch.bmm(u, kernel, out=column_sums)
+        v = torch.div(target, column_sums, out=v if history is None else history[:, step + 1 : step + 2])
+    torch.mul(kernel.mul_(u.mT), v * problem.total[:, None], out=plan)
+
+
+def _scaling_gradients(
+    problem: _Problem, settings: Settings, history: Tensor, grad_plan: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of scores and log masses through the iterations of `_solve_by_scalings`.
+
+    With the scalings as exponentials of potentials, the two half steps of an iteration have the gradients
+    `-kernel (u x)` and `-kernel (y v)` in the scores, each `kernel` times a matrix of rank one. So vectors alone
+    go back through the iterations, and one product at the end adds up all that they leave in the scores.
+    """
+    kernel = problem.scores.exp_()
+    source, target = problem.source[:, None], problem.target[:, None]
+    before, after = history[:, :-1], history[:, 1:]  # v before and after each iteration
+    u_over_source = torch.bmm(before, kernel.mT).reciprocal_()
+    u = u_over_source * source
+    v_over_target = after / target.masked_fill(target <= 0, 1)
+
+    grad_scores = (kernel * u[:, -1, :, None]).mul_((after[:, -1] * problem.total)[:, None]).mul_(grad_plan)
+    grad_u, grad_v = grad_scores.sum(dim=2)[:, None], grad_scores.sum(dim=1)[:, None]
+    grad_log_source, grad_log_target = torch.zeros_like(source), torch.zeros_like(target)
+    x, y = torch.empty_like(v_over_target), torch.empty_like(u)
+    for step in reversed(range(settings.num_iterations)):
+        now = slice(step, step + 1)
+        grad_log_target += grad_v
+        torch.mul(grad_v, v_over_target[:, now], out=x[:, now])
+        grad_u = torch.addcmul(grad_u, u[:, now], torch.bmm(x[:, now], kernel.mT), value=-1)
+        grad_log_source += grad_u
+        torch.mul(grad_u, u_over_source[:, now], out=y[:, now])
+        grad_v = torch.bmm(y[:, now], kernel).mul_(before[:, now]).neg_()
+        grad_u = torch.zeros_like(grad_u)
+    outer = torch.bmm(u.mT, x).baddbmm_(y.mT, before)
+    return grad_scores.addcmul_(kernel, outer, value=-1), grad_log_source[:, 0], grad_log_target[:, 0]
+
+
+def _solve_by_potentials(problem: _Problem, settings: Settings, history: Tensor | None, plan: Tensor) -> None:
+    """Iterate the logarithms of the scalings, for scores that spread too far for `_solve_by_scalings`."""
+    # What is too far away to matter stays finite when potentials are added to it.
+    scores = problem.scores.clamp_(min=_lowest(problem.scores))
+    log_source, log_target = problem.source.log(), problem.target.log()
+    weights = torch.empty_like(scores)
+    g = torch.zeros_like(problem.target).masked_fill_(problem.target <= 0, -math.inf)
+    if history is not None:
+        history[:, 0] = g
+    for step in range(settings.num_iterations):
+        f = log_source - _softmax(scores, g[:, None, :], 2, weights)
+        g = log_target - _softmax(scores, f[:, :, None], 1, weights)
+        if history is not None:
+            history[:, step + 1] = g
+    torch.mul(weights, (problem.target * problem.total)[:, None], out=plan)
+
+
+def _lowest(scores: Tensor) -> float:
+    return -(torch.finfo(scores.dtype).max ** 0.75)
+
+
+def _softmax(scores: Tensor, potential: Tensor, dim: int, out: Tensor) -> Tensor:
+    """Softmax of `scores + potential` over `dim`, into `out`; returns the logarithm of its denominator."""
+    torch.add(scores, potential, out=out)
+    largest = out.amax(dim=dim, keepdim=True)
+    total = out.sub_(largest).exp_().sum(dim=dim, keepdim=True)
+    out.div_(total)
+    return total.log_().add_(largest).squeeze(dim)
+
+
+def _potential_gradients(
+    problem: _Problem, settings: Settings, history: Tensor, grad_plan: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of scores and log masses through the iterations of `_solve_by_potentials`."""
+    scores = problem.scores.clamp_(min=_lowest(problem.scores))
+    log_source = problem.source.log()
+    rows, columns = torch.empty_like(scores), torch.empty_like(scores)
+    grad_log_source, grad_log_target = torch.zeros_like(problem.source), torch.zeros_like(problem.target)
+    grad_scores = None
+    for step in reversed(range(settings.num_iterations)):
+        f = log_source - _softmax(scores, history[:, step, None], 2, rows)
+        _softmax(scores, f[:, :, None], 1, columns)
+        if grad_scores is None:
+            grad_scores = (columns * (problem.target * problem.total)[:, None]).mul_(grad_plan)
+            grad_f, grad_g = grad_scores.sum(dim=2), grad_scores.sum(dim=1)
+        else:
+            grad_f = torch.zeros_like(grad_f)
+        grad_log_target += grad_g
+        columns.mul_(grad_g[:, None])
+        grad_f -= columns.sum(dim=2)
+        grad_log_source += grad_f
+        rows.mul_(grad_f[:, :, None])
+        grad_g = -rows.sum(dim=1)
+        grad_scores -= columns
+        grad_scores -= rows
+    return grad_scores, grad_log_source, grad_log_target
+
+
+def _blocks(cost: Tensor) -> Iterator[slice]:
+    """Windows that go through the iterations together: all, or on a CPU as many as its caches hold."""
+    num_windows, num_senders, num_receivers = cost.shape
+    size = num_windows
+    if cost.device.type == "cpu":
+        size = max(1, _BLOCK_ENTRIES // (num_senders * num_receivers))
+    for start in range(0, num_windows, size):
+        yield slice(start, start + size)
+
+
+def _is_for_fused_solver(cost: Tensor) -> bool:
+    if not cost.is_cuda or cost.dtype != torch.float32 or not _has_triton():
+        return False
+    from .optimal_transport_triton import fits
+
+    return fits(cost.shape[1], cost.shape[2])
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _fused_solver() -> Solver:
+    from .optimal_transport_triton import fused_gradients, fused_solve
+
+    return Solver(fused_solve, fused_gradients)
+
+
+def _check_arguments(
+    cost: Tensor, source_mass: Tensor, target_mass: Tensor, epsilon: float, num_iterations: int
+) -> None:
+    for name, tensor in (("cost", cost), ("source_mass", source_mass), ("target_mass", target_mass)):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOAT_DTYPES:
+            found = getattr(tensor, "dtype", type(tensor).__name__)
+            raise TypeError(f"{name} must be a tensor of float16, bfloat16, float32 or float64, got {found}")
+    if cost.dim() < 2:
+        raise ValueError(f"cost must have shape (..., num_senders, num_receivers), got {tuple(cost.shape)}")
+    for name, mass, shape in (
+        ("source_mass", source_mass, cost.shape[:-1]),
+        ("target_mass", target_mass, cost.shape[:-2] + cost.shape[-1:]),
+    ):
+        if mass.shape != shape:
+            raise ValueError(
+                f"{name} must have shape {tuple(shape)} beside a cost of {tuple(cost.shape)}, got {tuple(mass.shape)}"
+            )
+        if mass.device != cost.device:
+            raise ValueError(f"{name} must be on {cost.device} like cost, got {mass.device}")
+        if mass.device.type == "cpu" and bool((mass < 0).any()):
+            raise ValueError(f"{name} must be zero or more everywhere, got {float(mass.min())}")
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
+        raise TypeError(f"epsilon must be a number, got {epsilon!r}")
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be above 0 and finite, got {epsilon}")
+    if isinstance(num_iterations, bool) or not isinstance(num_iterations, int):
+        raise TypeError(f"num_iterations must be an int, got {num_iterations!r}")
+    if num_iterations < 1:
+        raise ValueError(f"num_iterations must be 1 or more, got {num_iterations}")

@@ -1,0 +1,68 @@
+"""The benchmark of the optimal transport at toy size: its result file, its refusals, and that all compute the same."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch):
+    """The benchmark, imported as its own command line does: with its folder in front of the module path."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("sinkhorn")
+
+
+def test_writes_a_row_for_each_size_and_pass(benchmark, tmp_path: Path, capsys: pytest.CaptureFixture):
+    output = tmp_path / "result.json"
+    arguments = [
+        "--windows",
+        "1",
+        "2",
+        "--senders",
+        "8",
+        "--receivers",
+        "2",
+        "3",
+        "--iterations",
+        "2",
+        "--repeats",
+        "2",
+    ]
+    assert benchmark.main([*arguments, "--device", "cpu", "--output", str(output)]) == 0
+    content = json.loads(output.read_text())
+    assert (content["benchmark"], content["device"]) == ("sinkhorn", "cpu")
+    assert content["settings"]["epsilon"] == 0.1
+    sizes = [(row["num_windows"], row["num_receivers"], row["pass"]) for row in content["rows"]]
+    assert sizes == [(b, k, which) for b in (1, 2) for k in (2, 3) for which in ("forward", "forward and backward")]
+    for row in content["rows"]:
+        assert {len(values) for values in row["seconds"].values()} == {2}
+        assert all(value > 0 for value in row["peak_bytes"].values())
+        speed = row["median_seconds"]["pot"] / row["median_seconds"]["sinkhorn"]
+        assert row["times_as_fast_as"]["pot"] == pytest.approx(speed)
+        memory = row["peak_bytes"]["sinkhorn"] / row["peak_bytes"]["autograd"]
+        assert row["memory_ratio_to"]["autograd"] == pytest.approx(memory)
+    assert "faster than pot" in capsys.readouterr().out
+
+
+def test_all_implementations_compute_the_same(benchmark):
+    tensors = benchmark.windows(2, 16, 4, torch.device("cpu"))
+    plans, gradients = [], []
+    for implementation in benchmark.IMPLEMENTATIONS.values():
+        plans.append(benchmark.call_of(implementation, tensors, (0.1, 30), False)())
+        gradients.append(benchmark.call_of(implementation, tensors, (0.1, 30), True)())
+    for plan, others in zip(plans[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(plan, plans[0], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(others, gradients[0], rtol=1e-3, atol=1e-4)
+    assert gradients[0][0].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "x"])
+def test_refuses_an_epsilon_that_is_not_above_zero(benchmark, value, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        benchmark.main(["--epsilon", value])
+    assert "--epsilon" in capsys.readouterr().err
