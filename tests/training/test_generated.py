@@ -33,7 +33,7 @@ def test_documents_are_the_same_on_every_machine():
     # Pinned: a change of the generator changes every benchmark number, so it has to be seen.
     text = generate_document(0, num_tokens=40, kind="ledger").text
     assert text == (
-        "Pres Fati bought torches from Bribeilt Kleten. Pres Fati paid 4075 crowns for torches. "
+        "Pres Fati bought thimbles from Bribeilt Kleten. Pres Fati paid 4075 crowns for thimbles. "
         "On 21 July, Pres Fati signed receipt 2510. On 5 September, Drailt Stuker signed receipt 6148."
     )
 
