@@ -5,7 +5,7 @@ Which of them is active is switched for the length of a call: `set_adapter` woul
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -40,13 +40,14 @@ def linear_module_names(model: nn.Module) -> list[str]:
     return sorted(names)
 
 
-def inject_lora(model: nn.Module, name: str, settings: dict[str, Any]) -> None:
+def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: Sequence[str] = ()) -> None:
     """Put a LoRA adapter called `name` into the linear maps of `model`, in float32.
 
     Args:
         model: the language model's backbone; it must not yet hold an adapter of that name.
         name: "encoder" or "decoder".
         settings: `rank`, `alpha`, `dropout`, `target_modules` as in [`CompressorConfig`].
+        exclude: paths of modules that get none.
 
     Raises:
         ImportError: `peft` is not installed.
@@ -64,7 +65,11 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any]) -> None:
     if missing:
         raise ValueError(f"`target_modules` {missing} are not linear maps of {type(model).__name__}; it has {known}")
     config = LoraConfig(
-        r=settings["rank"], lora_alpha=settings["alpha"], lora_dropout=settings["dropout"], target_modules=targets
+        r=settings["rank"],
+        lora_alpha=settings["alpha"],
+        lora_dropout=settings["dropout"],
+        target_modules=targets,
+        exclude_modules=list(exclude) or None,
     )
     with warnings.catch_warnings():
         # A second adapter on a shared base is what is wanted here.

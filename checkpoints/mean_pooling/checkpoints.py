@@ -97,14 +97,15 @@ class CheckpointMixin:
             _take_tensors(backbone.encoder_model, copy.deepcopy(source))
         if hasattr(self, "lm_head"):
             self.lm_head.weight = language_model.get_output_embeddings().weight
-        fresh = set()
+        # In the order of the modules: a seed must give the same start values in every process.
+        fresh: dict[str, None] = {}
         for path, module in list(self.named_modules()):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.is_meta:
                     setattr(
                         module, name, nn.Parameter(torch.empty_like(parameter, device=device, dtype=torch.float32))
                     )
-                    fresh.add(path)
+                    fresh[path] = None
         for path in fresh:
             if ".lora_" not in path:
                 # The backbone knows its own parts' start values.

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .compressed_context import KeyValues
 from .position_layout import decoder_position_ids
 from .splicing import right_padded
+
+Slots = Tensor | KeyValues
 
 
 @dataclass
@@ -65,25 +68,37 @@ def cut(input_ids: Tensor, attention_mask: Tensor, chunk_size: int | None, layou
     return Chunks(input_ids, attention_mask, position_ids, starts, chunks_per_row)
 
 
-def join(slots: Tensor, slot_mask: Tensor, chunks_per_row: int) -> tuple[Tensor, Tensor]:
+def join(slots: Slots, slot_mask: Tensor, chunks_per_row: int) -> tuple[Slots, Tensor]:
     """Join the chunks' slots row by row, without gaps.
 
     Args:
-        slots: `(batch_size * chunks_per_row, slots_per_chunk, hidden_size)`, left-aligned.
+        slots: `(batch_size * chunks_per_row, slots_per_chunk, hidden_size)`, left-aligned; or for each layer keys and
+            values `(batch_size * chunks_per_row, num_heads, slots_per_chunk, head_dim)`.
         slot_mask: `(batch_size * chunks_per_row, slots_per_chunk)`.
         chunks_per_row: Number of chunks of each row.
 
     Returns:
-        Slots `(batch_size, num_slots, hidden_size)`, left-aligned, and their mask `(batch_size, num_slots)`.
+        Slots `(batch_size, num_slots, hidden_size)`, left-aligned, or keys and values likewise, and their mask
+        `(batch_size, num_slots)`.
     """
     if chunks_per_row == 1:
         return slots, slot_mask
-    batch_size = slots.shape[0] // chunks_per_row
-    slots = slots.reshape(batch_size, -1, slots.shape[-1])
+    batch_size = slot_mask.shape[0] // chunks_per_row
     slot_mask = slot_mask.reshape(batch_size, -1)
     num_slots = int(slot_mask.sum(dim=1).max())
     order = slot_mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
-    return slots.take_along_dim(order[:, :, None], dim=1), slot_mask.gather(1, order)
+    if isinstance(slots, Tensor):
+        joined = slots.reshape(batch_size, -1, slots.shape[-1]).take_along_dim(order[:, :, None], dim=1)
+    else:
+        joined = tuple(tuple(_join_heads(states, batch_size, order) for states in pair) for pair in slots)
+    return joined, slot_mask.gather(1, order)
+
+
+def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
+    """`join` for the keys or values of one layer."""
+    heads, head_dim = states.shape[1], states.shape[3]
+    rows = states.reshape(batch_size, -1, *states.shape[1:]).transpose(1, 2)
+    return rows.reshape(batch_size, heads, -1, head_dim).take_along_dim(order[:, None, :, None], dim=2)
 
 
 def memory_position_ids(slot_mask: Tensor, chunks: Chunks, slot_counts: Tensor, layout: str, carrier: str) -> Tensor:

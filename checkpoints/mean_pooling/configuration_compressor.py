@@ -118,6 +118,16 @@ class CompressorConfig(PreTrainedConfig):
         return self.decoder_config if self.encoder_config is None else self.encoder_config
 
     @property
+    def reconstruction_token_id(self) -> int | None:
+        """The token that a reconstruction starts with, [AE]; `None` for methods whose text starts with BOS."""
+        return self.task_token_ids.get("[AE]")
+
+    @property
+    def continuation_token_id(self) -> int | None:
+        """The token that a continuation, a question or a summary starts with, [LM]; `None` where it is BOS."""
+        return self.task_token_ids.get("[LM]")
+
+    @property
     def vocab_size(self) -> int:
         return self.decoder_config.vocab_size
 

@@ -12,7 +12,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .adapters import DECODER
 from .compressed_context import CompressedContext
 from .inputs import check_keywords, check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
-from .splicing import SplicedSequence, splice, text_positions
+from .key_value_memory import (
+    ReadOnlyCache,
+    aligned_right,
+    caches_under_checkpointing,
+    check_sliding_window,
+    filled_cache,
+)
+from .splicing import SplicedSequence, reads_falling_ids_as_packed, splice, text_positions
 
 
 class DecodingMixin:
@@ -78,15 +85,29 @@ class DecodingMixin:
             inputs, sequence = self._first_inputs(
                 input_ids, attention_mask, position_ids, memory, text_position_offset
             )
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        use_cache = self._wants_cache(use_cache)
         return_dict = kwargs.pop("return_dict", None)
-        with self._adapter(self.language_model, DECODER):
+        reads_key_values = memory is not None and memory.carrier == "key_values"
+        if reads_key_values and not cached:
+            past_key_values = filled_cache(aligned_right(memory), past_key_values, use_cache)
+        with (
+            self._adapter(self.language_model, DECODER),
+            caches_under_checkpointing(self.language_model, isinstance(past_key_values, ReadOnlyCache)),
+        ):
             outputs = self.language_model(**inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        if not use_cache:
+            # Some backbones hand back the cache that they were given.
+            outputs.past_key_values = None
         if sequence is not None:
             outputs.last_hidden_state = sequence.text_states(outputs.last_hidden_state)
             if outputs.hidden_states is not None:
                 outputs.hidden_states = tuple(sequence.text_states(states) for states in outputs.hidden_states)
         return outputs if return_dict in (None, True) else outputs.to_tuple()
+
+    def _wants_cache(self, use_cache: bool | None) -> bool:
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
+        return use_cache and not (self.training and self.language_model.is_gradient_checkpointing)
 
     def _first_inputs(
         self,
@@ -95,8 +116,8 @@ class DecodingMixin:
         position_ids: Tensor | None,
         memory: CompressedContext | None,
         offset: Tensor | None,
-    ) -> tuple[dict[str, Tensor], SplicedSequence]:
-        """Slots and text as one sequence for the language model."""
+    ) -> tuple[dict[str, Tensor], SplicedSequence | None]:
+        """Slots and text as one sequence for the language model; text alone where the cache holds the slots."""
         text_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
         check_text(text_mask)
         config = self.config
@@ -108,6 +129,14 @@ class DecodingMixin:
             return self._arranged(sequence, embeddings, positions), sequence
         if offset is None:
             offset = self.text_position_offset(memory, input_ids, text_mask)
+        if memory.carrier == "key_values":
+            slot_mask = memory.attention_mask.sort(dim=1).values
+            check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            return {
+                "inputs_embeds": embeddings,
+                "attention_mask": torch.cat([slot_mask, text_mask], dim=1),
+                "position_ids": (positions + offset[:, None]) * text_mask,
+            }, None
         moves_first = self._bos_that_moves(input_ids, text_mask, positions)
         memory_positions = memory.position_ids
         text_offset = offset[:, None].expand_as(positions)
@@ -115,7 +144,9 @@ class DecodingMixin:
             text_offset = text_offset * ~moves_first
             if self.config.position_layout != "enhanced":
                 memory_positions = memory_positions + moves_first.any(dim=1, keepdim=True).long()
-        sequence = splice(memory.attention_mask, text_mask, moves_first)
+        sequence = splice(
+            memory.attention_mask, text_mask, moves_first, pad_in_front=bool(self.num_pads_in_front(memory))
+        )
         joined = torch.cat([memory.embeddings.to(embeddings.dtype), embeddings], dim=1)
         return self._arranged(
             sequence, joined, torch.cat([memory_positions, positions + text_offset], dim=1)
@@ -141,7 +172,7 @@ class DecodingMixin:
         """Text that follows what is in the cache: slots, then the text so far."""
         shape = (
             input_ids.shape[0],
-            cached + input_ids.shape[1] - (0 if memory is None else memory.attention_mask.shape[1]),
+            cached + input_ids.shape[1] - self.num_places(memory),
         )
         if attention_mask is None:
             # `generate` drops a mask of ones.
@@ -158,13 +189,32 @@ class DecodingMixin:
             if offset is None:
                 raise ValueError("with a cache, `text_position_offset` must say where the text starts; see `generate`")
             position_ids = position_ids + offset[:, None]
-            # The cache holds a row's pads in front, so only their number matters.
-            text_mask = torch.cat([memory.attention_mask, text_mask], dim=1)
         return {
             "inputs_embeds": self._embed_text(input_ids),
-            "attention_mask": text_mask.sort(dim=1).values,
+            "attention_mask": self._cached_mask(memory, text_mask),
             "position_ids": position_ids,
         }
+
+    def _cached_mask(self, memory: CompressedContext | None, text_mask: Tensor) -> Tensor:
+        """The mask `(batch_size, num_slots + num_text_tokens)` of what is in the cache and of the new text."""
+        if memory is not None and memory.carrier == "key_values":
+            # The slots came first, and then the text as it was given.
+            check_sliding_window(self.config.decoder_config, memory.attention_mask.shape[1], text_mask.shape[1])
+            return torch.cat([memory.attention_mask.sort(dim=1).values, text_mask], dim=1)
+        if memory is not None:
+            pads = text_mask.new_zeros(len(text_mask), self.num_pads_in_front(memory))
+            text_mask = torch.cat([pads, memory.attention_mask, text_mask], dim=1)
+        # The cache holds a row's pads in front, so only their number matters.
+        return text_mask.sort(dim=1).values
+
+    def num_pads_in_front(self, memory: CompressedContext) -> int:
+        """Pads, 0 or 1, that every row needs in front of its slots beside its own; see `splice`."""
+        falls = memory.position_layout == "enhanced" and memory.carrier == "embeddings"
+        return int(falls and reads_falling_ids_as_packed(self.config.decoder_config, memory.batch_size))
+
+    def num_places(self, memory: CompressedContext | None) -> int:
+        """Places that a memory takes in the cache in front of the text."""
+        return 0 if memory is None else memory.attention_mask.shape[1] + self.num_pads_in_front(memory)
 
     def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
         """Position of each row's first text token (EPL, Tables 2, 3 and 13 to 15).
@@ -176,11 +226,11 @@ class DecodingMixin:
 
         Returns:
             `(batch_size,)`: the number of slots; under the enhanced layout 0 for a reconstruction, which starts with
-            [AE], and the number of context tokens for everything else.
+            its own token ([AE]), and the number of context tokens for everything else.
         """
         if memory.position_layout != "enhanced":
             return memory.num_slots
-        autoencoding = self.config.task_token_ids.get("[AE]")
+        autoencoding = self.config.reconstruction_token_id
         if autoencoding is None:
             return memory.num_context_tokens
         first = torch.zeros_like(memory.num_slots) if text_mask is None else text_mask.argmax(dim=1)

@@ -6,10 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import LogitsProcessorList
 
 from .compressed_context import CompressedContext
 from .inputs import check_mask, check_memory, check_text
 from .splicing import left_padded
+
+
+class _TaskTokensAsBOS(LogitsProcessorList):
+    """Processors that look up a score for each token so far; task tokens outside the vocabulary have none."""
+
+    stand_in = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
 
 
 class MemoryGenerationMixin:
@@ -72,6 +82,14 @@ class MemoryGenerationMixin:
         kwargs.pop("token_type_ids", None)
         return super().generate(question, attention_mask=attention_mask, **kwargs)
 
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(*args, **kwargs)
+        if max(self.config.task_token_ids.values(), default=-1) < self.config.vocab_size:
+            return processors
+        processors = _TaskTokensAsBOS(processors)
+        processors.stand_in = self.config.bos_token_id or 0
+        return processors
+
     def _expand_inputs_for_generation(
         self,
         expand_size: int = 1,
@@ -95,9 +113,9 @@ class MemoryGenerationMixin:
         max_cache_length: int,
     ) -> Any:
         memory = model_kwargs.get("memory")
-        slots = 0 if memory is None else memory.attention_mask.shape[1]
+        places = self.model.num_places(memory)
         return super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + slots
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + places
         )
 
     def prepare_inputs_for_generation(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .compressed_context import CompressedContext
+from .key_value_memory import key_value_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -132,11 +133,7 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
     """
     if not isinstance(memory, CompressedContext) and type(memory).__name__ != "CompressedContext":
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
-    if memory.carrier != "embeddings":
-        raise ValueError(f"`memory` holds {memory.carrier}, {type(model).__name__} reads embeddings")
-    width = model.config.hidden_size
-    if memory.embeddings.shape[-1] != width:
-        raise ValueError(f"`memory` has slots of width {memory.embeddings.shape[-1]}, the decoder reads width {width}")
+    _check_carrier(memory, model)
     # While a model trains, its fingerprint changes with every step, and memories of it carry none.
     if memory.model_id and not model.training and memory.model_id != model.model_id:
         raise ValueError(f"`memory` was made by the model {memory.model_id}, not by this one, {model.model_id}")
@@ -146,6 +143,27 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
         raise ValueError(f"`memory` has {memory.batch_size} rows, `input_ids` has {input_ids.shape[0]}")
     # Checks that no value is beyond what the model's type can hold.
     return memory.to(device=input_ids.device, dtype=model.dtype)
+
+
+def _check_carrier(memory: CompressedContext, model: Any) -> None:
+    if memory.carrier != model.carrier:
+        raise ValueError(f"`memory` holds {memory.carrier}, {type(model).__name__} reads {model.carrier}")
+    if memory.carrier == "embeddings":
+        width = model.config.hidden_size
+        if memory.embeddings.shape[-1] != width:
+            raise ValueError(
+                f"`memory` has slots of width {memory.embeddings.shape[-1]}, the decoder reads width {width}"
+            )
+        return
+    keys = memory.key_values[0][0]
+    found, wanted = (
+        (len(memory.key_values), keys.shape[1], keys.shape[3]),
+        key_value_shape(model.config.decoder_config),
+    )
+    if found != wanted:
+        raise ValueError(
+            f"`memory` has (layers, key/value heads, head dimension) = {found}, the decoder reads {wanted}"
+        )
 
 
 def check_memory_ratio(memory: CompressedContext, ratio: Any) -> None:

@@ -20,11 +20,12 @@ from transformers.utils import logging
 from .configuration_compressor import CompressorConfig
 from .adapters import DECODER, ENCODER, CheckpointWithAdapters, inject_lora, merge_lora, use_adapter
 from .checkpoints import CheckpointMixin, fingerprint
-from .chunking import cut, join, memory_position_ids
+from .chunking import Slots, cut, join, memory_position_ids
 from .compressed_context import CompressedContext
 from .decoding import DecodingMixin
 from .generation import MemoryGenerationMixin
 from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
+from .key_value_memory import inverse_frequencies, key_value_shape
 
 logger = logging.get_logger(__name__)
 
@@ -83,10 +84,15 @@ class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
                 init.zeros_(module.bias)
         if isinstance(module, CompressorModel) and module.task_embeddings is not None:
             # Facts on EPL: N(mean, std) of the embedding matrix.
-            table = module.get_input_embeddings()
-            weight = table.weight.float() * getattr(table, "scalar_embed_scale", 1.0)
-            noise = torch.randn_like(module.task_embeddings, dtype=torch.float32)
-            init.copy_(module.task_embeddings, weight.mean(dim=0) + noise * weight.std(dim=0))
+            self._init_like_embeddings(module.task_embeddings, module.language_model)
+
+    @staticmethod
+    def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel, noise: float = 1.0) -> None:
+        """N(mean, noise * std) of the backbone's token embeddings, by dimension."""
+        table = backbone.get_input_embeddings()
+        weight = table.weight.float() * getattr(table, "scalar_embed_scale", 1.0)
+        drawn = torch.randn_like(parameter, dtype=torch.float32)
+        init.copy_(parameter, weight.mean(dim=0) + noise * drawn * weight.std(dim=0))
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any):
         super()._set_gradient_checkpointing(enable, CheckpointWithAdapters(self), **kwargs)
@@ -107,6 +113,8 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
     # False where no language model encodes: the context may be longer than it has positions.
     _has_encoder = True
+    # What the slots are: "embeddings", or "key_values" of every layer.
+    carrier = "embeddings"
 
     def __init__(self, config: CompressorConfig):
         super().__init__(config)
@@ -122,7 +130,7 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
         if config.encoder_config is not None:
             self.encoder_model = AutoModel.from_config(config.encoder_config, dtype=dtype)
         if config.encoder_lora is not None:
-            inject_lora(self.encoder_backbone, ENCODER, config.encoder_lora)
+            inject_lora(self.encoder_backbone, ENCODER, config.encoder_lora, self.encoder_lora_exclusions())
         if config.decoder_lora is not None:
             inject_lora(self.language_model, DECODER, config.decoder_lora)
         self.task_embeddings = None
@@ -146,7 +154,7 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
 
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> list[tuple[Slots, Tensor]]:
         """The method itself: slots of every ratio from one pass over the context.
 
         Args:
@@ -156,22 +164,50 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
             ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`.
 
         Returns:
-            For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned, and their mask.
+            For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned, and their mask; where the
+            carrier is key/values, for each layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
 
-    def encoder_states(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
-        """Last hidden states of the encoder with its adapter, `(num_chunks, num_tokens, hidden_size)`."""
-        if input_ids.shape[1] == 0:
+    def no_slots(self, input_ids: Tensor) -> tuple[Slots, Tensor]:
+        """What `encode` returns for a ratio when there is no context token at all."""
+        num_chunks, weight = len(input_ids), self.get_input_embeddings().weight
+        if self.carrier == "embeddings":
+            slots: Slots = weight.new_zeros(num_chunks, 0, self.config.hidden_size)
+        else:
+            layers, heads, head_dim = key_value_shape(self.config.decoder_config)
+            empty = weight.new_zeros(num_chunks, heads, 0, head_dim)
+            slots = tuple((empty, empty) for _ in range(layers))
+        return slots, input_ids.new_zeros(num_chunks, 0)
+
+    def encoder_lora_exclusions(self) -> list[str]:
+        """Paths of the encoder's maps that get no adapter although the configuration's targets name them."""
+        return []
+
+    def encoder_states(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Last hidden states of the encoder with its adapter, `(num_chunks, num_tokens, hidden_size)`.
+
+        Args:
+            input_ids: `(num_chunks, num_tokens)`, or else `inputs_embeds`.
+            attention_mask: same shape, or a mask in the backbone's own form.
+            position_ids: same shape.
+            inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
+            kwargs: handed to the backbone.
+        """
+        if inputs_embeds is None and input_ids.shape[1] == 0:
             # No backbone runs on a sequence without places.
             return self.encoder_backbone.get_input_embeddings()(input_ids)
+        inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         with self._adapter(self.encoder_backbone, ENCODER):
             outputs = self.encoder_backbone(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                use_cache=False,
-                **kwargs,
+                **inputs, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **kwargs
             )
         return outputs.last_hidden_state
 
@@ -242,12 +278,15 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
         for ratio, (slots, slot_mask) in zip(ratios, encoded, strict=True):
             slot_counts = slot_mask.sum(dim=1)
             slots, slot_mask = join(slots, slot_mask, chunks.chunks_per_row)
+            is_key_values = self.carrier == "key_values"
             memories.append(
                 CompressedContext(
-                    embeddings=slots,
+                    embeddings=None if is_key_values else slots,
+                    key_values=slots if is_key_values else None,
+                    inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
                     attention_mask=slot_mask,
                     position_ids=memory_position_ids(
-                        slot_mask, chunks, slot_counts, config.position_layout, "embeddings"
+                        slot_mask, chunks, slot_counts, config.position_layout, self.carrier
                     ),
                     num_context_tokens=num_context_tokens,
                     ratio=ratio,

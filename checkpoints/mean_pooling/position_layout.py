@@ -37,8 +37,14 @@ def uniform_memory_ids(
     _check_memory_count(num_tokens, num_memory_tokens)
     if num_memory_tokens == 0:
         return torch.zeros(0, dtype=torch.long, device=device)
+    return _spread(start_id, num_tokens, num_memory_tokens, torch.arange(num_memory_tokens, device=device))
+
+
+def _spread(
+    start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
+) -> Tensor:
+    """Ids of the memory tokens `steps` by Algorithm 1, in integers; all arguments broadcast."""
     # Lines 1 to 3: start + (r - 1) / 2 + j r with r = num_tokens / num_memory_tokens, over the common denominator.
-    steps = torch.arange(num_memory_tokens, device=device)
     numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
     whole = numerator // (2 * num_memory_tokens)
     remainder = numerator - whole * (2 * num_memory_tokens)
@@ -79,6 +85,30 @@ def encoder_position_ids(
         return _range(0, num_tokens, device), _range(num_tokens, num_memory_tokens, device)
     context_ids = _range(chunk_start + 1, num_tokens, device)
     return context_ids, uniform_memory_ids(chunk_start + 1, num_tokens, num_memory_tokens, device)
+
+
+def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str) -> Tensor:
+    """The memory ids of `encoder_position_ids` for many chunks at once.
+
+    Args:
+        lengths: Number of context tokens of each chunk, `(num_chunks,)`.
+        counts: Number of its memory tokens, `(num_chunks,)`.
+        starts: Number of context tokens before it, `(num_chunks,)`; ignored by the default layout.
+        layout: "default", "uniform" or "enhanced".
+
+    Returns:
+        A LongTensor `(num_chunks, counts.max())`; places behind a chunk's own memory tokens hold 0.
+
+    Raises:
+        ValueError: An unknown layout.
+    """
+    _check_choice("layout", layout, POSITION_LAYOUTS)
+    width = int(counts.max()) if counts.numel() else 0
+    steps = torch.arange(width, device=counts.device)
+    lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
+    spread = _spread(starts + 1, lengths, counts.clamp(min=1), steps)
+    ids = lengths + steps if layout == "default" else spread
+    return ids * (steps < counts)
 
 
 def decoder_position_ids(

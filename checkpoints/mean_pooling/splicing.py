@@ -7,6 +7,7 @@ places and not positions. Text may be padded on either side; the states that com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +21,18 @@ class SplicedSequence:
         attention_mask: `(batch_size, num_slots + num_text_tokens)`, one for real places.
         order: Same shape; the place in `[slots, text]` that each place of a row is taken from. `None`: as it is.
         text_places: `(batch_size, num_text_tokens)`, the place whose state belongs to each text token.
+        pad_in_front: whether every row starts with one more pad, see `splice`.
     """
 
     attention_mask: Tensor
     order: Tensor | None
     text_places: Tensor
+    pad_in_front: bool = False
 
     def arrange(self, joined: Tensor) -> Tensor:
         """Bring `(batch_size, num_slots + num_text_tokens, ...)` from `[slots, text]` order into the rows' order."""
+        if self.pad_in_front:
+            joined = torch.nn.functional.pad(joined, (0,) * 2 * (joined.dim() - 2) + (1, 0))
         if self.order is None:
             return joined
         order = self.order.reshape(self.order.shape + (1,) * (joined.dim() - 2))
@@ -40,7 +45,9 @@ class SplicedSequence:
         return states.take_along_dim(self.text_places[:, :, None], dim=1)
 
 
-def splice(slot_mask: Tensor, text_mask: Tensor, moves_first: Tensor | None = None) -> SplicedSequence:
+def splice(
+    slot_mask: Tensor, text_mask: Tensor, moves_first: Tensor | None = None, pad_in_front: bool = False
+) -> SplicedSequence:
     """Order slots and text into rows.
 
     A text token that moves in front of the slots (a BOS) is followed by them, so the state that predicts the next text
@@ -50,10 +57,13 @@ def splice(slot_mask: Tensor, text_mask: Tensor, moves_first: Tensor | None = No
         slot_mask: `(batch_size, num_slots)`, one for real slots.
         text_mask: `(batch_size, num_text_tokens)`, one for real tokens.
         moves_first: `(batch_size, num_text_tokens)` bool, the text tokens that move in front of the slots.
+        pad_in_front: whether one more pad stands in front of every row, see `reads_falling_ids_as_packed`.
 
     Returns:
         The arrangement.
     """
+    if pad_in_front:
+        slot_mask = torch.nn.functional.pad(slot_mask, (1, 0))
     joined_mask = torch.cat([slot_mask, text_mask], dim=1)
     num_slots = slot_mask.shape[1]
     moves = moves_first is not None and bool(moves_first.any())
@@ -68,7 +78,20 @@ def splice(slot_mask: Tensor, text_mask: Tensor, moves_first: Tensor | None = No
     text_places = places[:, num_slots:]
     if moves:
         text_places = text_places + moves_first * slot_mask.sum(dim=1, keepdim=True)
-    return SplicedSequence(joined_mask.gather(1, order), order, text_places)
+    return SplicedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front)
+
+
+def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
+    """Whether the attention would take one row whose position ids fall somewhere for several packed rows.
+
+    FlashAttention does so for a batch of one row without a pad: it drops a mask of ones, and then looks at the ids. A
+    pad in front of the row keeps the mask.
+
+    Args:
+        config: the backbone's configuration.
+        batch_size: number of rows.
+    """
+    return batch_size == 1 and "flash" in (config._attn_implementation or "")
 
 
 def text_positions(text_mask: Tensor) -> Tensor:
