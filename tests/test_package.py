@@ -29,7 +29,11 @@ root = pathlib.Path(sys.argv[1]).resolve()
 for name in package.__all__:
     getattr(package, name)
 for name in sys.argv[2:]:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        # Its kernels are for GPUs; the package does without them.
+        assert name.endswith("_triton") and "pip install triton" in str(error), error
 names = [name for name in sys.modules if name.split(".")[0] == "context_compressors"]
 strangers = [name for name in names if not pathlib.Path(sys.modules[name].__file__).resolve().is_relative_to(root)]
 assert not strangers, f"not from {root}: {strangers}"

@@ -50,6 +50,7 @@ def test_singular_values_come_near_one():
 
 
 def _two_processes(rank, address, matrices):
+    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     for count in (1, 2, 5):
         together = orthogonalise_together(matrices[:count])
@@ -60,7 +61,8 @@ def _two_processes(rank, address, matrices):
 def test_two_processes_share_the_work(tmp_path):
     torch.manual_seed(0)
     arguments = (f"file://{tmp_path / 'meeting'}", torch.randn(5, 6, 4))
-    torch.multiprocessing.spawn(_two_processes, args=arguments, nprocs=2)
+    # Forked, since a fresh interpreter could not import this file by its name.
+    torch.multiprocessing.start_processes(_two_processes, args=arguments, nprocs=2, start_method="fork")
 
 
 def test_the_other_groups_are_plain_adamw():
