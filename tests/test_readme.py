@@ -42,6 +42,7 @@ def checkpoints(tmp_path: Path) -> dict[str, str]:
     return {name: str(folder) for name, folder in folders.items()}
 
 
+@pytest.mark.slow
 def test_python_code_runs_in_order(
     checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -278,8 +278,9 @@ class Case:
 
     @property
     def marks(self) -> tuple:
-        """In a developer's inner loop one method goes through everything, the others as they come."""
-        is_quick = self.method is METHODS[0] or self == Case(self.method)
+        """In a developer's inner loop one method goes through nearly everything, the others as they come."""
+        is_quick = self.method is METHODS[0] and self.architecture in ("llama", "mistral", "gemma2")
+        is_quick = is_quick or self == Case(self.method)
         return () if is_quick else (pytest.mark.slow,)
 
     @property
