@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-# Importing the models registers every method with the Auto classes.
-from context_compressors import modeling
+from context_compressors.evaluation.model_shapes import method_config, named_config
 from context_compressors.evaluation.report import environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -76,31 +75,36 @@ def llama_config(arguments: argparse.Namespace, max_positions: int) -> LlamaConf
     )
 
 
-def method_model_type(method: str) -> str:
-    """The configuration's `model_type` of a method, such as "mean_pooling".
+def random_compressor(
+    method: str, decoder_config: PreTrainedConfig, ratios: Sequence[int], dtype: str, device: torch.device
+) -> PreTrainedModel:
+    """A method with random weights that reads the whole context as one chunk, in evaluation mode.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: there is no such method for the decoder.
     """
-    folder = Path(modeling.__file__).parent
-    methods = sorted(path.stem.removeprefix("modeling_") for path in folder.glob("modeling_*.py"))
-    methods.remove("compressor")
-    if method not in methods:
-        raise ValueError(f"there is no method {method!r}; there are: {', '.join(methods)}")
-    return f"{method}_compressor"
-
-
-def random_compressor(
-    method: str, decoder_config: LlamaConfig, ratios: Sequence[int], dtype: str, device: torch.device
-) -> PreTrainedModel:
-    """A method with random weights that reads the whole context as one chunk, in evaluation mode."""
     torch.manual_seed(0)
-    fields = {"decoder_config": decoder_config, "compression_ratios": list(ratios)}
-    config = AutoConfig.for_model(method_model_type(method), **fields)
-    if config.chunk_size is not None:
-        fields["chunk_size"] = decoder_config.max_position_embeddings
-        config = AutoConfig.for_model(config.model_type, **fields)
-    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device).eval()
+    longest = decoder_config.max_position_embeddings
+    config = method_config(method, decoder_config, ratios, max_context_tokens=longest)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return model.to(device).eval()
+
+
+def shape_config(arguments: argparse.Namespace, max_positions: int) -> PreTrainedConfig:
+    """The language model of the shape that `--shape` names, or else of the sizes in the arguments.
+
+    Raises:
+        ValueError: no such shape, one of an encoder-decoder, or a head size that does not divide the hidden size.
+    """
+    if arguments.shape is None:
+        return llama_config(arguments, max_positions)
+    config = named_config(arguments.shape)
+    if config.is_encoder_decoder:
+        raise ValueError(f"--shape {arguments.shape} is an encoder-decoder; this benchmark needs a decoder")
+    config.max_position_embeddings = max(config.max_position_embeddings, max_positions)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, 1
+    return config
 
 
 def synchronize(device: torch.device) -> None:

@@ -5,6 +5,7 @@ ROUGE, BLEU, accuracies) run from 0 to 100. Perplexity runs from 1 up, and a tea
 number that is 1 at the full-context score and 0 at the no-context score.
 """
 
+import itertools
 import math
 import re
 import string
@@ -37,7 +38,7 @@ def squad_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]
     Raises:
         ValueError: no predictions, another number of references, or a question without one.
     """
-    _check_references(predictions, references)
+    check_references(predictions, references)
     scores = squad(
         [{"prediction_text": prediction, "id": str(index)} for index, prediction in enumerate(predictions)],
         [
@@ -58,7 +59,7 @@ def substring_accuracy(predictions: Sequence[str], references: Sequence[Sequence
     Raises:
         ValueError: no predictions, another number of references, or a question without one.
     """
-    _check_references(predictions, references)
+    check_references(predictions, references)
     found = 0
     for prediction, answers in zip(predictions, references, strict=True):
         output = normalize_answer(prediction)
@@ -76,7 +77,7 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]
     Raises:
         ValueError: no predictions, another number of references, or a sample without one.
     """
-    _check_references(predictions, references)
+    check_references(predictions, references)
     scores = rouge_score(
         list(predictions), [list(texts) for texts in references], accumulate="best", rouge_keys=ROUGE_KEYS
     )
@@ -92,8 +93,33 @@ def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> flo
     Raises:
         ValueError: no predictions, another number of references, or a sample without one.
     """
-    _check_references(predictions, references)
+    check_references(predictions, references)
     return 100.0 * float(sacre_bleu_score(list(predictions), [list(texts) for texts in references], n_gram=4))
+
+
+def prefix_exact_match(predicted_ids: Sequence[Sequence[int]], reference_ids: Sequence[Sequence[int]]) -> float:
+    """Share of each reference that the output repeats from its start without a mistake, averaged, 0 to 100.
+
+    Args:
+        predicted_ids: token ids of each output; what it has beyond the reference does not count.
+        reference_ids: token ids of each reference, at least one token.
+
+    Raises:
+        ValueError: no outputs, another number of references, or a reference without tokens.
+
+    Source: GMSA, footnote 2.
+    """
+    if not len(predicted_ids):
+        raise ValueError("predicted_ids are empty: there is nothing to score")
+    if len(predicted_ids) != len(reference_ids):
+        raise ValueError(f"{len(predicted_ids)} outputs do not match {len(reference_ids)} references")
+    total = 0.0
+    for index, (predicted, reference) in enumerate(zip(predicted_ids, reference_ids, strict=True)):
+        if not len(reference):
+            raise ValueError(f"reference_ids[{index}] has no tokens")
+        is_same = (left == right for left, right in zip(predicted, reference, strict=False))
+        total += sum(itertools.takewhile(bool, is_same)) / len(reference)
+    return 100.0 * total / len(predicted_ids)
 
 
 def token_accuracy(predicted_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> float:
@@ -174,7 +200,8 @@ def teacher_normalized(score: float, full: float, none: float) -> float:
     return math.nan if full == none else (score - none) / (full - none)
 
 
-def _check_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+def check_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    """Refuse texts that cannot be scored: none at all, another number of references, or a sample without one."""
     for name, value in (("predictions", predictions), ("references", references)):
         if isinstance(value, str):
             raise TypeError(f"{name} must be a list, got the string {value!r}")

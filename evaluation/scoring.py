@@ -8,8 +8,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..modeling.encoder_tokenizer import in_encoder_tokens
 from ..training.data import context_start_ids
-from .metrics import bleu, perplexity, rouge_scores, squad_scores, substring_accuracy, summed_nll, token_accuracy
+from .bert_score import BertScorer
+from .metrics import (
+    bleu,
+    perplexity,
+    prefix_exact_match,
+    rouge_scores,
+    squad_scores,
+    substring_accuracy,
+    summed_nll,
+    token_accuracy,
+)
 from .samples import Sample
 
 _IGNORED = -100
@@ -35,31 +46,55 @@ class Condition:
 
 
 @dataclass
-class Tally:
-    """What a condition has scored so far on one task of one data set."""
+class GivenTokens:
+    """What a condition makes of tokens that it is given one after another."""
 
     total_nll: float = 0.0
     predicted_ids: list[torch.Tensor] = field(default_factory=list)
     label_ids: list[torch.Tensor] = field(default_factory=list)
+
+    def token_accuracy(self) -> float:
+        """Share of the tokens that were the likeliest in their place, 0 to 100."""
+        return token_accuracy(torch.cat(self.predicted_ids), torch.cat(self.label_ids))
+
+    def perplexity(self) -> float:
+        """Perplexity of the tokens."""
+        return perplexity(self.total_nll, sum(labels.numel() for labels in self.label_ids))
+
+
+@dataclass
+class Tally:
+    """What a condition has scored so far on one task of one data set."""
+
+    targets: GivenTokens = field(default_factory=GivenTokens)
+    recovered: GivenTokens = field(default_factory=GivenTokens)
     predictions: list[str] = field(default_factory=list)
     references: list[list[str]] = field(default_factory=list)
+    written_ids: list[list[int]] = field(default_factory=list)
+    target_ids: list[list[int]] = field(default_factory=list)
 
-    def metrics(self, task: str) -> dict[str, float]:
+    def metrics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, float]:
         """The task's metrics over everything that was tallied."""
+        texts = (self.predictions, self.references)
+        scores: dict[str, float] = {}
         if task == "question_answering":
-            return {
-                **squad_scores(self.predictions, self.references),
-                "substring_accuracy": substring_accuracy(self.predictions, self.references),
-                **rouge_scores(self.predictions, self.references),
+            scores = {**squad_scores(*texts), "substring_accuracy": substring_accuracy(*texts), **rouge_scores(*texts)}
+            if self.targets.label_ids:
+                scores["answer_perplexity"] = self.targets.perplexity()
+        elif task == "summarisation":
+            scores = rouge_scores(*texts)
+        else:
+            scores = {
+                "token_accuracy": self.targets.token_accuracy(),
+                "perplexity": self.targets.perplexity(),
             }
-        if task == "summarisation":
-            return rouge_scores(self.predictions, self.references)
-        labels = torch.cat(self.label_ids)
-        scores = {
-            "token_accuracy": token_accuracy(torch.cat(self.predicted_ids), labels),
-            "perplexity": perplexity(self.total_nll, labels.numel()),
-        }
-        return {**scores, "bleu": bleu(self.predictions, self.references)} if self.predictions else scores
+            if self.predictions:
+                scores |= {"bleu": bleu(*texts), **rouge_scores(*texts)}
+                scores["prefix_exact_match"] = prefix_exact_match(self.written_ids, self.target_ids)
+                scores["recovered_perplexity"] = self.recovered.perplexity()
+        if bert_scorer is not None and self.predictions:
+            scores["bert_score_f1"] = bert_scorer.score(*texts)
+        return scores
 
 
 def batches(samples: Sequence[Sample], batch_size: int) -> Iterator[list[Sample]]:
@@ -79,6 +114,7 @@ class Scorer:
         start_token_id: the id that text starts with.
         task_start_ids: task -> the method's own start token, which takes the place of `start_token_id` after slots.
         allow_untrained_ratio: also compress at ratios that the checkpoint was not trained for.
+        bert_scorer: also gives everything that is written a BERTScore.
     """
 
     def __init__(
@@ -89,6 +125,7 @@ class Scorer:
         start_token_id: int,
         task_start_ids: dict[str, int] | None = None,
         allow_untrained_ratio: bool = False,
+        bert_scorer: BertScorer | None = None,
     ):
         self.compressor = compressor
         self.tokenizer = tokenizer
@@ -96,6 +133,7 @@ class Scorer:
         self.start_token_id = start_token_id
         self.task_start_ids = task_start_ids or {}
         self.allow_untrained_ratio = allow_untrained_ratio
+        self.bert_scorer = bert_scorer
         eos = tokenizer.eos_token_id
         self.pad_token_id = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
@@ -108,6 +146,7 @@ class Scorer:
         max_new_tokens: int | None = None,
         reconstruction_bleu: bool = False,
         on_batch: Callable[[int], Any] = lambda size: None,
+        answer_perplexity: bool = False,
     ) -> dict[str, dict[str, float]]:
         """Score a task under all conditions.
 
@@ -116,8 +155,9 @@ class Scorer:
             samples: what to score.
             batch_size: samples per batch.
             max_new_tokens: most tokens that an answer or summary may have.
-            reconstruction_bleu: also write reconstructions greedily and score their BLEU.
+            reconstruction_bleu: also write reconstructions greedily, and score how they match.
             on_batch: called with a batch's size once it is done.
+            answer_perplexity: also score each question's first answer token by token.
 
         Returns:
             Condition -> metric -> score.
@@ -125,25 +165,37 @@ class Scorer:
         written = task in ("question_answering", "summarisation")
         tallies = {condition.name: Tally() for condition in self.conditions}
         for batch in batches(samples, batch_size):
-            memories = self._compress([sample.context_ids for sample in batch])
+            memories = self._compress(batch)
             for condition in self.conditions:
                 tally, memory = tallies[condition.name], memories.get(condition.ratio)
                 prompts = [self._prompt(condition, task, sample) for sample in batch]
                 with condition.active():
-                    if not written:
-                        self._score_targets(condition.model, prompts, batch, memory, tally)
+                    targets = [sample.target_ids for sample in batch]
+                    if not written or (task == "question_answering" and answer_perplexity):
+                        self._score_tokens(condition.model, prompts, targets, memory, tally.targets)
                     if written or (task == "reconstruction" and reconstruction_bleu):
-                        limit = max_new_tokens if written else max(len(sample.target_ids) for sample in batch)
-                        tally.predictions += self._write(condition.model, prompts, memory, limit)
+                        limit = max_new_tokens if written else max(map(len, targets))
+                        written_ids = self._write(condition.model, prompts, memory, limit)
+                        tally.predictions += map(self._decode, written_ids)
                         tally.references += [sample.references for sample in batch]
+                        if not written:
+                            self._score_tokens(condition.model, prompts, written_ids, memory, tally.recovered)
+                            tally.written_ids += written_ids
+                            # Without EOS, which is no part of the text.
+                            tally.target_ids += [target[:-1] for target in targets]
             on_batch(len(batch))
-        return {name: tally.metrics(task) for name, tally in tallies.items()}
+        return {name: tally.metrics(task, self.bert_scorer) for name, tally in tallies.items()}
 
-    def _compress(self, contexts: list[list[int]]) -> dict[int, Any]:
+    def _compress(self, batch: Sequence[Sample]) -> dict[int | None, Any]:
+        contexts = [sample.context_ids for sample in batch]
         ratios = [condition.ratio for condition in self.conditions if condition.ratio is not None]
         if not ratios:
             return {}
-        start = context_start_ids(self.tokenizer)
+        # A plain language model has none; the encoder of a compressor may read other tokens than the decoder.
+        encoder_tokenizer = getattr(self.compressor, "encoder_tokenizer", None)
+        if encoder_tokenizer is not None:
+            contexts = [in_encoder_tokens(ids, self.tokenizer, encoder_tokenizer) for ids in contexts]
+        start = context_start_ids(self.tokenizer if encoder_tokenizer is None else encoder_tokenizer)
         input_ids, attention_mask = self._pad([[*start, *ids] for ids in contexts], self.compressor.device)
         memories = self.compressor.compress(
             input_ids, attention_mask, ratio=ratios, allow_untrained_ratio=self.allow_untrained_ratio
@@ -166,11 +218,15 @@ class Scorer:
             attention_mask[index, start:] = 1
         return input_ids.to(device), attention_mask.to(device)
 
-    def _score_targets(
-        self, model: PreTrainedModel, prompts: list[list[int]], batch: list[Sample], memory: Any, tally: Tally
+    def _score_tokens(
+        self,
+        model: PreTrainedModel,
+        prompts: list[list[int]],
+        targets: Sequence[Sequence[int]],
+        memory: Any,
+        tokens: GivenTokens,
     ) -> None:
-        targets = [sample.target_ids for sample in batch]
-        rows = [prompt + target for prompt, target in zip(prompts, targets, strict=True)]
+        rows = [[*prompt, *target] for prompt, target in zip(prompts, targets, strict=True)]
         input_ids, attention_mask = self._pad(rows, model.device)
         longest = max(map(len, targets))
         # All other logits would only be thrown away, and they are the largest tensor of the pass.
@@ -183,14 +239,15 @@ class Scorer:
         logits = model(input_ids=input_ids, attention_mask=attention_mask, **inputs).logits[:, -longest - 1 : -1]
         labels, target_mask = self._pad(targets, model.device)
         labels = labels.masked_fill(target_mask == 0, _IGNORED)
-        tally.total_nll += summed_nll(logits, labels)[0]
+        tokens.total_nll += summed_nll(logits, labels)[0]
         counted = labels != _IGNORED
-        tally.predicted_ids.append(logits.argmax(-1)[counted].cpu())
-        tally.label_ids.append(labels[counted].cpu())
+        tokens.predicted_ids.append(logits.argmax(-1)[counted].cpu())
+        tokens.label_ids.append(labels[counted].cpu())
 
     def _write(
         self, model: PreTrainedModel, prompts: list[list[int]], memory: Any, max_new_tokens: int | None
-    ) -> list[str]:
+    ) -> list[list[int]]:
+        """Token ids that the model writes, EOS included where it wrote one."""
         input_ids, attention_mask = self._pad(prompts, model.device)
         output = model.generate(
             input_ids=input_ids,
@@ -202,9 +259,9 @@ class Scorer:
             pad_token_id=self.pad_token_id,
             eos_token_id=self.tokenizer.eos_token_id,
         )
-        return [self._decode(ids) for ids in output[:, input_ids.shape[1] :].tolist()]
+        eos = self.tokenizer.eos_token_id
+        rows = output[:, input_ids.shape[1] :].tolist()
+        return [ids[: ids.index(eos) + 1] if eos in ids else ids for ids in rows]
 
     def _decode(self, ids: list[int]) -> str:
-        eos = self.tokenizer.eos_token_id
-        kept = ids[: ids.index(eos)] if eos in ids else ids
-        return self.tokenizer.decode(kept, skip_special_tokens=True).strip()
+        return self.tokenizer.decode(ids, skip_special_tokens=True).strip()

@@ -1,11 +1,13 @@
 """Options of an evaluation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..training.prompts import TASKS
 from ..training.suggestions import check_choice
 
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
+TRUNCATION_SIDES = ("right", "left")
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,26 @@ class EvaluationSettings:
         max_new_tokens: most tokens of an answer or summary, per task.
         context_tokens: length of the windows that reconstruction and continuation take from a text.
         continuation_tokens: length of what follows such a window in continuation.
-        reconstruction_bleu: also write reconstructions greedily and score their BLEU.
-        prompts: name or file of the prompts; "memory_tokens" for a compressor with task tokens, and the packaged ones
-            for every other model, when `None`.
-        context_prefix: text in front of the contexts of questions and summaries, such as a heading; part of them.
+        reconstruction_bleu: also write reconstructions greedily and score them: BLEU, ROUGE, prefix exact match, and
+            the perplexity of what was recovered under the condition that it was recovered from (GMSA, Figure 4 and
+            Table 10).
+        restoration_lengths: reconstruct windows of exactly so many tokens, each length as a data set of its own, in
+            place of `context_tokens` (GMSA: 128, 256 and 512).
+        bert_score_model: folder of a scorer model; everything that is written gets a BERTScore, too.
+        bert_score_layer: the scorer's layer, its last one when `None`.
+        answer_perplexity: also score a question's first answer token by token.
+        prompts: name or file of the prompts, or one for each task; when `None` those that the checkpoint was trained
+            with, or else "memory_tokens" for a compressor with task tokens and the packaged ones for other models.
+        context_prefix: text in front of the contexts of questions and summaries, such as a heading; part of them. The
+            checkpoint's own when empty.
         zero_shot: also score the base language model, adapters off, with full context and without.
-        truncate_context: cut contexts that do not fit into the model, and count them, instead of raising.
+        bounds_only: score a compressor without context and with full context only, such as a prompt-tuned bound, whose
+            learned tokens `context_prefix` names.
+        max_context_tokens: most tokens of a context, prefix included; as many as the model has positions for when
+            `None`.
+        truncate_context: cut contexts that do not fit, and count them, instead of raising.
+        truncation_side: side that contexts of questions and summaries are cut on, "right" or "left". A reconstruction
+            is always cut on the right, a continuation on the left.
         allow_untrained_ratio: also compress at ratios that the checkpoint was not trained for.
 
     Raises:
@@ -42,10 +58,17 @@ class EvaluationSettings:
     context_tokens: int = 256
     continuation_tokens: int = 64
     reconstruction_bleu: bool = False
-    prompts: str | None = None
+    restoration_lengths: tuple[int, ...] | None = None
+    bert_score_model: str | None = None
+    bert_score_layer: int | None = None
+    answer_perplexity: bool = False
+    prompts: str | Mapping[str, str] | None = None
     context_prefix: str = ""
     zero_shot: bool = False
+    bounds_only: bool = False
+    max_context_tokens: int | None = None
     truncate_context: bool = False
+    truncation_side: str = "right"
     allow_untrained_ratio: bool = False
 
     def __post_init__(self) -> None:
@@ -63,5 +86,14 @@ class EvaluationSettings:
         for name in ("batch_size", "context_tokens", "continuation_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError(f"max_samples must be at least 1, got {self.max_samples}")
+        for name in ("max_samples", "max_context_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
+        if self.bounds_only and self.ratios is not None:
+            raise ValueError(f"bounds_only compresses nothing: leave out the ratios, got {self.ratios}")
+        lengths = self.restoration_lengths
+        if lengths is not None and (not lengths or min(lengths) < 2 or len(set(lengths)) < len(lengths)):
+            raise ValueError(f"restoration_lengths must be one or more different numbers of at least 2, got {lengths}")
+        if self.bert_score_layer is not None and self.bert_score_model is None:
+            raise ValueError(f"bert_score_layer needs a bert_score_model, got layer {self.bert_score_layer}")

@@ -14,6 +14,7 @@ from context_compressors.evaluation.metrics import (
     bleu,
     normalize_answer,
     perplexity,
+    prefix_exact_match,
     rouge_scores,
     squad_scores,
     substring_accuracy,
@@ -119,6 +120,26 @@ def test_bleu_is_one_score_of_the_corpus():
     short, long = "one two three four five", " ".join(str(number) for number in range(40))
     # The mean of the two samples would be 50; in the corpus the long text's n-grams outweigh the short one's.
     assert bleu([short, "x y z w"], [[short], [long]]) < 15.0
+
+
+def test_prefix_exact_match_is_the_share_before_the_first_mistake():
+    """GMSA, footnote 2: 128 of 512 tokens, whatever follows the mistake."""
+    reference = list(range(512))
+    wrong = [*reference[:128], -1, *reference[129:]]
+    assert prefix_exact_match([wrong], [reference]) == 25.0
+    assert prefix_exact_match([reference], [reference]) == 100.0
+    assert prefix_exact_match([[-1, *reference[1:]]], [reference]) == 0.0
+    assert prefix_exact_match([reference[:384], [*reference, 7]], [reference, reference]) == 87.5
+    assert prefix_exact_match([[]], [reference]) == 0.0
+
+
+def test_prefix_exact_match_refuses_what_it_cannot_score():
+    with pytest.raises(ValueError, match="nothing to score"):
+        prefix_exact_match([], [])
+    with pytest.raises(ValueError, match="2 outputs do not match 1 references"):
+        prefix_exact_match([[1], [2]], [[1]])
+    with pytest.raises(ValueError, match=r"reference_ids\[1\] has no tokens"):
+        prefix_exact_match([[1], [2]], [[1], []])
 
 
 def test_token_accuracy_ignores_masked_labels():

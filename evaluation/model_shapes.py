@@ -1,0 +1,140 @@
+"""Configurations of well-known language models and of methods on them, for counting and timing without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from .. import modeling  # noqa: F401  (makes AutoConfig know the methods)
+from ..training.suggestions import check_choice, nearest
+from .flops import METHODS, methods_of
+
+_SHAPES: dict[str, dict[str, Any]] = {
+    "llama-2-7b": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+    "t5-v1.1-large": {
+        "model_type": "t5",
+        "vocab_size": 32128,
+        "d_model": 1024,
+        "d_kv": 64,
+        "d_ff": 2816,
+        "num_layers": 24,
+        "num_heads": 16,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
+}
+# The methods whose encoder is a few layers of the base; 8 in GMSA's paper (section 4.3).
+_SHALLOW, _ENCODER_LAYERS = ("gmsa", "tcp_autoencoder"), 8
+SHAPE_NAMES = tuple(_SHAPES)
+
+
+def named_config(name: str) -> PreTrainedConfig:
+    """A new configuration of a well-known shape, such as "llama-2-7b".
+
+    Raises:
+        ValueError: no such name.
+    """
+    if name not in _SHAPES:
+        raise ValueError(f"there is no shape {name!r}{nearest(name, SHAPE_NAMES)}")
+    fields = dict(_SHAPES[name])
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    """The configuration of a named shape, of a folder, or of a model on the Hub.
+
+    Args:
+        name: one of `SHAPE_NAMES`, a folder with a `config.json`, or a Hub id such as "organisation/model".
+
+    Raises:
+        ValueError: none of these.
+    """
+    if name in _SHAPES or not ("/" in name or Path(name).is_dir()):
+        return named_config(name)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"there is no model configuration in {name!r}: {error}") from error
+
+
+def method_config(
+    method: str,
+    base: PreTrainedConfig,
+    ratios: Sequence[int],
+    encoder_layers: int | None = None,
+    max_context_tokens: int | None = None,
+) -> PreTrainedConfig:
+    """A method's configuration on a base, with the method's own defaults.
+
+    Args:
+        method: one of `flops.METHODS`.
+        base: configuration of a language model.
+        ratios: compression ratios.
+        encoder_layers: layers of GMSA's and TCP-AE's encoder; their default of 8 when `None`, or a quarter of the base
+            where it has fewer layers.
+        max_context_tokens: longest context that is compressed as one chunk, by as many memory tokens as that takes;
+            the method's own chunks and memory tokens when `None`.
+
+    Raises:
+        ValueError: a method that does not go with the base, or more encoder layers than the base has.
+    """
+    check_choice("method", method, METHODS)
+    if method not in methods_of(base):
+        raise ValueError(f"{method} does not go with a base of type {base.model_type!r}; {methods_of(base)} do")
+    fields: dict[str, Any] = {"decoder_config": base, "compression_ratios": list(ratios)}
+    if method in _SHALLOW:
+        default = _ENCODER_LAYERS if base.num_hidden_layers >= _ENCODER_LAYERS else -(-base.num_hidden_layers // 4)
+        fields["encoder_layers"] = encoder_layers or default
+    config = AutoConfig.for_model(f"{method}_compressor", **fields)
+    if max_context_tokens is None:
+        return config
+    if config.chunk_size is not None:
+        fields["chunk_size"] = max_context_tokens
+    if getattr(config, "appended_tokens", 0):
+        fields["appended_tokens"] = -(-max_context_tokens // min(ratios))
+    return AutoConfig.for_model(config.model_type, **fields)

@@ -1,0 +1,372 @@
+"""Operations against numbers worked out by hand, and against what torch counts in real modules."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    LlamaConfig,
+    LlamaModel,
+    T5Config,
+    T5Model,
+)
+
+from context_compressors import cli, modeling  # noqa: F401  (importing the models registers them)
+from context_compressors.configuration.configuration_decal import DeCALConfig
+from context_compressors.evaluation.flops import (
+    METHODS,
+    LayerShape,
+    answering_flops,
+    compression_flops,
+    full_context_flops,
+    generation_flops,
+    layer_flops,
+    methods_of,
+    num_slots,
+    stack_flops,
+)
+from context_compressors.evaluation.model_shapes import SHAPE_NAMES, config_of, named_config
+from context_compressors.modeling.modeling_decal import DeCALModel
+from context_compressors.training import train
+
+# Equations 9 and 10 by hand: parts at 3,253 tokens, and the whole layer at 1, 407, 814 and 3,253.
+LAYERS = {
+    "llama-2-7b": (
+        (327457701888, 86687817728, 338624288, 86687817728, 109152567296, 586695049216, 293347524608),
+        (404766752, 167452680736, 340343949440, 1490367102752),
+    ),
+    "qwen2-7b": (
+        (107447058432, 75851840512, 296296252, 75851840512, 83569934336, 883453591552, 441726795776),
+        (466106396, 192078839260, 388916442992, 1668197357372),
+    ),
+    "llama-3.2-1b": (
+        (40932212736, 43343908864, 338624288, 43343908864, 27288141824, 218305134592, 109152567296),
+        (121643040, 50867667488, 104459929728, 482704498464),
+    ),
+}
+T5_SIZES = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2}
+T5_SIZES["num_heads"] = 4
+PARTS = ("qkv", "qk", "softmax", "av", "out", "up", "down")
+
+
+def llama(**fields) -> LlamaConfig:
+    """A tiny language model whose attention is plain matrix products, which torch counts."""
+    fields = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, **fields}
+    config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **fields)
+    config._attn_implementation = "eager"
+    return config
+
+
+def counted(function) -> int:
+    """What torch counts: matrix products, without the softmax."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+# --- equations 9 and 10 ---
+
+
+def test_a_tiny_layer_by_hand():
+    shape = {"hidden_size": 8, "head_dim": 4, "num_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
+    parts = (2560, 1600, 200, 1600, 1280, 5120, 2560)
+    assert LayerShape(**shape).parts(10) == dict(zip(PARTS, parts, strict=True))
+    assert layer_flops(10, **shape) == 14920
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_well_known_models_by_hand(name: str):
+    parts, totals = LAYERS[name]
+    shape = LayerShape.from_config(named_config(name))
+    assert shape.parts(3253) == dict(zip(PARTS, parts, strict=True))
+    assert tuple(shape.flops(length) for length in (1, 407, 814, 3253)) == totals
+
+
+def test_head_size_and_key_value_heads_have_the_librarys_defaults():
+    config = LlamaConfig(hidden_size=48, num_attention_heads=4, intermediate_size=64)
+    assert LayerShape.from_config(config) == LayerShape(48, 12, 4, 4, 64)
+    gpt2 = AutoConfig.for_model("gpt2")
+    with pytest.raises(ValueError, match="'gpt2' has no intermediate_size"):
+        LayerShape.from_config(gpt2)
+
+
+def test_a_prefill_is_what_torch_counts():
+    config = llama()
+    model, ids = LlamaModel(config).eval(), torch.arange(2, 62).repeat(4)[None, :200]
+    flops = stack_flops(config, 200)
+    softmax = 3 * LayerShape.from_config(config).parts(200)["softmax"]
+    assert counted(lambda: model(ids, use_cache=False)) == pytest.approx(flops - softmax, rel=1e-3)
+    assert counted(lambda: model(ids, use_cache=False)) == pytest.approx(flops, rel=0.05)
+
+
+# --- section 4.3 and equation 11 ---
+
+
+def test_generation_by_hand():
+    config = named_config("llama-2-7b")
+    slots = (814, 407, 3253)
+    cached = [generation_flops(config, s, 50, 100) for s in slots]
+    assert cached == [12912463042560, 7337395849216, 49968169906176]
+    literal = [generation_flops(config, s, 50, 100, cached=False) for s in slots]
+    assert literal == [1227046307788800, 669539588454400, 4932616994150400]
+    compression = [stack_flops(config, 3253, 8) + stack_flops(config, s, 1) for s in (814, 407)]
+    assert compression == [12263280771456, 12090389502752]
+    assert stack_flops(config, 3253) == 47691747288064
+    assert full_context_flops(config, 3253, 50, 100) == cached[2]
+    speed_ups = [cached[2] / (compression[i] + cached[i]) for i in range(2)]
+    assert speed_ups == pytest.approx([1.984774, 2.571995], abs=1e-6)
+
+
+@pytest.mark.parametrize("slots_are_key_values", [False, True])
+def test_cached_generation_is_what_torch_counts(slots_are_key_values: bool):
+    config = llama()
+    model = LlamaModel(config).eval()
+
+    def prefill(length: int, cache: DynamicCache) -> None:
+        model(torch.full((1, length), 3), past_key_values=cache)
+
+    def generate(cache: DynamicCache, first: int) -> None:
+        for length in (first, 1, 1, 1, 1):
+            prefill(length, cache)
+
+    cache = DynamicCache()
+    if slots_are_key_values:
+        with torch.no_grad():
+            prefill(30, cache)
+    total = counted(lambda: generate(cache, 7 if slots_are_key_values else 37))
+    flops = generation_flops(config, 30, 7, 5, slots_are_key_values=slots_are_key_values)
+    assert total == pytest.approx(flops, rel=0.02)
+
+
+def test_generation_without_a_cache_runs_everything_again():
+    config = llama()
+    model = LlamaModel(config).eval()
+    total = sum(counted(lambda n=n: model(torch.full((1, n), 3), use_cache=False)) for n in range(37, 42))
+    assert total == pytest.approx(generation_flops(config, 30, 7, 5, cached=False), rel=0.02)
+
+
+def test_a_t5_decoder_attends_to_slots_that_it_projects_once():
+    config = T5Config(**T5_SIZES, feed_forward_proj="gated-gelu")
+    config._attn_implementation = "eager"
+    model, states = T5Model(config).eval(), torch.randn(1, 50, 64)
+
+    def generate(cached: bool) -> None:
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        for length in (8, 1, 1, 1) if cached else (8, 9, 10, 11):
+            inputs = {"past_key_values": cache} if cached else {}
+            model.decoder(torch.full((1, length), 3), encoder_hidden_states=states, use_cache=cached, **inputs)
+
+    for cached in (True, False):
+        flops = generation_flops(config, 50, 7, 4, cached=cached)
+        assert counted(lambda cached=cached: generate(cached)) == pytest.approx(flops, rel=0.02)
+    reading = counted(lambda: model.encoder(torch.full((1, 50), 3)))
+    assert reading == pytest.approx(stack_flops(config, 50), rel=0.02)
+    both = stack_flops(config, 50) + generation_flops(config, 50, 7, 4)
+    assert full_context_flops(config, 50, 7, 4) == both
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"answer_length": 0}, "answer_length must be at least 1, got 0"),
+        ({"num_slots": -1}, "num_slots must be at least 0, got -1"),
+        ({"slots_are_key_values": True, "cached": False}, "slots_are_key_values needs cached=True"),
+    ],
+)
+def test_generation_refuses_impossible_numbers(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        generation_flops(llama(), **{"num_slots": 1, "question_length": 1, "answer_length": 1, **arguments})
+
+
+# --- by method ---
+
+# Whole windows of ComprExIT, one segment and one chunk: nothing is padded, nothing is read behind a cache.
+SETTINGS = [
+    ("mean_pooling", {}),
+    ("mean_pooling", {"linear_after_pooling": False}),
+    ("mean_pooling", {"encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
+    ("compression_tokens", {}),
+    ("compression_tokens", {"token_attention": "bidirectional", "linear_after_encoder": False}),
+    ("icae", {}),
+    ("icae", {"chunk_size": 100}),
+    ("icae", {"chunk_size": 100, "memory_tokens": "fixed"}),
+    ("five_hundred_x", {}),
+    ("comprexit", {}),
+    ("comprexit", {"literal_equations": True}),
+    ("comprexit", {"slot_aggregation": "window_attention"}),
+    ("comprexit", {"token_anchors": "last_layer", "uniform_sender_share": 1.0}),
+    ("comprexit", {"token_anchors": 1, "slot_aggregation": "mean"}),
+    ("gmsa", {"encoder_layers": 2}),
+    ("gmsa", {"encoder_layers": 3, "lsa_layers": 0}),
+    ("gmsa", {"encoder_layers": 1, "lsa_layers": 2, "encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
+    ("gmsa", {"encoder_layers": 2, "appended_tokens": 64}),
+    ("tcp_autoencoder", {"encoder_layers": 2}),
+]
+
+
+@pytest.mark.parametrize("ratio", [4, 8])
+@pytest.mark.parametrize(("method", "fields"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")
+def test_compression_is_what_torch_counts(method: str, fields: dict, ratio: int):
+    fields = {name: llama(**value) if name == "encoder_config" else value for name, value in fields.items()}
+    if "encoder_lora" not in fields:
+        fields["encoder_lora"] = None
+    config = AutoConfig.for_model(f"{method}_compressor", decoder_config=llama(), compression_ratios=[4, 8], **fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = torch.full((1, 256), 3)
+    memory = model.compress(ids, ratio=ratio)
+    assert num_slots(config, 256, ratio) == int(memory.num_slots)
+    total = counted(lambda: model.compress(ids, ratio=ratio))
+    # Chunks stand in one batch, so that a short last one costs as much as a full one.
+    length = 300 if fields.get("chunk_size") else 256
+    assert total == pytest.approx(compression_flops(config, length, ratio), rel=0.05)
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"latent_placement": "appended", "latent_pooling": False, "encoder_attention": "causal"},
+        {"compression": "attention_pooling"},
+        {"compression": "none", "compression_ratios": 1},
+    ],
+)
+def test_decals_compression_is_what_torch_counts(fields: dict, is_gated: bool):
+    t5 = T5Config(**T5_SIZES, feed_forward_proj="gated-gelu" if is_gated else "relu")
+    config = DeCALConfig(**{"decoder_config": t5, "compression_ratios": (4,), **fields})
+    config._attn_implementation = "eager"
+    model, ids, ratio = DeCALModel(config).eval(), torch.full((1, 256), 3), config.default_ratio
+    assert num_slots(config, 256, ratio) == int(model.compress(ids).num_slots)
+    total = counted(lambda: model.compress(ids))
+    assert total == pytest.approx(compression_flops(config, 256, ratio), rel=0.05)
+    answer = generation_flops(t5, num_slots(config, 256, ratio), 7, 4)
+    assert answering_flops(config, 256, ratio, 7, 4) == answer
+
+
+def test_token_embeddings_are_pooled_without_an_encoder():
+    config = AutoConfig.for_model("mean_pooling_compressor", decoder_config=llama(), encoder_type="embeddings")
+    assert compression_flops(config, 100, 8) == 2 * 13 * 64 * 64
+
+
+def test_merged_adapters_cost_nothing_more():
+    config = AutoConfig.for_model("icae_compressor", decoder_config=llama(), compression_ratios=[4])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    flops, ids = compression_flops(config, 200, 4), torch.full((1, 200), 3)
+    adapted = counted(lambda: model.compress(ids))
+    model.merge_adapters()
+    model.compress(ids)
+    merged = counted(lambda: model.compress(ids))
+    assert merged == pytest.approx(flops, rel=0.05)
+    assert adapted > 1.3 * merged
+
+
+def test_the_last_chunk_counts_as_long_as_it_is():
+    config = AutoConfig.for_model("icae_compressor", decoder_config=llama(), compression_ratios=[5], chunk_size=100)
+    shape = LayerShape.from_config(llama())
+    assert num_slots(config, 230, 5) == 20 + 20 + 6
+    assert compression_flops(config, 230, 5) == 3 * (2 * shape.flops(120) + shape.flops(36))
+    config.memory_tokens = "fixed"
+    assert num_slots(config, 230, 5) == 60
+    assert compression_flops(config, 230, 5) == 3 * (2 * shape.flops(120) + shape.flops(50))
+    assert num_slots(config, 0, 5) == compression_flops(config, 0, 5) == 0
+
+
+def test_answers_read_slots_or_find_them_in_the_cache():
+    answers = {}
+    for method in ("icae", "five_hundred_x"):
+        config = AutoConfig.for_model(f"{method}_compressor", decoder_config=llama(), compression_ratios=[4])
+        answers[method] = answering_flops(config, 200, 4, 10, 5)
+    assert answers["icae"] == generation_flops(llama(), 50, 10, 5)
+    assert answers["five_hundred_x"] == generation_flops(llama(), 50, 10, 5, slots_are_key_values=True)
+
+
+def test_every_method_has_a_count():
+    assert set(METHODS) == {*train.METHODS, "decal"}
+    assert methods_of(named_config("t5-v1.1-large")) == ("decal",)
+    assert set(methods_of(llama())) == set(METHODS) - {"decal"}
+    with pytest.raises(ValueError, match="no count of operations for 'llama'"):
+        compression_flops(llama(), 100, 4)
+    config = AutoConfig.for_model("icae_compressor", decoder_config=llama())
+    with pytest.raises(ValueError, match="ratio must be at least 1, got 0"):
+        compression_flops(config, 100, 0)
+
+
+# --- shapes and the command ---
+
+
+@pytest.mark.parametrize("name", SHAPE_NAMES)
+def test_named_shapes_have_layers_that_can_be_counted(name: str):
+    config = config_of(name)
+    assert full_context_flops(config, 1000, 10, 10) > full_context_flops(config, 100, 10, 10) > 0
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
+    assert cli.main(["flops", *arguments]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+def test_the_command_counts_every_method_beside_the_full_context(capsys: pytest.CaptureFixture[str]):
+    rows = run(capsys, "llama-2-7b")
+    assert rows[0][:7] == ["full context", "", "", "", "49,968", "49,968", "1.00"]
+    methods = [name for name in METHODS if name != "decal"]
+    assert [row[:2] for row in rows[1:]] == [[method, ratio] for method in methods for ratio in ("4", "8")]
+    # Mean pooling reads the whole context with all layers: it pays when the memory is used again.
+    compression = (32 * 1490367102752 + 2 * 814 * 4096**2) / 1e9
+    expected = [f"{compression:,.0f}", "12,912", f"{compression + 12912.463:,.0f}", "0.82", "3.87"]
+    assert rows[1][2:] == ["814", *expected]
+    gmsa = [row for row in rows if row[0] == "gmsa"]
+    assert [row[2:] for row in gmsa] == [
+        ["814", "12,263", "12,912", "25,176", "1.98", "3.87"],
+        ["407", "12,090", "7,337", "19,428", "2.57", "6.81"],
+    ]
+
+
+def test_the_command_takes_the_depth_of_shallow_encoders(capsys: pytest.CaptureFixture[str]):
+    by_depth = [
+        run(capsys, "llama-2-7b", "--methods", "gmsa", "--ratios", "4", *more)[1][3]
+        for more in ([], ["--encoder-layers", "8"], ["--encoder-layers", "32"])
+    ]
+    assert by_depth[0] == by_depth[1] == "12,263"
+    # An encoder of all layers reads the context as the decoder does, and the alignment comes on top.
+    assert by_depth[2] == f"{(32 * 1490367102752 + 340343949440) / 1e9:,.0f}"
+
+
+def test_the_command_counts_decal_on_a_t5(capsys: pytest.CaptureFixture[str]):
+    rows = run(capsys, "t5-v1.1-large", "--context-tokens", "1024", "--ratios", "2", "8")
+    assert [row[:3] for row in rows[1:]] == [["decal", "2", "512"], ["decal", "8", "128"]]
+    shape = LayerShape(1024, 64, 16, 16, 2816)
+    assert rows[2][3] == f"{24 * shape.flops(1024 + 128) / 1e9:,.4g}"
+
+
+def test_the_command_takes_a_compressor_as_it_is_configured(tmp_path, capsys: pytest.CaptureFixture[str]):
+    config = AutoConfig.for_model("icae_compressor", decoder_config=llama(), compression_ratios=[5], chunk_size=100)
+    config.save_pretrained(tmp_path)
+    rows = run(capsys, str(tmp_path), "--context-tokens", "230")
+    assert [row[:3] for row in rows[1:]] == [["icae", "5", "46"]]
+    assert rows[1][3] == f"{compression_flops(config, 230, 5) / 1e9:.4g}"
+    assert cli.main(["flops", str(tmp_path), "--methods", "icae"]) == 1
+    assert "is a compressor already: leave out --methods and --encoder-layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-2-7"], "there is no shape 'llama-2-7'; did you mean 'llama-2-7b'?"),
+        (["qwen2-7b", "--methods", "icaee"], "unknown method 'icaee'; did you mean 'icae'?"),
+        (["qwen2-7b", "--methods", "decal"], "decal does not go with a base of type 'qwen2'"),
+        (["t5-v1.1-large", "--methods", "gmsa"], "gmsa does not go with a base of type 't5'; ('decal',) do"),
+        (["qwen2-7b", "--methods", "gmsa", "--encoder-layers", "29"], "an int from 1 to 28, got 29"),
+    ],
+)
+def test_the_command_refuses_wrong_names(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["flops", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_refuses_a_folder_without_a_configuration(tmp_path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["flops", str(tmp_path)]) == 1
+    assert "there is no model configuration in" in capsys.readouterr().err
