@@ -13,11 +13,13 @@ from trl import SFTConfig, TrlParser
 
 from .collators import CONTEXT_MODES
 from .data import DataSource
+from .examples import OVERLONG_CONTEXTS
+from .span_corruption import SpanCorruption
 from .suggestions import check_choice, nearest
 
-OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint")
+OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising")
 OPTIMIZERS = ("adamw", "muon")
-RATIO_MODES = ("all", "random")
+RATIO_MODES = ("all", "random", "per_sample")
 
 
 def _structured(name: str, value: Any, kind: type) -> Any:
@@ -37,11 +39,17 @@ class ModelArguments:
     Args:
         base: folder or Hub id of the pretrained language model to start from.
         base_revision: revision of `base` on the Hub.
+        encoder: folder or Hub id of another language model that encodes, for a method with an encoder of its own.
+        encoder_revision: revision of `encoder` on the Hub.
         checkpoint: a compressor checkpoint to go on from, instead of `base`.
-        model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`.
+        checkpoint_config: configuration fields that the checkpoint goes on with instead of its own, e.g.
+            `{training_stage: keft}`; its weights must fit them.
+        model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`, or with the
+            method decal of its T5, e.g. `{d_model: 192}`.
         tokenizer: folder or Hub id of a tokenizer; that of `base` or `checkpoint` when not given.
         train_tokenizer: arguments of `train_tokenizer`, e.g. `{vocab_size: 4096}`, for a new language model.
-        method: compression method: mean_pooling, compression_tokens, icae, five_hundred_x or comprexit.
+        method: compression method: mean_pooling, compression_tokens, icae, five_hundred_x, comprexit, gmsa,
+            tcp_autoencoder or decal.
         method_config: configuration fields of the method, e.g. `{compression_ratios: [4, 8]}`.
         teacher: folder of the full-context teacher that distillation learns from; the base itself when not given.
         teacher_lora: rank, alpha, dropout and target modules of the teacher's adapters; `None` trains all weights.
@@ -51,7 +59,10 @@ class ModelArguments:
 
     base: str | None = field(default=None, metadata={"help": "folder or Hub id of the base language model"})
     base_revision: str | None = field(default=None, metadata={"help": "revision of the base on the Hub"})
+    encoder: str | None = field(default=None, metadata={"help": "folder or Hub id of another model that encodes"})
+    encoder_revision: str | None = field(default=None, metadata={"help": "revision of the encoder on the Hub"})
     checkpoint: str | None = field(default=None, metadata={"help": "compressor checkpoint to go on from"})
+    checkpoint_config: dict | str | None = field(default=None, metadata={"help": "what changes in the checkpoint"})
     model_config: dict | str | None = field(default=None, metadata={"help": "configuration of a new language model"})
     tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id of the tokenizer"})
     train_tokenizer: dict | str | None = field(default=None, metadata={"help": "settings of a new tokenizer"})
@@ -63,7 +74,7 @@ class ModelArguments:
     attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2"})
 
     def __post_init__(self) -> None:
-        for name in ("model_config", "train_tokenizer", "method_config", "teacher_lora"):
+        for name in ("model_config", "train_tokenizer", "method_config", "checkpoint_config", "teacher_lora"):
             setattr(self, name, _structured(name, getattr(self, name), dict))
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
@@ -97,13 +108,17 @@ class DataArguments:
         min_document_tokens: shortest document of joint pretraining, context and completion together.
         max_document_tokens: longest document of joint pretraining.
         questions_per_example: questions about one context in an example of a compressor.
-        overlong_contexts: truncate (counted) or skip contexts of questions and summaries that are too long.
+        overlong_contexts: of contexts of questions and summaries that are too long: truncate their end or
+            truncate_left their beginning (both counted in the log), or skip them.
         group_batches: batches of a compressor that are sorted by length together, so that they hold little padding.
         num_eval_examples: examples of `eval_sources`.
         length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
         row_mixture: share of each kind of row of language modelling.
         tokens_per_batch: tokens in a batch of language modelling.
         max_questions: questions about one document in a row of language modelling.
+        noise_density: share of a text's tokens that denoising takes out; the corrupted text has up to
+            `max_context_tokens` tokens.
+        mean_span_length: mean length of a span that it takes out.
     """
 
     sources: list | str | None = field(default=None, metadata={"help": "data sources"})
@@ -118,13 +133,15 @@ class DataArguments:
     min_document_tokens: int = field(default=510, metadata={"help": "shortest document of joint pretraining"})
     max_document_tokens: int = field(default=2040, metadata={"help": "longest document of joint pretraining"})
     questions_per_example: int = field(default=1, metadata={"help": "questions about one context in an example"})
-    overlong_contexts: str = field(default="truncate", metadata={"help": "truncate (counted) or skip"})
+    overlong_contexts: str = field(default="truncate", metadata={"help": ", ".join(OVERLONG_CONTEXTS)})
     group_batches: int = field(default=1, metadata={"help": "batches sorted by length together"})
     num_eval_examples: int = field(default=200, metadata={"help": "number of evaluation examples"})
     length_schedule: list | str | None = field(default=None, metadata={"help": "how the length limit grows"})
     row_mixture: dict | str | None = field(default=None, metadata={"help": "share of each kind of row"})
     tokens_per_batch: int = field(default=4096, metadata={"help": "tokens in a batch of language modelling"})
     max_questions: int = field(default=8, metadata={"help": "questions about one document in a row"})
+    noise_density: float = field(default=0.15, metadata={"help": "share of tokens that denoising takes out"})
+    mean_span_length: float = field(default=3.0, metadata={"help": "mean length of a span that it takes out"})
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -142,7 +159,13 @@ class DataArguments:
                 f"min_context_tokens must be 1 to max_context_tokens ({self.max_context_tokens}), "
                 f"got {self.min_context_tokens}"
             )
-        check_choice("overlong_contexts", self.overlong_contexts, ("truncate", "skip"))
+        check_choice("overlong_contexts", self.overlong_contexts, OVERLONG_CONTEXTS)
+
+        self.span_corruption()
+
+    def span_corruption(self) -> SpanCorruption:
+        """How texts are corrupted in the objective denoising."""
+        return SpanCorruption(self.noise_density, self.mean_span_length)
 
     def parsed_sources(self, name: str = "sources") -> list[DataSource]:
         """The entries of `sources` or `eval_sources`; `ValueError` when there are none in `sources`."""
@@ -152,17 +175,39 @@ class DataArguments:
         return [DataSource.from_mapping(entry) for entry in entries]
 
 
+def check_ratio_schedule(schedule: Sequence[Sequence[Any]]) -> list[tuple[float, list[int]]]:
+    """(fraction of training, ratios) pairs in order, the first at 0; `ValueError` otherwise."""
+    try:
+        points = [(float(fraction), list(ratios)) for fraction, ratios in schedule]
+    except (TypeError, ValueError):
+        points = []
+    fractions = [fraction for fraction, _ in points]
+    whole = all(
+        ratios and all(isinstance(ratio, int) and not isinstance(ratio, bool) and ratio >= 1 for ratio in ratios)
+        for _, ratios in points
+    )
+    if not points or not whole or fractions[0] != 0 or fractions != sorted(set(fractions)) or fractions[-1] >= 1:
+        raise ValueError(
+            "ratio_schedule must be a list of [fraction of training, [ratios]] in order, the first fraction 0 and "
+            f"all below 1, ratios at least 1, got {schedule!r}"
+        )
+    return points
+
+
 @dataclass
 class TrainingConfig(SFTConfig):
     """`trl.SFTConfig` with what compression adds.
 
     Args:
-        objective: language_modeling, teacher, compression, distillation or joint (reconstruction and continuation
-            from the same slots).
+        objective: language_modeling, teacher, compression, distillation, joint (reconstruction and continuation
+            from the same slots), or denoising (span corruption, for decal).
         optimizer: adamw, or muon for matrices and AdamW for embeddings and vectors.
         muon_learning_rate: of the hidden matrices under Muon; `learning_rate` is AdamW's.
         muon_momentum: momentum of Muon.
-        ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step.
+        ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step, "per_sample"
+            one per row.
+        ratio_schedule: list of [fraction of training, ratios]: the checkpoint's ratios that are trained from there on,
+            e.g. `[[0.0, [2]], [0.4, [2, 4, 8]]]`; all of them all the time when not given.
         distillation_chunk_size: answer tokens whose vocabulary scores are in memory at once.
         save_dtype: type that the final weights are stored in, e.g. bfloat16; as they are held by default.
             They are read back in the type that they were trained in.
@@ -175,7 +220,8 @@ class TrainingConfig(SFTConfig):
     optimizer: str = field(default="adamw", metadata={"help": "adamw or muon"})
     muon_learning_rate: float = field(default=0.02, metadata={"help": "learning rate of Muon's matrices"})
     muon_momentum: float = field(default=0.95, metadata={"help": "momentum of Muon"})
-    ratio_mode: str = field(default="all", metadata={"help": "all ratios at each step, or one drawn at random"})
+    ratio_mode: str = field(default="all", metadata={"help": "all ratios at each step, or one: random, per_sample"})
+    ratio_schedule: list | str | None = field(default=None, metadata={"help": "which ratios are trained when"})
     distillation_chunk_size: int = field(default=256, metadata={"help": "answer tokens scored at once"})
 
     save_dtype: str | None = field(default=None, metadata={"help": "type that the final weights are stored in"})
@@ -186,6 +232,11 @@ class TrainingConfig(SFTConfig):
         check_choice("objective", self.objective, OBJECTIVES)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("ratio_mode", self.ratio_mode, RATIO_MODES)
+        self.ratio_schedule = _structured("ratio_schedule", self.ratio_schedule, list)
+        if self.ratio_schedule is not None:
+            check_ratio_schedule(self.ratio_schedule)
+            if self.ratio_mode == "per_sample":
+                raise ValueError("ratio_schedule goes with ratio_mode all or random, got ratio_mode 'per_sample'")
         if self.save_dtype is not None:
             check_choice("save_dtype", self.save_dtype, ("float32", "bfloat16", "float16"))
         if self.distillation_chunk_size < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
 
 from ..modeling.compressed_context import CompressedContext
-from .arguments import TrainingConfig
+from .arguments import RATIO_MODES, TrainingConfig, check_ratio_schedule
 from .losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions
 from .step_guard import StepGuard, without_metadata
 from .suggestions import check_choice
@@ -33,6 +33,9 @@ _PAPER = {
             archivePrefix = {arXiv},
         }"""),
 }
+
+# What the log calls a loss over rows of different ratios.
+_MIXED = "mixed_ratios"
 
 
 class TeacherTrainer(StepGuard, SFTTrainer):
@@ -63,8 +66,9 @@ class CompressionTrainer(StepGuard, SFTTrainer):
     Args:
         model: a compressor (anything with `compress`).
         args ([`TrainingConfig`]): `ratio_mode` "all" trains every ratio of the checkpoint at each step (section 4.2 of
-            the paper), "random" one ratio per step, drawn from the seed and the step; `context_mode` is that of the
-            collator.
+            the paper), "random" one ratio per step, drawn from the seed and the step, and "per_sample" reads each row
+            at the ratio that the collator drew for it (GMSA, section 4.1); `context_mode` is that of the collator.
+            Evaluation is always at every ratio.
         kwargs: as for `trl.SFTTrainer`; batches come from `CompressionCollator`.
 
     Raises:
@@ -81,7 +85,9 @@ class CompressionTrainer(StepGuard, SFTTrainer):
             raise TypeError(f"args must be a TrainingConfig, got {type(args).__name__}")
         if not callable(getattr(model, "compress", None)):
             raise TypeError(f"model must be a compressor with a compress method, got {type(model).__name__}")
-        check_choice("ratio_mode", args.ratio_mode, ("all", "random"))
+        check_choice("ratio_mode", args.ratio_mode, RATIO_MODES)
+        if args.ratio_schedule is not None:
+            _check_scheduled_ratios(args.ratio_schedule, model.config.compression_ratios)
         _prepare_arguments(args)
         # Only losses are needed in evaluation; logits would take one more forward pass.
         args.prediction_loss_only = True
@@ -90,9 +96,14 @@ class CompressionTrainer(StepGuard, SFTTrainer):
         super().__init__(model=model, args=args, **kwargs)
 
     def step_ratios(self) -> list[int]:
-        """The ratios of the present step: all, or in training with `ratio_mode="random"` one of them."""
+        """The ratios of the present step: all that its place in training has, or with "random" one of them."""
         ratios = list(self.model.config.compression_ratios)
-        if self.args.ratio_mode == "all" or not self.model.training:
+        if not self.model.training:
+            return ratios
+        if self.args.ratio_schedule is not None:
+            done = self.state.global_step / max(1, self.state.max_steps)
+            ratios = [ratios for start, ratios in check_ratio_schedule(self.args.ratio_schedule) if start <= done][-1]
+        if self.args.ratio_mode != "random":
             return ratios
         # By step, so that all devices and accumulated batches agree and a resumed run draws the same.
         return [random.Random(f"{self.args.seed}/{self.state.global_step}").choice(ratios)]
@@ -118,6 +129,8 @@ class CompressionTrainer(StepGuard, SFTTrainer):
         given, context_mode = "context_input_ids" in inputs, self.args.context_mode
         if context_mode == "compressed" and not given:
             raise ValueError(f"batches need context_input_ids: use CompressionCollator(mode={self._collator_mode!r})")
+        if self.args.ratio_mode == "per_sample" and given and "ratio" not in inputs:
+            raise ValueError("ratio_mode 'per_sample' needs a ratio in each row: use CompressionCollator(ratios=...)")
         if context_mode != "compressed" and given:
             raise ValueError(f"batches have context_input_ids, which context_mode {context_mode!r} does not compress")
 
@@ -127,6 +140,8 @@ class CompressionTrainer(StepGuard, SFTTrainer):
             return [(self.args.context_mode, None)]
         ratios = self.step_ratios()
         context = {"input_ids": batch["context_input_ids"], "attention_mask": batch["context_attention_mask"]}
+        if self.args.ratio_mode == "per_sample" and self.model.training:
+            return [(_MIXED, self._unwrapped().compress(**context, ratio=batch["ratio"]))]
         memories = self._unwrapped().compress(**context, ratio=ratios)
         return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)]
 
@@ -174,6 +189,12 @@ class CompressionTrainer(StepGuard, SFTTrainer):
             count = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
             self._total_train_tokens += count
         self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+
+
+def _check_scheduled_ratios(schedule: Sequence[Sequence[Any]], known: Sequence[int]) -> None:
+    wrong = sorted({ratio for _, ratios in check_ratio_schedule(schedule) for ratio in ratios} - set(known))
+    if wrong:
+        raise ValueError(f"ratio_schedule has the ratios {wrong}; the model's compression_ratios are {list(known)}")
 
 
 class DistillationTrainer(CompressionTrainer):

@@ -160,6 +160,29 @@ def test_random_ratio_is_drawn_from_seed_and_step(make_trainer):
     assert trainer.step_ratios() == [2, 4]
 
 
+def test_ratio_schedule_says_which_ratios_a_step_has(make_trainer):
+    schedule = [[0.0, [4]], [0.5, [2, 4]]]
+    trainer = make_trainer(config={"ratio_schedule": schedule})
+    trainer.state.max_steps = 10
+    trainer.model.train()
+    expected = [[4]] * 5 + [[2, 4]] * 5
+    for trainer.state.global_step, ratios in enumerate(expected):
+        assert trainer.step_ratios() == ratios
+    trainer.state.global_step = 0
+    trainer.model.eval()
+    assert trainer.step_ratios() == [2, 4]
+    drawing = make_trainer(config={"ratio_schedule": schedule, "ratio_mode": "random"})
+    drawing.state.max_steps = 100
+    drawing.model.train()
+    drawn = []
+    for drawing.state.global_step in range(100):
+        drawn += drawing.step_ratios()
+    assert drawn[:50] == [4] * 50
+    assert set(drawn[50:]) == {2, 4}
+    with pytest.raises(ValueError, match=r"ratio_schedule has the ratios \[8\]; the model's compression_ratios are"):
+        make_trainer(config={"ratio_schedule": [[0.0, [2, 8]]]})
+
+
 def plain_distillation(model, teacher_logits, batch):
     """Equations 5 and 6 written out, with full vocabularies."""
     teacher = functional.log_softmax(teacher_logits[:, :-1], -1)[batch["full_labels"][:, 1:] != -100]
