@@ -1,0 +1,269 @@
+"""Span-corruption accuracy of DeCAL and what its paper compares it with, from nothing on the same data and steps.
+
+    python benchmarks/span_corruption.py --data DATA                         # all six models, three seeds
+    python benchmarks/span_corruption.py --data DATA --models t5 decal_2x    # two of them
+    python benchmarks/span_corruption.py --seeds 0 --steps 20                # generated documents alone, and briefly
+
+DATA is a folder with the data files: texts of Standard Ebooks and OpenStax, whose held-out documents are the test. The
+models are those of Tables 1 and 5: the T5 baseline, DeCAL 2x, 4x and 8x, AttnPool 2x, and DeCAL 2x without token
+pooling (`decal_2x_no_pooling`). All of them see the same corrupted texts in the same order, and are tested on the same
+ones; a token counts as right if it is the likeliest behind the right ones before it.
+
+Every finished (model, seed) is a run in the result file and is not done again; runs of another budget are refused
+there. Scores are means over seeds, with the standard deviation. A run of the default size takes two to three minutes
+on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from benchmark_tools import RESULTS, positive_int, write_json
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from context_compressors import DeCALForConditionalGeneration
+from context_compressors.evaluation.report import environment, markdown_table
+from context_compressors.training.arguments import OPTIMIZERS, TrainingConfig
+from context_compressors.training.denoising import DenoisingDataset, Seq2SeqCompressionTrainer, new_encoder_decoder
+from context_compressors.training.span_corruption import SpanCorruption, SpanCorruptionCollator, add_sentinel_tokens
+from context_compressors.training.suggestions import check_choice
+
+MODELS: dict[str, dict[str, Any]] = {
+    "t5": {"compression": "none"},
+    "decal_2x": {"compression_ratios": [2]},
+    "decal_4x": {"compression_ratios": [4]},
+    "decal_8x": {"compression_ratios": [8]},
+    "attention_pooling_2x": {"compression": "attention_pooling", "compression_ratios": [2]},
+    "decal_2x_no_pooling": {"latent_pooling": False, "compression_ratios": [2]},
+}
+TEXTS = ("standardebooks", "openstax")
+_BASE = Path(__file__).resolve().parents[1] / "checkpoints" / "base"
+# The same texts for every model and seed.
+_DATA_SEED, _TEST_SEED = 0, 1
+_BUDGET = ("steps", "batch_size", "inputs_length", "hidden_size", "layers", "learning_rate", "optimizer", "test_texts")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", metavar="FOLDER", help="folder with the data files (default: generated documents alone)")
+    add("--tokenizer", default=str(_BASE), metavar="MODEL", help="default: that of checkpoints/base")
+    add("--models", nargs="+", default=list(MODELS), metavar="NAME", help=f"among {', '.join(MODELS)}")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
+    add("--steps", type=positive_int, default=400, metavar="N", help="default: 400")
+    add("--batch-size", type=positive_int, default=16, metavar="B", help="texts in a step (default: 16)")
+    add("--inputs-length", type=positive_int, default=64, metavar="N", help="encoder's tokens (default: 64)")
+    add("--hidden-size", type=positive_int, default=128, metavar="H", help="a multiple of 32 (default: 128)")
+    add("--layers", type=positive_int, default=3, metavar="L", help="of encoder and of decoder (default: 3)")
+    add("--learning-rate", type=float, default=3e-3, metavar="R", help="of AdamW's part (default: 3e-3)")
+    add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
+    add("--test-texts", type=positive_int, default=400, metavar="N", help="texts of the test (default: 400)")
+    add("--output", default=str(RESULTS / "span_corruption.json"), metavar="FILE", help="where the JSON goes")
+    return parser
+
+
+def texts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, part: str) -> DenoisingDataset:
+    """Texts of training ("train") or test ("valid"), the same for every model."""
+    sources: list[dict[str, Any]] = [
+        {"generated": True, "split": "train" if part == "train" else "test", "tasks": ["continuation"], "weight": 1}
+    ]
+    if arguments.data is not None:
+        sources = [{"path": f"text_{name}_{part}.parquet", "tasks": ["continuation"], "weight": 1} for name in TEXTS]
+    return DenoisingDataset(
+        sources,
+        tokenizer,
+        arguments.steps * arguments.batch_size if part == "train" else arguments.test_texts,
+        num_tokens=SpanCorruption().raw_length(arguments.inputs_length),
+        data_dir=arguments.data,
+        seed=_DATA_SEED if part == "train" else _TEST_SEED,
+    )
+
+
+def new_model(name: str, arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A model that has not been trained."""
+    shape = {
+        "d_model": arguments.hidden_size,
+        "d_kv": 32,
+        "num_heads": arguments.hidden_size // 32,
+        "d_ff": 2 * arguments.hidden_size,
+        "num_layers": arguments.layers,
+        "dropout_rate": 0.0,
+    }
+    loading = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    return new_encoder_decoder(DeCALForConditionalGeneration, shape, MODELS[name], tokenizer, loading)
+
+
+def train(
+    model: PreTrainedModel,
+    arguments: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DenoisingDataset,
+    collator: SpanCorruptionCollator,
+    seed: int,
+) -> dict[str, Any]:
+    """Train a model for the budget; how long it took, and its last loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        decay = max(1, arguments.steps * 2 // 5)
+        warmup = min(50, arguments.steps // 4)
+        args = TrainingConfig(
+            output_dir=folder,
+            objective="denoising",
+            per_device_train_batch_size=arguments.batch_size,
+            max_steps=arguments.steps,
+            optimizer=arguments.optimizer,
+            learning_rate=arguments.learning_rate,
+            muon_learning_rate=0.01,
+            adam_beta2=0.95,
+            lr_scheduler_type="warmup_stable_decay",
+            lr_scheduler_kwargs={"num_decay_steps": decay, "min_lr_ratio": 0.02},
+            warmup_steps=warmup,
+            train_sampling_strategy="sequential",
+            distillation_chunk_size=2048,
+            logging_steps=max(1, arguments.steps // 20),
+            save_strategy="no",
+            report_to="none",
+            bf16=False,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            seed=seed,
+        )
+        trainer = Seq2SeqCompressionTrainer(
+            model=model,
+            args=args,
+            train_dataset=data.as_dataset(),
+            data_collator=collator,
+            processing_class=tokenizer,
+        )
+        start = time.perf_counter()
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return {"seconds": time.perf_counter() - start, "last_loss": losses[-1]}
+
+
+@torch.inference_mode()
+def test(
+    model: PreTrainedModel, data: DenoisingDataset, collator: SpanCorruptionCollator, batch_size: int
+) -> dict[str, float]:
+    """Accuracy in percent, and loss, of the target tokens of all texts."""
+    model.eval()
+    correct = total = 0
+    loss = 0.0
+    for start in range(0, len(data), batch_size):
+        batch = collator([data[index] for index in range(start, min(start + batch_size, len(data)))])
+        labels = batch["labels"][:, 1:].to(model.device)
+        context = {"input_ids": batch["context_input_ids"], "attention_mask": batch["context_attention_mask"]}
+        context = {name: tensor.to(model.device) for name, tensor in context.items()}
+        logits = model(**context, labels=labels).logits.float()
+        counted = labels != -100
+        correct += int((logits.argmax(-1) == labels)[counted].sum())
+        total += int(counted.sum())
+        loss += torch.nn.functional.cross_entropy(logits[counted], labels[counted], reduction="sum").item()
+    return {"accuracy": 100 * correct / total, "loss": loss / total}
+
+
+def read_results(path: Path, budget: Mapping[str, Any]) -> dict[str, Any]:
+    """The result file, or an empty one.
+
+    Raises:
+        ValueError: it is no result file of this benchmark, or its runs had another budget.
+    """
+    empty = {"format_version": 1, "benchmark": "span_corruption", "budget": dict(budget), "runs": [], "summary": []}
+    if not path.is_file():
+        return empty
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        known, finished = results["budget"], [(run["model"], run["seed"]) for run in results["runs"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a result file of this benchmark: {error!r}") from error
+    if finished and known != budget:
+        raise ValueError(f"{path} has runs of another budget, {known}, not {budget}; name another file with --output")
+    return {**results, "budget": dict(budget)}
+
+
+def summarize(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each model: mean and deviation of its scores over the seeds."""
+    summary = []
+    for name in MODELS:
+        mine = [run for run in runs if run["model"] == name]
+        if mine:
+            row: dict[str, Any] = {"model": name, "seeds": sorted(run["seed"] for run in mine)}
+            for metric in ("accuracy", "loss"):
+                values = [run[metric] for run in mine]
+                row[metric] = {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None}
+            summary.append(row)
+    return summary
+
+
+def table(summary: Sequence[Mapping[str, Any]]) -> str:
+    """The summary as Markdown, as Table 1 has it."""
+    rows = []
+    for row in summary:
+        cells = [
+            f"{row[metric]['mean']:.2f}" + ("" if row[metric]["std"] is None else f" ± {row[metric]['std']:.2f}")
+            for metric in ("accuracy", "loss")
+        ]
+        rows.append([row["model"], len(row["seeds"]), *cells])
+    return markdown_table(["model", "seeds", "accuracy, %", "loss"], rows)
+
+
+def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Do what is not in the result file yet; returns its content.
+
+    Raises:
+        ValueError: an unknown model, a width that no head divides, a missing data file, or runs of another budget.
+    """
+    for name in arguments.models:
+        check_choice("model", name, MODELS)
+    if arguments.hidden_size % 32:
+        raise ValueError(f"--hidden-size must be a multiple of 32, got {arguments.hidden_size}")
+    output = Path(arguments.output)
+    budget = {name: getattr(arguments, name) for name in _BUDGET}
+    budget |= {"texts": list(TEXTS) if arguments.data is not None else ["generated"]}
+    results = read_results(output, budget)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    collator = SpanCorruptionCollator.from_tokenizer(
+        tokenizer, sentinel_ids=add_sentinel_tokens(tokenizer), end_id=tokenizer.eos_token_id, seed=_DATA_SEED
+    )
+    training, held_out = (texts(arguments, tokenizer, part) for part in ("train", "valid"))
+    for seed in arguments.seeds:
+        for name in arguments.models:
+            if (name, seed) in [(run["model"], run["seed"]) for run in results["runs"]]:
+                continue
+            print(f"{name}, seed {seed}", flush=True)
+            set_seed(seed)
+            model = new_model(name, arguments, tokenizer)
+            run = {"model": name, "config": MODELS[name], "seed": seed, "parameters": model.num_parameters()}
+            run |= train(model, arguments, tokenizer, training, collator, seed)
+            run |= test(model, held_out, collator, arguments.batch_size)
+            results["runs"].append({**run, "environment": environment()})
+            results["summary"] = summarize(results["runs"])
+            write_json(output, results)
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        results = run_all(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{table(results['summary'])}\n\nruns are in {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,154 @@
+"""Configuration of DeCAL, of the baselines that its paper compares with, and of its ablations."""
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .configuration_compressor import CompressorConfig, boolean, one_of
+
+COMPRESSIONS = ("latents", "attention_pooling", "none")
+LATENT_PLACEMENTS = ("prepended", "appended")
+ENCODER_ATTENTIONS = ("bidirectional", "causal")
+QUESTION_PLACEMENTS = ("decoder", "encoder")
+# Section 4.1: four times T5's own 32 buckets and maximum distance of 128; the rest is T5 v1.1.
+FROM_SCRATCH = {
+    "model_type": "t5",
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "relative_attention_num_buckets": 128,
+    "relative_attention_max_distance": 512,
+}
+_UNUSED_FIELDS = {
+    "encoder_config": None,
+    "encoder_lora": None,
+    "decoder_lora": None,
+    "position_layout": "default",
+    "bos_before_slots": False,
+    "task_token_ids": {},
+}
+
+
+class DeCALConfig(CompressorConfig):
+    r"""
+    DeCAL: a T5 encoder whose input starts with a shorter sequence of latents, which alone come out ("DeCAL Tokenwise
+    Compression").
+
+    What the paper compares with is a value of this configuration: the T5 baseline: `compression="none"`; AttnPool:
+    `compression="attention_pooling"`; CCProxy (section 4.2.3): `latent_placement="appended"`,
+    `encoder_attention="causal"` and `latent_pooling=False`; no pooling (Table 5): `latent_pooling=False`. The other
+    ablations are training recipes: compression first introduced in fine-tuning (`from_base`), and autoencoding with
+    text continuation in place of denoising.
+
+    Args:
+        decoder_config (`T5Config` or `dict`, *optional*):
+            The whole encoder-decoder, T5, T5 v1.1 or Flan-T5. Of a `dict`, what is left out is T5 v1.1's, with four
+            times its relative position buckets and maximum distance (section 4.1); a `T5Config`, as `from_base` takes
+            it from the base, stays as it is.
+        compression_ratios (`int` or sequence of `int`, defaults to `2`; `1` with `compression="none"`):
+            C, the context tokens per slot. The paper has a model for each of 2, 4 and 8.
+        compression (`str`, defaults to `"latents"`):
+            What makes the slots: `"latents"` in the encoder's input, `"attention_pooling"` over the encoder's output,
+            or `"none"`, in which case the encoder's output leaves as it is, at ratio 1.
+        latent_placement (`str`, defaults to `"prepended"`):
+            Whether the latents stand in front of the tokens or are `"appended"` behind them.
+        latent_pooling (`bool`, defaults to `True`):
+            Whether a latent starts from the mean of its tokens' embeddings beside the learned vector v.
+        encoder_attention (`str`, defaults to `"bidirectional"`):
+            `"bidirectional"`, or `"causal"`, which needs appended latents.
+        question_placement (`str`, defaults to `"decoder"`):
+            Where a question goes: `"decoder"`, so that one memory serves any question, or `"encoder"`, in front of the
+            context as in the paper, so that a memory answers the question that it was compressed with.
+        kwargs: other fields of [`CompressorConfig`]; adapters, task tokens and position layouts are not among them,
+            since all of T5 trains, and its decoder looks at slots without positions.
+    """
+
+    model_type = "decal_compressor"
+    is_encoder_decoder = True
+
+    def __init__(
+        self,
+        decoder_config: PreTrainedConfig | dict[str, Any] | None = None,
+        compression_ratios: int | list[int] | tuple[int, ...] | None = None,
+        compression: str = "latents",
+        latent_placement: str = "prepended",
+        latent_pooling: bool = True,
+        encoder_attention: str = "bidirectional",
+        question_placement: str = "decoder",
+        **kwargs: Any,
+    ):
+        self.compression = one_of("compression", compression, COMPRESSIONS)
+        self.latent_placement = one_of("latent_placement", latent_placement, LATENT_PLACEMENTS)
+        self.latent_pooling = boolean("latent_pooling", latent_pooling)
+        self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
+        self.question_placement = one_of("question_placement", question_placement, QUESTION_PLACEMENTS)
+        if isinstance(decoder_config, DeCALConfig):
+            # The base is a checkpoint of this method: what matters is the T5 inside.
+            decoder_config = decoder_config.decoder_config
+        if not isinstance(decoder_config, PreTrainedConfig):
+            decoder_config = {**FROM_SCRATCH, **(decoder_config or {})}
+        elif decoder_config.model_type != "t5":
+            raise ValueError(f"`decoder_config` must be a T5Config, got {type(decoder_config).__name__}")
+        if compression_ratios is None:
+            compression_ratios = 1 if compression == "none" else 2
+        super().__init__(
+            decoder_config=decoder_config,
+            compression_ratios=compression_ratios,
+            is_encoder_decoder=kwargs.pop("is_encoder_decoder", True),
+            # T5 v1.1 has an output table of its own; transformers' configuration of it says the opposite.
+            tie_word_embeddings=kwargs.pop("tie_word_embeddings", None),
+            decoder_start_token_id=kwargs.pop("decoder_start_token_id", None),
+            **kwargs,
+        )
+        self._check_fields()
+        if self.tie_word_embeddings is None:
+            self.tie_word_embeddings = bool(self.decoder_config.scale_decoder_outputs)
+        if self.decoder_start_token_id is None:
+            start = getattr(self.decoder_config, "decoder_start_token_id", None)
+            self.decoder_start_token_id = self.pad_token_id if start is None else start
+
+    def _check_fields(self) -> None:
+        for field, value in _UNUSED_FIELDS.items():
+            if getattr(self, field) != value:
+                raise ValueError(f"`{field}` must be {value!r} in DeCAL, got {getattr(self, field)!r}")
+        if self.compression == "none" and self.compression_ratios != (1,):
+            raise ValueError(
+                f"`compression_ratios` must be 1 with `compression='none'`, got {self.compression_ratios!r}"
+            )
+        own = (self.latent_placement, self.latent_pooling, self.encoder_attention)
+        if self.compression != "latents" and own != ("prepended", True, "bidirectional"):
+            raise ValueError(
+                "`latent_placement`, `latent_pooling` and `encoder_attention` must be 'prepended', True and "
+                f"'bidirectional' with `compression={self.compression!r}`, got {own!r}"
+            )
+        if self.encoder_attention == "causal" and self.latent_placement != "appended":
+            raise ValueError(
+                "`encoder_attention='causal'` needs `latent_placement='appended'`: latents in front of the tokens "
+                f"would see none of them, got {self.latent_placement!r}"
+            )
+
+    @classmethod
+    def default_auto_map(cls) -> dict[str, str]:
+        """As for every method, with `AutoModelForSeq2SeqLM` in the place of `AutoModelForCausalLM`."""
+        names = super().default_auto_map()
+        head = names.pop("AutoModelForCausalLM").removesuffix("ForCausalLM")
+        return {**names, "AutoModelForSeq2SeqLM": f"{head}ForConditionalGeneration"}
+
+    @property
+    def reconstruction_token_id(self) -> int:
+        """The decoder's start token, with which every text begins."""
+        return self.decoder_start_token_id
+
+    @property
+    def continuation_token_id(self) -> int:
+        """The decoder's start token, with which every text begins."""
+        return self.decoder_start_token_id
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """T5's configuration; with `decoder=True` as the decoder has it, whose layers a cache counts."""
+        config = self.decoder_config
+        if not decoder or config.num_decoder_layers == config.num_layers:
+            return config
+        config = copy.deepcopy(config)
+        config.num_layers = config.num_decoder_layers
+        return config

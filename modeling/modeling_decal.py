@@ -1,0 +1,365 @@
+"""DeCAL ("DeCAL Tokenwise Compression"), and the T5 baseline, AttnPool and CCProxy that it is compared with."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import initialization as init
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import ModelOutput
+from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5LayerNorm, T5Stack
+
+from ..configuration.configuration_decal import DeCALConfig
+from .compressed_context import CompressedContext
+from .compressing import CompressingMixin
+from .modeling_compressor import CompressorPreTrainedModel
+from .pooling import mean_pool
+from .questions import question_fingerprints, question_in_front
+from .relative_positions import latent_position_ids, mask_bias, relative_position_bias
+from .seq2seq_decoding import Seq2SeqDecodingMixin
+from .seq2seq_generation import Seq2SeqGenerationMixin
+
+
+@dataclass
+class EncodedSlots(ModelOutput):
+    """What [`DeCALModel`] returns.
+
+    Args:
+        last_hidden_state: slots `(batch_size, num_slots, hidden_size)`, left-aligned, padding slots zero.
+        attention_mask: `(batch_size, num_slots)`, one for real slots.
+    """
+
+    last_hidden_state: Tensor | None = None
+    attention_mask: Tensor | None = None
+
+
+class T5Base:
+    """What `from_base` starts from: a T5, or the T5 that stands in a DeCAL checkpoint, such as the T5 baseline's."""
+
+    @staticmethod
+    def from_pretrained(base: str | os.PathLike, **loading: Any) -> T5ForConditionalGeneration:
+        """Load it; arguments as `transformers.PreTrainedModel.from_pretrained`."""
+        model = AutoModelForSeq2SeqLM.from_pretrained(base, **loading)
+        return model.as_t5() if isinstance(model, DeCALForConditionalGeneration) else model
+
+
+class DeCALPreTrainedModel(CompressorPreTrainedModel):
+    """Saving, loading and initialisation; all weights train, in whatever type they are loaded."""
+
+    config_class = DeCALConfig
+    base_auto_class = T5Base
+    method_parameters = (r".",)
+    _no_split_modules = ["T5Block"]
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _keep_in_fp32_modules = ["wo"]
+    _keep_in_fp32_modules_strict: list[str] = []
+
+    def post_init(self) -> None:
+        # The base class keeps in float32 what trains beside a base of a smaller type; here nothing stands beside it.
+        PreTrainedModel.post_init(self)
+        self.apply_trainable_set()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, DeCALModel):
+            # T5's own start values; its stacks know all but the table that they share.
+            init.normal_(module.encoder.embed_tokens.weight, std=self.config.decoder_config.initializer_factor)
+            module.initialize_parts()
+        elif isinstance(module, nn.Linear):
+            # T5 v1.1's own start value of its output table; transformers' makes the first logits sqrt(d_model) larger.
+            init.normal_(module.weight, std=module.in_features**-0.5)
+
+    def _remember_base(self, entries: dict[str, dict[str, str | None]]) -> None:
+        # Checkpoints are whole: there is no weight that they could leave to the base.
+        pass
+
+    @torch.no_grad()
+    def _adopt(self, language_model: nn.Module, own_encoder: nn.Module | None = None) -> None:
+        """Take over the tensors of a T5 (not copies of them), and give start values to everything else."""
+        backbone = getattr(self, "model", self)
+        backbone.encoder.load_state_dict(language_model.encoder.state_dict(), assign=True)
+        if hasattr(self, "decoder"):
+            weights = language_model.decoder.state_dict()
+            weights.pop("embed_tokens.weight")
+            self.decoder.load_state_dict(weights, assign=True)
+            self.lm_head.weight = language_model.lm_head.weight
+            self.config.tie_word_embeddings = language_model.lm_head.weight is language_model.shared.weight
+        for path, parameter in list(self.named_parameters()):
+            if parameter.is_meta:
+                module, _, name = path.rpartition(".")
+                empty = torch.empty_like(parameter, device=language_model.device, dtype=language_model.dtype)
+                setattr(self.get_submodule(module), name, nn.Parameter(empty))
+        backbone.initialize_parts()
+        self.tie_weights()
+        self.apply_trainable_set()
+        self.config.dtype = language_model.dtype
+        self.generation_config = copy.deepcopy(language_model.generation_config)
+
+
+class AttentionPooling(nn.Module):
+    r"""
+    AttnPool's layer on the encoder's output (section 4.2.3): h = P(x) + Attention(Q = P(x), K = V = x), normalised.
+
+    The paper names the query, a strided mean pool; residual and norm are the Funnel Transformer's, that it refers to.
+
+    Args:
+        config: T5's configuration.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.attention = T5Attention(config)
+        self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Slots `(batch_size, num_slots, hidden_size)` and their mask; arguments as [`mean_pool`]."""
+        query, slot_mask = mean_pool(hidden_states, attention_mask, ratio)
+        no_bias = hidden_states.new_zeros(1, 1, 1, hidden_states.shape[1])
+        pooled = self.attention(query, mask_bias(no_bias, attention_mask), key_value_states=hidden_states)[0]
+        return self.layer_norm(query + self.dropout(pooled)), slot_mask
+
+
+class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
+    r"""
+    A T5 encoder that reads l + x, latents and tokens, and lets nothing but the latents' states out.
+
+    Args:
+        config ([`DeCALConfig`]): the configuration.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^lm_head\."]
+
+    def __init__(self, config: DeCALConfig):
+        super().__init__(config)
+        # As the Auto classes do: a configuration names the type of its model's weights.
+        config.decoder_config.dtype = config.decoder_config.dtype or torch.get_default_dtype()
+        encoder_config = copy.deepcopy(config.decoder_config)
+        encoder_config.is_decoder = encoder_config.use_cache = False
+        self.encoder = T5Stack(encoder_config)
+        self.latent_vector = self.latent_norm = self.attention_pooling = None
+        if config.compression == "latents":
+            self.latent_vector = nn.Parameter(torch.zeros(encoder_config.d_model))
+            self.latent_norm = T5LayerNorm(encoder_config.d_model, eps=encoder_config.layer_norm_epsilon)
+        elif config.compression == "attention_pooling":
+            self.attention_pooling = AttentionPooling(encoder_config)
+        self.post_init()
+
+    def initialize_parts(self) -> None:
+        """Give v and what else T5 does not have its start values."""
+        if self.latent_vector is not None:
+            self._init_like_embeddings(self.latent_vector, self.encoder)
+        for part in (self.latent_norm, self.attention_pooling):
+            for module in () if part is None else part.modules():
+                self.encoder._init_weights(module)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.encoder.embed_tokens = value
+
+    # --- section 3 ---
+
+    def encode(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        if input_ids.shape[1] == 0:
+            return [self.no_slots(input_ids) for _ in ratios]
+        # x = [x_1, ..., x_n]
+        embeddings = self.encoder.embed_tokens(input_ids)
+        if self.config.compression == "latents":
+            encoded = [self._latent_states(embeddings, attention_mask, position_ids, ratio) for ratio in ratios]
+        else:
+            states = self._encoder_states(embeddings, attention_mask, position_ids)
+            encoded = [(states, attention_mask) for _ in ratios]
+            if self.attention_pooling is not None:
+                encoded = [self.attention_pooling(states, attention_mask, ratio) for ratio in ratios]
+        return [(slots.masked_fill(slot_mask[:, :, None] == 0, 0), slot_mask) for slots, slot_mask in encoded]
+
+    def _latent_states(
+        self, embeddings: Tensor, attention_mask: Tensor, position_ids: Tensor, ratio: int | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        latents, latent_mask = self.latents(embeddings, attention_mask, ratio)
+        latent_ids = latent_position_ids(attention_mask.sum(dim=1), latent_mask, ratio)
+        parts = [(latents, latent_mask, latent_ids), (embeddings, attention_mask, position_ids)]
+        # l + x; CCProxy: x + l, so that a causal mask lets latents see the tokens.
+        appended = self.config.latent_placement == "appended"
+        sequence = (torch.cat(part, dim=1) for part in zip(*(reversed(parts) if appended else parts), strict=True))
+        states = self._encoder_states(*sequence)
+        # "The encoder output is exclusively the m output embeddings corresponding to l."
+        first = embeddings.shape[1] if appended else 0
+        return states[:, first : first + latent_mask.shape[1]], latent_mask
+
+    def latents(self, embeddings: Tensor, attention_mask: Tensor, ratio: int | Tensor) -> tuple[Tensor, Tensor]:
+        """The latents at the encoder's input, l = LayerNorm(v + P(x)) (section 3).
+
+        Args:
+            embeddings: x, `(batch_size, num_tokens, hidden_size)`.
+            attention_mask: `(batch_size, num_tokens)`.
+            ratio: C, an int or a LongTensor `(batch_size,)`.
+
+        Returns:
+            Latents `(batch_size, num_latents, hidden_size)`, left-aligned, and their mask `(batch_size, num_latents)`.
+        """
+        pooled, latent_mask = mean_pool(embeddings, attention_mask, ratio)
+        if not self.config.latent_pooling:
+            pooled = torch.zeros_like(pooled)
+        return self.latent_norm(self.latent_vector + pooled), latent_mask
+
+    def _encoder_states(self, embeddings: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """T5's encoder with positions that are given, `(batch_size, length, hidden_size)`."""
+        stack, config = self.encoder, self.encoder.config
+        bias = relative_position_bias(
+            stack.block[0].layer[0].SelfAttention.relative_attention_bias,
+            position_ids,
+            config.relative_attention_num_buckets,
+            config.relative_attention_max_distance,
+        )
+        bias = mask_bias(bias, attention_mask, self.config.encoder_attention == "causal")
+        hidden_states = stack.dropout(embeddings)
+        for block in stack.block:
+            hidden_states = block(hidden_states, None, bias)[0]
+        return stack.dropout(stack.final_layer_norm(hidden_states))
+
+    # --- contexts in, memories out ---
+
+    def compress(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ratio: int | Tensor | Sequence[int] | None = None,
+        allow_untrained_ratio: bool = False,
+        question_input_ids: Tensor | None = None,
+        question_attention_mask: Tensor | None = None,
+        **unused: Any,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress contexts into slots; see [`CompressingMixin.compress`], and:
+
+        Args:
+            question_input_ids: `(batch_size or 1, num_question_tokens)`, for `question_placement="encoder"`: the
+                question stands in front of the context and counts in its length, and the memory answers no other one.
+            question_attention_mask: its mask.
+
+        Raises:
+            ValueError: a question where the configuration places questions in the decoder.
+        """
+        fingerprints = None
+        if question_input_ids is not None:
+            self._check_question_placement()
+            input_ids, attention_mask, question = question_in_front(
+                input_ids,
+                attention_mask,
+                question_input_ids,
+                question_attention_mask,
+                self.config.decoder_start_token_id,
+            )
+            fingerprints = question_fingerprints(*question)
+        memories = super().compress(input_ids, attention_mask, ratio, allow_untrained_ratio, **unused)
+        for memory in memories if isinstance(memories, list) else [memories]:
+            memory.question_fingerprints = fingerprints
+        return memories
+
+    def _check_question_placement(self) -> None:
+        if self.config.question_placement != "encoder":
+            raise ValueError(
+                "`question_input_ids` need `question_placement='encoder'`, the configuration has "
+                f"{self.config.question_placement!r}: ask the decoder, `generate(question, memory=memory)`"
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ratio: int | Tensor | None = None,
+        return_dict: bool | None = None,
+    ) -> EncodedSlots | tuple[Tensor, Tensor]:
+        """Tokens in, slots out.
+
+        Args:
+            input_ids: `(batch_size, num_tokens)`.
+            attention_mask: same shape; pads may stand anywhere.
+            ratio: an int or a LongTensor `(batch_size,)`; the checkpoint's first if not given.
+            return_dict: whether to return an [`EncodedSlots`] and not a tuple.
+
+        Raises:
+            ValueError: see `compress`.
+        """
+        memory = self._compress(input_ids, attention_mask, [ratio])[0]
+        outputs = EncodedSlots(last_hidden_state=memory.embeddings, attention_mask=memory.attention_mask)
+        return outputs if return_dict in (None, True) else outputs.to_tuple()
+
+
+class DeCALForConditionalGeneration(
+    Seq2SeqDecodingMixin, Seq2SeqGenerationMixin, DeCALPreTrainedModel, GenerationMixin
+):
+    r"""
+    [`DeCALModel`] and T5's decoder, whose cross-attention reads the slots; "the decoder is unchanged".
+
+    Args:
+        config ([`DeCALConfig`]): the configuration.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
+
+    def __init__(self, config: DeCALConfig):
+        super().__init__(config)
+        self.model = DeCALModel(config)
+        decoder_config = copy.deepcopy(config.decoder_config)
+        decoder_config.is_decoder = True
+        decoder_config.num_layers = decoder_config.num_decoder_layers
+        self.decoder = T5Stack(decoder_config)
+        # Encoder and decoder share a table of token embeddings, which is the encoder's.
+        self.decoder.embed_tokens = None
+        self.lm_head = nn.Linear(decoder_config.d_model, decoder_config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """The encoder alone, which is what `AutoModel` loads."""
+        return self.model
+
+    def get_decoder(self) -> nn.Module:
+        """T5's decoder stack."""
+        return self.decoder
+
+    @property
+    def model_id(self) -> str:
+        """Method and a fingerprint of the encoder, which is what makes memories; see [`CompressingMixin.model_id`]."""
+        return self.model.model_id
+
+    def compress(self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any):
+        """Compress contexts into slots; see [`DeCALModel.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
+
+    def as_t5(self) -> T5ForConditionalGeneration:
+        """The T5 inside: this model's own tensors, without the latents."""
+        with torch.device("meta"):
+            t5 = T5ForConditionalGeneration(copy.deepcopy(self.config.decoder_config))
+        table = self.get_input_embeddings().weight
+        t5.shared.weight = t5.encoder.embed_tokens.weight = t5.decoder.embed_tokens.weight = table
+        t5.encoder.load_state_dict(self.model.encoder.state_dict(), assign=True)
+        t5.decoder.load_state_dict({**self.decoder.state_dict(), "embed_tokens.weight": table}, assign=True)
+        t5.lm_head.weight = self.lm_head.weight
+        for name in ("decoder_start_token_id", "pad_token_id", "eos_token_id", "bos_token_id"):
+            setattr(t5.config, name, getattr(self.config, name))
+        t5.generation_config = copy.deepcopy(self.generation_config)
+        return t5.train(self.training)

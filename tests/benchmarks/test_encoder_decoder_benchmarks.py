@@ -1,0 +1,72 @@
+"""The benchmarks of encoder-decoders at toy size."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from context_compressors.training.data import DataSource
+from context_compressors.training.tokenizer import train_tokenizer
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+GENERATED = DataSource(generated=True, tasks=("reconstruction",))
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch):
+    """Import a benchmark as its own command line does: with its folder in front of the module path."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> str:
+    train_tokenizer([GENERATED], vocab_size=300, num_texts=10).save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+@pytest.mark.slow
+def test_span_corruption_trains_every_model_once(script, tokenizer_folder, tmp_path, capsys):
+    span_corruption = script("span_corruption")
+    output = tmp_path / "results.json"
+    toy = ["--tokenizer", tokenizer_folder, "--steps", "2", "--batch-size", "2", "--inputs-length", "24"]
+    toy += ["--hidden-size", "32", "--layers", "1", "--test-texts", "3", "--output", str(output)]
+    assert span_corruption.main([*toy, "--seeds", "0"]) == 0
+    assert span_corruption.main([*toy, "--seeds", "0", "1", "--models", "t5", "decal_2x"]) == 0
+    results = json.loads(output.read_text())
+    runs = [(run["model"], run["seed"]) for run in results["runs"]]
+    assert runs == [*((name, 0) for name in span_corruption.MODELS), ("t5", 1), ("decal_2x", 1)]
+    for run in results["runs"]:
+        assert 0 <= run["accuracy"] <= 100
+        assert run["loss"] > 0
+    summary = {row["model"]: row for row in results["summary"]}
+    mine = [run["accuracy"] for run in results["runs"] if run["model"] == "t5"]
+    assert summary["t5"]["seeds"] == [0, 1]
+    assert summary["t5"]["accuracy"]["mean"] == pytest.approx(sum(mine) / 2)
+    assert summary["decal_8x"]["accuracy"]["std"] is None
+    assert re.search(r"\| decal_2x_no_pooling +\| 1 ", capsys.readouterr().out)
+    assert span_corruption.main([*toy, "--steps", "3"]) == 1
+    assert "another budget" in capsys.readouterr().err
+    assert span_corruption.main([*toy, "--models", "decal"]) == 1
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_encoder_cost_has_a_row_for_each_model_and_ratio(script, tmp_path):
+    encoder_cost = script("encoder_cost")
+    output = tmp_path / "cost.json"
+    toy = ["--length", "16", "--d-model", "64", "--layers", "1", "--repeats", "1", "--device", "cpu"]
+    assert encoder_cost.main([*toy, "--ratios", "2", "5", "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    found = [(row["model"], row["ratio"], row["slots"], row["encoder_length"]) for row in rows]
+    assert found == [
+        ("T5", 1, 16, 16),
+        ("DeCAL", 2, 8, 24),
+        ("DeCAL", 5, 4, 20),
+        ("AttnPool", 2, 8, 16),
+        ("AttnPool", 5, 4, 16),
+    ]
+    assert rows[0]["relative"] == 1
+    assert output.with_suffix(".png").stat().st_size > 1000
+    assert encoder_cost.main(["--d-model", "60"]) == 1
