@@ -13,7 +13,7 @@ them, and they take the place of the words that ask for a reconstruction (prompt
 
 Every finished (method, configuration, ratios, seed) is a run in the result file and is not done again; runs of another
 budget are refused there. Scores are means over seeds, with the standard deviation. A run's `log` has the training loss
-and the reconstruction loss of held-out documents by step, for `context-compressors curves`.
+and the reconstruction and continuation losses of held-out documents by step, for `context-compressors curves`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ METHOD_CONFIGS: dict[str, dict[str, Any]] = {
 }
 # Points of a run's log.
 _LOG_ENTRIES = 25
-# Held-out documents of each data set behind a point of the reconstruction curve.
+# Held-out documents of each data set behind a point of the curves.
 _CURVE_SAMPLES = 8
+_CURVE_TASKS = ("reconstruction", "continuation")
+_CONTINUATION_TOKENS = 64
 _EVALUATION_BATCH = 32
 # With task tokens: no words for a reconstruction, and questions in the one form that the small base knows.
 _TASK_TOKEN_PROMPTS = "embedded"
@@ -85,10 +87,18 @@ class _CountingCollator(CompressionCollator):
         return batch
 
 
-class _ReconstructionCurve(TrainerCallback):
-    """At every entry of the training log, the reconstruction loss of held-out documents at the model's first ratio."""
+class _HeldOutCurves(TrainerCallback):
+    """At every entry of the training log, the losses of held-out documents at the model's first ratio.
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]):
+    Args:
+        model: in training.
+        tokenizer: the tokenizer of the texts.
+        samples: task -> what its loss is taken over.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Mapping[str, Sequence[Sample]]
+    ):
         condition = Condition("compressed", model, ratio=model.config.default_ratio)
         starts = task_start_ids(model.config)
         self.scorer = Scorer(model, tokenizer, [condition], start_token_id(tokenizer), starts)
@@ -96,23 +106,28 @@ class _ReconstructionCurve(TrainerCallback):
         self.seconds = 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], model: Any, **kwargs: Any) -> None:
-        """Add the loss to the entry that the Trainer has just made."""
+        """Add the losses to the entry that the Trainer has just made."""
         if "loss" not in logs:
             return
         start = time.perf_counter()
         model.eval()
-        scores = self.scorer.score("reconstruction", self.samples, _EVALUATION_BATCH)["compressed"]
+        for task, samples in self.samples.items():
+            scores = self.scorer.score(task, samples, _EVALUATION_BATCH)["compressed"]
+            state.log_history[-1][f"{task}_loss"] = math.log(scores["perplexity"])
         model.train()
         self.seconds += time.perf_counter() - start
-        state.log_history[-1]["reconstruction_loss"] = math.log(scores["perplexity"])
 
 
 def held_out(
-    tokenizer: PreTrainedTokenizerBase, test: EvaluationDataset, context_tokens: int, prompts: str | None
+    tokenizer: PreTrainedTokenizerBase,
+    test: EvaluationDataset,
+    context_tokens: int,
+    prompts: str | None,
+    task: str = "reconstruction",
 ) -> list[Sample]:
-    """A few reconstructions of a test set."""
-    builder = SampleBuilder(tokenizer, None, {}, context_tokens, continuation_tokens=1, prompts=prompts)
-    return builder.build(test, "reconstruction", _CURVE_SAMPLES)
+    """A few reconstructions or continuations of a test set."""
+    builder = SampleBuilder(tokenizer, None, {}, context_tokens, _CONTINUATION_TOKENS, prompts=prompts)
+    return builder.build(test, task, _CURVE_SAMPLES)
 
 
 def prompts_of(arguments: argparse.Namespace, model: PreTrainedModel) -> str | None:
@@ -270,13 +285,16 @@ def train(
         data_collator=collator,
     )
     prompts = prompts_of(arguments, model)
-    samples = [s for test in tests for s in held_out(tokenizer, test, arguments.context_tokens, prompts)]
-    curve = _ReconstructionCurve(model, tokenizer, samples)
-    trainer.add_callback(curve)
+    samples = {
+        task: [s for test in tests for s in held_out(tokenizer, test, arguments.context_tokens, prompts, task)]
+        for task in _CURVE_TASKS
+    }
+    curves = _HeldOutCurves(model, tokenizer, samples)
+    trainer.add_callback(curves)
     start = time.perf_counter()
     outcome = trainer.train()
     log = [
-        {name: entry[name] for name in ("step", "loss", "reconstruction_loss")}
+        {name: entry[name] for name in ("step", "loss", *(f"{task}_loss" for task in _CURVE_TASKS))}
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
@@ -285,7 +303,7 @@ def train(
         "context_tokens": collator.num_context_tokens,
         "target_tokens": collator.num_target_tokens,
         "mean_loss": outcome.training_loss,
-        "seconds": time.perf_counter() - start - curve.seconds,
+        "seconds": time.perf_counter() - start - curves.seconds,
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
     return model, used, log
@@ -317,7 +335,7 @@ def evaluate(
             batch_size=_EVALUATION_BATCH,
             max_new_tokens={"question_answering": 16, "summarisation": 1},
             context_tokens=arguments.context_tokens,
-            continuation_tokens=64,
+            continuation_tokens=_CONTINUATION_TOKENS,
             reconstruction_bleu=task == "reconstruction",
             prompts=prompts,
         )

@@ -21,6 +21,10 @@ examples:
   context-compressors curves default=outputs/icae-default enhanced=outputs/icae-enhanced --output curves.png \\
       --metric loss_reconstruction_ratio_5
 
+  # Next-token losses of three methods (Figure 6 of ComprExIT), held-out, by the rows of the small-scale benchmark:
+  context-compressors curves benchmarks/results/small_scale.json --metric continuation_loss --output curves.png \\
+      --runs "comprexit, ratio 4" "icae, ratio 4" "five_hundred_x, ratio 4"
+
   # Two rows of the small-scale benchmark, with their spread over seeds, at a loss of 0.5:
   context-compressors curves benchmarks/results/small_scale.json --loss 0.5 --output curves.png \\
       --runs "icae, ratio 5" "icae, position_layout=enhanced, ratio 5"
@@ -147,7 +151,7 @@ def _curve(name: str, logs: Sequence[Sequence[Mapping[str, Any]]], metric: str, 
 
 
 def table(curves: Sequence[Curve], loss: float) -> str:
-    """Markdown: each curve's last and lowest value, its steps to reach a loss, and how it compares with the first."""
+    """Markdown: each curve's first, last and lowest value, its steps to a loss, and how it compares with the first."""
     faster = speed_ups(curves, loss)
     rows = []
     for curve in curves:
@@ -157,13 +161,14 @@ def table(curves: Sequence[Curve], loss: float) -> str:
             [
                 curve.name,
                 len(curve.seeds),
+                f"{curve.mean[0]:.4g}",
                 f"{curve.mean[-1]:.4g}",
                 f"{min(curve.mean):.4g}",
                 "never" if steps is None else f"{steps:.0f}",
                 "-" if times is None else f"{times:.2f}",
             ]
         )
-    header = ["run", "seeds", "last", "lowest", f"steps to {loss:.4g}", f"times faster than {curves[0].name}"]
+    header = ["run", "seeds", "first", "last", "lowest", f"steps to {loss:.4g}", f"times faster than {curves[0].name}"]
     return markdown_table(header, rows)
 
 

@@ -1,7 +1,4 @@
-"""Pictures: quality by ratio and by model size, the gap between domains, training curves, and attention.
-
-Figures are drawn on a canvas of their own: neither pyplot nor any of matplotlib's global settings is touched.
-"""
+"""Pictures: quality by ratio and by model size, the gap between domains, training curves, and attention."""
 
 import math
 import os
@@ -11,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from torch import Tensor
 
 from ..modeling.position_layout import uniform_memory_ids
+from .figures import COLOURS, MARKERS, blank_figure, line_figure, save_figure, save_with_legend
 from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition
 
 if TYPE_CHECKING:
@@ -33,8 +29,6 @@ _LABELS = {
     "token_accuracy": "token accuracy",
     "perplexity": "perplexity (lower is better)",
 }
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-_MARKERS = "osD^vPX"
 
 
 def plot_quality_by_ratio(
@@ -55,15 +49,15 @@ def plot_quality_by_ratio(
         ValueError: no reports, or one without the task, the metric or any ratio.
     """
     _check(reports, task)
-    figure, axes = _figure(f"{_title(task)} by compression ratio", _label(metric))
+    figure, axes = line_figure(f"{_title(task)} by compression ratio", _label(metric))
     for index, report in enumerate(reports):
         average = report.macro_average(task, metric)
-        ratios, colour = report.ratios(task), _COLOURS[index % len(_COLOURS)]
+        ratios, colour = report.ratios(task), COLOURS[index % len(COLOURS)]
         axes.plot(
             ratios,
             [average[ratio_condition(ratio)] for ratio in ratios],
             color=colour,
-            marker=_MARKERS[index % len(_MARKERS)],
+            marker=MARKERS[index % len(MARKERS)],
             label=report.model,
         )
         for name, style in ((FULL_CONTEXT, "--"), (NO_CONTEXT, ":")):
@@ -76,7 +70,7 @@ def plot_quality_by_ratio(
         axes.plot([], [], color="grey", linestyle=":", label="no context")
     _value_axis(axes, metric)
     _ratio_axis(axes, {ratio for report in reports for ratio in report.ratios(task)})
-    return _save(figure, axes, path)
+    return save_with_legend(figure, axes, path)
 
 
 def plot_quality_by_model_size(
@@ -99,13 +93,13 @@ def plot_quality_by_model_size(
     _check(reports, task)
     if unknown := [report.model for report in reports if not report.num_parameters]:
         raise ValueError(f"num_parameters must be known for a plot by model size; it is not for {unknown}")
-    figure, axes = _figure(f"{_title(task)} by model size", _label(metric))
+    figure, axes = line_figure(f"{_title(task)} by model size", _label(metric))
     ordered = sorted(reports, key=lambda report: report.num_parameters)
     averages = [report.macro_average(task, metric) for report in ordered]
     ratios = sorted({ratio for report in ordered for ratio in report.ratios(task)})
     lines = [(FULL_CONTEXT, "full context", "black", "--", "")]
     for index, ratio in enumerate(ratios):
-        colour, marker = _COLOURS[index % (len(_COLOURS) - 1)], _MARKERS[index % len(_MARKERS)]
+        colour, marker = COLOURS[index % (len(COLOURS) - 1)], MARKERS[index % len(MARKERS)]
         lines.append((ratio_condition(ratio), f"{ratio}x", colour, "-", marker))
     lines.append((NO_CONTEXT, "no context", "black", ":", ""))
     for condition, label, colour, style, marker in lines:
@@ -120,7 +114,7 @@ def plot_quality_by_model_size(
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=marker, label=label)
     _value_axis(axes, metric)
     _size_axis(axes, {report.num_parameters for report in ordered})
-    return _save(figure, axes, path)
+    return save_with_legend(figure, axes, path)
 
 
 def plot_domain_gap(reports: Sequence[EvaluationReport], task: str, metric: str, path: str | os.PathLike[str]) -> Path:
@@ -142,7 +136,7 @@ def plot_domain_gap(reports: Sequence[EvaluationReport], task: str, metric: str,
     """
     _check(reports, task)
     label = _label(metric).partition(" (")[0]
-    figure, axes = _figure(
+    figure, axes = line_figure(
         f"{_title(task)}: gap between domains", f"in-domain minus out-of-domain\n(teacher-normalised {label})"
     )
     ratios = sorted({ratio for report in reports for ratio in report.ratios(task)})
@@ -156,13 +150,13 @@ def plot_domain_gap(reports: Sequence[EvaluationReport], task: str, metric: str,
             [ratios.index(ratio) + shift for ratio in shown],
             list(shown.values()),
             width,
-            color=_COLOURS[index % len(_COLOURS)],
+            color=COLOURS[index % len(COLOURS)],
             label=report.model,
         )
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(ratios)), [f"{ratio}x" for ratio in ratios])
     axes.set_xlabel("compression ratio")
-    return _save(figure, axes, path)
+    return save_with_legend(figure, axes, path)
 
 
 def plot_curves(curves: "Sequence[Curve]", metric: str, path: str | os.PathLike[str], loss: float) -> Path:
@@ -184,22 +178,22 @@ def plot_curves(curves: "Sequence[Curve]", metric: str, path: str | os.PathLike[
     """
     if not curves:
         raise ValueError("curves are empty: there is nothing to draw")
-    figure, axes = _figure(f"{_title(metric)} by training step", _label(metric))
+    figure, axes = line_figure(f"{_title(metric)} by training step", _label(metric))
     for index, curve in enumerate(curves):
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour = COLOURS[index % len(COLOURS)]
         axes.plot(curve.steps, curve.mean, color=colour, label=curve.name)
         if len(curve.seeds) > 1:
             low, high = (list(map(pick, zip(*curve.seeds, strict=True))) for pick in (min, max))
             axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)
         reached = curve.steps_to_reach(loss)
         if reached is not None:
-            axes.plot([reached], [loss], color=colour, marker=_MARKERS[index % len(_MARKERS)], linestyle="")
+            axes.plot([reached], [loss], color=colour, marker=MARKERS[index % len(MARKERS)], linestyle="")
     axes.axhline(loss, color="grey", linestyle="--", linewidth=0.8)
     low, high = axes.dataLim.intervaly
     if low > 0 and high > 10 * low:
         axes.set_yscale("log")
     axes.set_xlabel("step")
-    return _save(figure, axes, path)
+    return save_with_legend(figure, axes, path)
 
 
 def plot_memory_attention(
@@ -229,8 +223,7 @@ def plot_memory_attention(
         raise ValueError(f"layers must be one or more of 1 to {num_layers}, got {chosen}")
     if not attention.numel():
         raise ValueError(f"there is no attention to draw in shape {tuple(attention.shape)}")
-    figure = Figure(figsize=(1.0 + 5.0 * len(chosen), 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank_figure(1.0 + 5.0 * len(chosen), 4.0)
     positions = uniform_memory_ids(0, num_context_tokens, num_memory_tokens).tolist()
     for axes, layer in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
         weights = attention[layer - 1].float().cpu().numpy()
@@ -241,7 +234,7 @@ def plot_memory_attention(
         axes.set_xlabel("context token")
         axes.set_ylabel("memory token")
         figure.colorbar(image, ax=axes, extend="max")
-    return _write(figure, path)
+    return save_figure(figure, path)
 
 
 def _check(reports: Sequence[EvaluationReport], task: str) -> None:
@@ -250,18 +243,6 @@ def _check(reports: Sequence[EvaluationReport], task: str) -> None:
     for report in reports:
         if not report.ratios(task):
             raise ValueError(f"the report of {report.model!r} has no ratio for task {task!r}; tasks: {report.tasks()}")
-
-
-def _figure(title: str, label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7.0, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    axes.set_ylabel(label)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _value_axis(axes: Axes, metric: str) -> None:
@@ -315,18 +296,3 @@ def _title(task: str) -> str:
 
 def _bounds(report: EvaluationReport) -> str:
     return {"teacher": "teacher", "own_decoder": "own decoder"}[report.bounds]
-
-
-def _save(figure: Figure, axes: Axes, path: str | os.PathLike[str]) -> Path:
-    # Beside the axes, so that it never covers a line.
-    handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(3, 90 // max(map(len, labels))))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-    return _write(figure, path)
-
-
-def _write(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
-    return path

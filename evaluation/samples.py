@@ -4,7 +4,8 @@ import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..training.data import DataSource, encode, read_rows
 from ..training.generated import GeneratedDocument, generate_document
 from ..training.prompts import TASKS, format_prompt
 from ..training.suggestions import check_choice
+from ..training.task_tokens import prefix_ids
 from .report import DOMAINS
 
 logger = logging.getLogger(__name__)
@@ -164,8 +166,11 @@ class SampleBuilder:
         truncate_context: cut contexts that do not fit, and count them, instead of raising.
         seed: draws samples and windows.
         max_context_tokens: most tokens that the encoder reads, `None` for no limit.
-        prompts: name or file of the prompts, of which each task's first is used; the packaged ones when `None`.
+        prompts: name or file of the prompts, of which each task's first is used, or one prompt for each task; the
+            packaged ones when `None`.
         context_prefix: text in front of the contexts of questions and summaries.
+        truncation_side: side that these contexts are cut on, behind their prefix.
+        min_text_tokens: texts to reconstruct or to continue that are shorter are left out, and counted.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -176,8 +181,15 @@ class SampleBuilder:
     truncate_context: bool = False
     seed: int = 0
     max_context_tokens: int | None = None
-    prompts: str | None = None
+    prompts: str | Mapping[str, str] | None = None
     context_prefix: str = ""
+    truncation_side: str = "right"
+    min_text_tokens: int = 2
+
+    @cached_property
+    def prefix_ids(self) -> list[int]:
+        """Token ids of `context_prefix`."""
+        return prefix_ids(self.tokenizer, self.context_prefix)
 
     def build(self, dataset: EvaluationDataset, task: str, max_samples: int | None = None) -> list[Sample]:
         """Make the samples of a task: all of them, or `max_samples` drawn by the seed.
@@ -195,13 +207,37 @@ class SampleBuilder:
         samples = [self._sample(task, example, rng) for example in examples]
         kept = [sample for sample in samples if sample is not None]
         if len(kept) < len(samples):
-            logger.warning("%s: %d texts of less than two tokens left out", dataset.name, len(samples) - len(kept))
+            left_out, least = len(samples) - len(kept), self.min_text_tokens
+            logger.warning("%s: %d texts of less than %d tokens left out", dataset.name, left_out, least)
         if not kept:
-            raise ValueError(f"data set {dataset.name!r} has no text of two tokens or more for {task}")
+            raise ValueError(f"data set {dataset.name!r} has no text of {self.min_text_tokens} tokens for {task}")
         fitted = [self._fit(task, sample, dataset.name) for sample in kept]
         if truncated := sum(sample.truncated for sample in fitted):
             logger.warning("%s, %s: %d of %d contexts truncated", dataset.name, task, truncated, len(fitted))
         return fitted
+
+    def build_by_length(
+        self, dataset: EvaluationDataset, task: str, lengths: Sequence[int] | None, max_samples: int | None = None
+    ) -> list[tuple[EvaluationDataset, str, list[Sample]]]:
+        """Make the samples of a task, those of a reconstruction at several lengths as data sets of their own.
+
+        Args:
+            dataset: what they are made from.
+            task: what they ask for.
+            lengths: tokens of a reconstruction, exactly so many; windows of `context_tokens` when `None`.
+            max_samples: as in `build`.
+
+        Returns:
+            Data set, task and samples, once for each length.
+        """
+        if task != "reconstruction" or lengths is None:
+            return [(dataset, task, self.build(dataset, task, max_samples))]
+        found = []
+        for length in lengths:
+            builder = replace(self, context_tokens=length, min_text_tokens=length)
+            named = replace(dataset, name=f"{dataset.name}, {length} tokens")
+            found.append((named, task, builder.build(named, task, max_samples)))
+        return found
 
     def _sample(self, task: str, example: Mapping[str, Any], rng: random.Random) -> Sample | None:
         eos = self.tokenizer.eos_token_id
@@ -211,10 +247,10 @@ class SampleBuilder:
             references = list(example["answers"])
             target_ids = [*encode(self.tokenizer, " " + references[0]), eos]
             # Tokenized apart, as in training.
-            context_ids = [*encode(self.tokenizer, self.context_prefix), *encode(self.tokenizer, example["context"])]
+            context_ids = [*self.prefix_ids, *encode(self.tokenizer, example["context"])]
             return Sample(context_ids, prompt_ids, target_ids, references)
         ids = encode(self.tokenizer, example["text"])
-        if len(ids) < 2:
+        if len(ids) < self.min_text_tokens:
             return None
         length = self.context_tokens + (self.continuation_tokens if task == "continuation" else 0)
         start = rng.randrange(max(1, len(ids) - length + 1))
@@ -238,22 +274,22 @@ class SampleBuilder:
         return min(limit, room - max(len(sample.target_ids), self.max_new_tokens.get(task, 0)))
 
     def _fit(self, task: str, sample: Sample, name: str) -> Sample:
-        length, room = len(sample.context_ids), self._room(task, sample)
-        if length <= room:
+        prefix = self.prefix_ids if task in ("question_answering", "summarisation") else []
+        text, room = sample.context_ids[len(prefix) :], self._room(task, sample) - len(prefix)
+        if len(text) <= room:
             return sample
         if not self.truncate_context or room < 1:
             advice = "allow truncation (--truncate-context)" if room >= 1 else "ask for fewer new tokens"
             raise ValueError(
-                f"data set {name!r}, {task}: a context of {length} tokens with its prompt and target does not fit: "
-                f"the model's positions leave {max(room, 0)} tokens for the context; {advice}"
+                f"data set {name!r}, {task}: a context of {len(text)} tokens with its prompt and target does not fit: "
+                f"max_context_tokens and the model's positions leave {max(room, 0)} tokens for the context; {advice}"
             )
-        if task == "continuation":
-            # What stands right before the continuation matters most.
-            return Sample(sample.context_ids[-room:], sample.prompt_ids, sample.target_ids, sample.references, True)
-        context_ids = sample.context_ids[:room]
         if task == "reconstruction":
-            references = [self.tokenizer.decode(context_ids)]
-            return Sample(context_ids, sample.prompt_ids, [*context_ids, sample.target_ids[-1]], references, True)
+            references = [self.tokenizer.decode(text[:room])]
+            return Sample(text[:room], sample.prompt_ids, [*text[:room], sample.target_ids[-1]], references, True)
+        # What stands right before a continuation matters most.
+        keeps_end = task == "continuation" or self.truncation_side == "left"
+        context_ids = [*prefix, *(text[-room:] if keeps_end else text[:room])]
         return Sample(context_ids, sample.prompt_ids, sample.target_ids, sample.references, True)
 
 

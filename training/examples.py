@@ -14,12 +14,15 @@ import numpy as np
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..modeling.encoder_tokenizer import in_encoder_tokens
 from .data import DataSource, TokenizedTexts, encode, read_rows
 from .generated import MIN_TOKENS, GeneratedDocument, generate_document
 from .prompts import format_prompt
 from .suggestions import check_choice
+from .task_tokens import prefix_ids
 
 MAX_ATTEMPTS = 100
+OVERLONG_CONTEXTS = ("truncate", "truncate_left", "skip")
 
 
 def check_length_schedule(schedule: Sequence[Sequence[float]], minimum: int) -> list[tuple[float, int]]:
@@ -91,7 +94,8 @@ class FileSource:
 
 
 class CompressionDataset(Dataset):
-    """Examples for the collators: `context_ids`, `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`, `num_cut`.
+    """Examples for the collators: `context_ids`, `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`, `num_cut`,
+    `index`, and with a tokenizer of contexts `encoder_context_ids`.
 
     Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
     and the seed only, so that training resumes exactly. Targets end with EOS. `more_turns` holds further (prompt,
@@ -112,12 +116,14 @@ class CompressionDataset(Dataset):
             context, and its tokens count in `max_context_tokens`.
         length_schedule: (fraction of the examples, longest context) pairs for texts and generated documents, linear in
             between.
-        overlong_contexts: "truncate" (counted in `num_cut`) or "skip" contexts of questions and summaries that are too
-            long.
+        overlong_contexts: of contexts of questions and summaries that are too long: "truncate" their end or
+            "truncate_left" their beginning (both counted in `num_cut`), or "skip" them.
         group_size: with more than 1, so many neighbours are put in order of length, and then dealt out in batches of
             `batch_size` in random order: batches hold little padding.
         batch_size: rows in a batch, for `group_size`, which is a multiple of it.
         seed: everything is drawn from it.
+        context_tokenizer: the encoder's, where it reads other tokens than the decoder; all lengths are in tokens of
+            `tokenizer`.
 
     Raises:
         ValueError: a source or a limit that is not allowed, some but not all weights given, or no number of examples.
@@ -142,8 +148,10 @@ class CompressionDataset(Dataset):
         group_size: int = 1,
         batch_size: int = 1,
         seed: int = 0,
+        context_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        check_choice("overlong_contexts", overlong_contexts, ("truncate", "skip"))
+        self.context_tokenizer = context_tokenizer
+        check_choice("overlong_contexts", overlong_contexts, OVERLONG_CONTEXTS)
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, which ends every target")
         if max_target_tokens < 2 or not 1 <= min_context_tokens <= max_context_tokens or questions_per_example < 1:
@@ -162,7 +170,7 @@ class CompressionDataset(Dataset):
         self.max_context_tokens, self.min_context_tokens = max_context_tokens, min_context_tokens
         self.max_target_tokens, self.questions_per_example = max_target_tokens, questions_per_example
         self.canonical_prompts, self.prompts, self.overlong_contexts = canonical_prompts, prompts, overlong_contexts
-        self.prefix_ids = encode(tokenizer, context_prefix)
+        self.prefix_ids = prefix_ids(tokenizer, context_prefix)
         if len(self.prefix_ids) >= max_context_tokens:
             raise ValueError(
                 f"context_prefix has {len(self.prefix_ids)} tokens, which leaves none of the {max_context_tokens} "
@@ -239,8 +247,13 @@ class CompressionDataset(Dataset):
         position = int(self.source_of[index])
         source = self.sources[position]
         if isinstance(source, DataSource):
-            return self._from_generated(source, limit, rng)
-        return self._from_file(source, position, int(self.turn_of[index]), limit, rng)
+            example = self._from_generated(source, limit, rng)
+        else:
+            example = self._from_file(source, position, int(self.turn_of[index]), limit, rng)
+        if self.context_tokenizer is not None:
+            ids = in_encoder_tokens(example["context_ids"], self.tokenizer, self.context_tokenizer)
+            example["encoder_context_ids"] = ids
+        return {**example, "index": index}
 
     def as_dataset(self) -> datasets.Dataset:
         """The same examples as a `datasets.Dataset`, which `trl.SFTTrainer` needs; each is made when asked for."""
@@ -346,6 +359,7 @@ class CompressionDataset(Dataset):
         self, task: str, context: list[int], turns: Sequence[tuple[list[int], list[int]]], limit: int, identifier: str
     ) -> dict[str, Any]:
         num_cut = max(0, len(context) - limit)
+        kept = context[num_cut:] if self.overlong_contexts == "truncate_left" else context[:limit]
         prefix = self.prefix_ids if task in ("question_answering", "summarisation") else []
         ended = []
         for prompt, target in turns:
@@ -353,7 +367,7 @@ class CompressionDataset(Dataset):
             num_cut += max(0, len(whole) - self.max_target_tokens)
             ended.append((prompt, whole[: self.max_target_tokens]))
         return {
-            "context_ids": [*prefix, *context[:limit]],
+            "context_ids": [*prefix, *kept],
             "prompt_ids": ended[0][0],
             "target_ids": ended[0][1],
             "more_turns": ended[1:],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.configuration_memory_tokens import TASK_TOKENS
+from ..modeling.prompting import prefix_ids as prefix_ids
+from ..modeling.prompting import text_tokenizer as text_tokenizer
 
 
 def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = TASK_TOKENS) -> dict[str, int]:
@@ -43,13 +44,3 @@ def check_task_tokens(tokenizer: PreTrainedTokenizerBase, task_token_ids: Mappin
                 f"the compressor's task token {name} has the id {task_id}, in the tokenizer it is {found}: take the "
                 "tokenizer that was saved with the checkpoint"
             )
-
-
-def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token."""
-    plain = copy.deepcopy(tokenizer)
-    plain.split_special_tokens = True
-    backend = getattr(plain, "backend_tokenizer", None)
-    if backend is not None:
-        backend.encode_special_tokens = True
-    return plain

@@ -11,6 +11,7 @@ from transformers.optimization import get_scheduler
 
 import context_compressors.training
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
+from context_compressors.evaluation import evaluate
 from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import parse_recipe
@@ -69,6 +70,7 @@ def test_fine_tuning_goes_on_for_one_epoch_without_warmup(base, tmp_path):
     # Both come with the checkpoint of the pretraining.
     assert (model.method, model.base, model.method_config) == ("comprexit", None, None)
     assert (data.max_context_tokens + 1, data.max_target_tokens) == (512, 32)
+    assert data.overlong_contexts == "truncate_left"
     assert [source.tasks for source in data.parsed_sources()] == [("question_answering",)]
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, 1000)
@@ -159,6 +161,49 @@ def test_next_tokens_then_questions(small, tmp_path):
     assert labels[-1] == after.config.eos_token_id
 
 
+def scored(folder, output, *options):
+    """Rows of `evaluate` on questions about a generated document."""
+    argv = [str(folder), "--tasks", "question_answering", "--prompts", "memory_tokens", "--data", "generated"]
+    argv += ["--documents", "1", "--max-samples", "2", "--max-new-tokens", "2", "--device", "cpu"]
+    assert evaluate.main([*argv, *options, "--output", str(output)]) == 0
+    return {row["condition"]: row for row in json.loads(output.read_text())["rows"]}
+
+
+def test_questions_are_asked_after_next_tokens_alone(small, tmp_path):
+    """Tables 2 and 6: of the pretraining's checkpoint, which has seen none."""
+    folder = tmp_path / "pretrained"
+    main(["comprexit/comprexit.yaml", "comprexit/pretraining.yaml", small["documents"], "--output_dir", str(folder)])
+    options = ["--zero-shot", "--max-context-tokens", "60", "--truncate-context", "--truncation-side", "left"]
+    rows = scored(folder, tmp_path / "scores.json", *options)
+    bounds = ["no_context", "full_context", "zero_shot_no_context", "zero_shot_full_context"]
+    assert list(rows) == [*bounds, "ratio=4"]
+    assert {row["num_truncated"] for row in rows.values()} == {2}
+    # The base is frozen, and bare: its scores are the zero-shot ones.
+    for name in bounds[:2]:
+        assert rows[name]["metrics"] == rows[f"zero_shot_{name}"]["metrics"]
+
+
+def test_prompt_tuning_is_scored_with_its_tokens_in_front_of_the_context(small, tmp_path, monkeypatch):
+    folder = tmp_path / "bound"
+    files = ["comprexit/prompt_tuning.yaml", small["bound"], "--max_context_tokens", "120"]
+    main([*files, "--output_dir", str(folder)])
+    prefix = "".join(f"<|prompt_{index}|>" for index in range(20))
+    read, generate = [], MeanPoolingForCausalLM.generate
+    monkeypatch.setattr(
+        MeanPoolingForCausalLM,
+        "generate",
+        lambda self, **inputs: read.append(inputs["input_ids"]) or generate(self, **inputs),
+    )
+    rows = scored(folder, tmp_path / "scores.json", "--bounds-only", "--context-prefix", prefix, "--batch-size", "1")
+    assert list(rows) == ["no_context", "full_context"]
+    config = MeanPoolingForCausalLM.from_pretrained(folder).config
+    learned = [config.task_token_ids[f"<|prompt_{index}|>"] for index in range(20)]
+    for without, whole in zip(read[::2], read[1::2], strict=True):
+        assert not set(without[0].tolist()) & set(learned)
+        assert whole[0, :21].tolist() == [config.bos_token_id, *learned]
+        assert not set(whole[0, 21:].tolist()) & set(learned)
+
+
 def test_prompt_tuning_trains_tokens_in_front_of_the_whole_context(small, tmp_path):
     files = ["comprexit/prompt_tuning.yaml", small["bound"], "--max_context_tokens", "120"]
     trainer = build_trainer(*parse_recipe([*files, "--output_dir", str(tmp_path / "out")]))
@@ -167,7 +212,7 @@ def test_prompt_tuning_trains_tokens_in_front_of_the_whole_context(small, tmp_pa
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["model.task_embeddings"]
     assert model.model.task_embeddings.shape[0] == 20
     batch = trainer.data_collator([trainer.train_dataset[0]])
-    prompt = list(model.config.task_token_ids.values())
+    prompt = [model.config.task_token_ids[f"<|prompt_{index}|>"] for index in range(20)]
     ids = batch["input_ids"][0].tolist()
     assert ids[:21] == [model.config.bos_token_id, *prompt]
     assert not set(ids[21:]) & set(prompt)

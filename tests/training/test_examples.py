@@ -125,6 +125,31 @@ def test_what_is_cut_is_counted(tokenizer, folder):
         assert small["num_cut"] == max(0, len(big["context_ids"]) - 50)
 
 
+@pytest.mark.parametrize("prefix", ["", "### Context:\n"])
+def test_the_beginning_is_dropped_on_request_behind_the_prefix_and_counted(tokenizer, folder, prefix):
+    ids = encode(tokenizer, prefix)
+    whole = make(tokenizer, folder, QUESTIONS, max_context_tokens=1000)
+    settings = {"context_prefix": prefix, "overlong_contexts": "truncate_left", "max_context_tokens": 50 + len(ids)}
+    cut = make(tokenizer, folder, QUESTIONS, **settings)
+    pairs = [(whole[index], cut[index]) for index in range(40)]
+    assert {big["task"] for big, _ in pairs} == {"question_answering", "summarisation"}
+    for big, small in pairs:
+        assert small["context_ids"] == [*ids, *big["context_ids"][-50:]]
+        assert small["num_cut"] == max(0, len(big["context_ids"]) - 50)
+        assert small["target_ids"] == big["target_ids"]
+    assert sum(small["num_cut"] for _, small in pairs) > 0
+
+
+@pytest.mark.parametrize("task", ["reconstruction", "continuation"])
+def test_windows_of_a_text_are_the_same_whichever_end_is_dropped(tokenizer, folder, task):
+    source = {**TEXT, "tasks": [task]}
+    right, left = (
+        make(tokenizer, folder, source, max_context_tokens=60, overlong_contexts=kind)
+        for kind in ("truncate", "truncate_left")
+    )
+    assert [left[index] for index in range(40)] == [right[index] for index in range(40)]
+
+
 @pytest.mark.parametrize("source", [{**QUESTIONS}, {**GENERATED, "tasks": ["question_answering"]}])
 def test_a_context_prefix_is_part_of_the_context(tokenizer, folder, source):
     prefix = encode(tokenizer, "### Context:\n")
