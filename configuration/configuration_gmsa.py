@@ -1,0 +1,37 @@
+"""Configuration of GMSA."""
+
+from typing import Any
+
+from .configuration_compressor import boolean
+from .configuration_shallow_encoder import ShallowEncoderConfig, int_between
+
+
+class GMSAConfig(ShallowEncoderConfig):
+    r"""
+    Group merging and layer semantic alignment ("GMSA: Enhancing Context Compression via Group Merging and Layer
+    Semantic Alignment").
+
+    The paper's ablations (Table 4, Figures 5 and 6) are values of this configuration: without group merging:
+    `appended_tokens=128`; without layer semantic alignment: `lsa_layers=0`; other depths: `lsa_layers` and
+    `encoder_layers`; without autoencoding: `training_stage="keft"` from the start. (Without knowledge extraction
+    fine-tuning: the checkpoint of the first stage.)
+
+    Args:
+        lsa_layers (`int`, defaults to 1):
+            Blocks of layer semantic alignment, k_LSA in equation 3: copies of the decoder's first ones. 0: the merged
+            states are the slots.
+        lsa_final_norm (`bool`, defaults to `True`):
+            Whether the decoder's final norm, frozen, follows these blocks, as in the authors' code. The paper names
+            none.
+        appended_tokens (`int`, defaults to 0):
+            0: group merging. More: the ablation, in which the states of so many learned tokens behind the context take
+            the groups' place; one more of them is needed for every r tokens of context.
+        kwargs: fields of [`ShallowEncoderConfig`] and [`CompressorConfig`].
+    """
+
+    model_type = "gmsa_compressor"
+
+    def __init__(self, lsa_layers: int = 1, lsa_final_norm: bool = True, appended_tokens: int = 0, **kwargs: Any):
+        self.lsa_final_norm = boolean("lsa_final_norm", lsa_final_norm)
+        super().__init__(appended_tokens=appended_tokens, **kwargs)
+        self.lsa_layers = int_between("lsa_layers", lsa_layers, 0, self.num_hidden_layers)

@@ -1,0 +1,84 @@
+"""What the configurations of GMSA and of its baseline, TCP-AE, have in common."""
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .configuration_compressor import CompressorConfig, one_of
+from .configuration_memory_tokens import MEMORY_STARTS
+
+AUTOENCODING, KEFT = "autoencoding", "keft"
+TRAINING_STAGES = (AUTOENCODING, KEFT)
+
+
+class ShallowEncoderConfig(CompressorConfig):
+    r"""
+    An encoder of a few layers with weights of its own, slots that a trained module aligns with the decoder's input,
+    and training in two stages.
+
+    Args:
+        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8)`):
+            Section 4.1: a ratio is drawn for each sample.
+        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
+            Configuration of the model whose first layers encode, of any width and family; the decoder's if not given.
+            It is cut to `encoder_layers`.
+        encoder_layers (`int`, defaults to 8):
+            First layers of that model that encode, followed by its final norm (section 3.1 and Figure 5).
+        encoder_lora (`dict` or `None`, defaults to rank 128, alpha 32, dropout 0.05 on all linear maps):
+            The authors' code.
+        training_stage (`str`, defaults to `"autoencoding"`):
+            `"autoencoding"` (section 3.3): the encoder's adapter and the method's parts train, the decoder is frozen.
+            `"keft"` (section 3.4, knowledge extraction fine-tuning): the decoder's query, key and value maps train,
+            whole, and all else is frozen. It is part of the checkpoint.
+        appended_tokens (`int`):
+            Learned tokens behind the context, as many as the longest context needs at the lowest ratio.
+        memory_start (`str`, defaults to `"embedding_statistics"`):
+            Start values of these tokens: normal with mean and deviation of the embedding matrix, or
+            `"standard_normal"`.
+        kwargs: fields of [`CompressorConfig`].
+    """
+
+    def __init__(
+        self,
+        compression_ratios: int | list[int] | tuple[int, ...] = (4, 8),
+        encoder_layers: int = 8,
+        encoder_lora: dict[str, Any] | str | None = "default",
+        training_stage: str = AUTOENCODING,
+        appended_tokens: int = 0,
+        memory_start: str = "embedding_statistics",
+        **kwargs: Any,
+    ):
+        self.training_stage = one_of("training_stage", training_stage, TRAINING_STAGES)
+        self.appended_tokens = int_between("appended_tokens", appended_tokens, 0)
+        self.memory_start = one_of("memory_start", memory_start, MEMORY_STARTS)
+        if encoder_lora == "default":
+            encoder_lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
+        super().__init__(compression_ratios=compression_ratios, encoder_lora=encoder_lora, **kwargs)
+        encoder = self.get_encoder_config()
+        self.encoder_layers = int_between("encoder_layers", encoder_layers, 1, encoder.num_hidden_layers)
+        self.encoder_config = first_layers(encoder, self.encoder_layers)
+
+    @property
+    def num_memory_tokens(self) -> int:
+        """Learned tokens behind the context."""
+        return self.appended_tokens
+
+
+def first_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    """A copy of a language model's configuration with its first `num_layers` layers."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = num_layers
+    # Some families have layers of several kinds, named one by one.
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:num_layers]
+    return config
+
+
+def int_between(field: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return `value` if it is an int within limits, else raise a `ValueError` that names the field."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"`{field}` must be an int {limits}, got {value!r}")
+    return value

@@ -1,0 +1,490 @@
+"""GMSA and TCP-AE alone: the paper's equations beside naive twins, the two stages, two models, and worked numbers."""
+
+import copy
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from context_compressors.configuration.configuration_gmsa import GMSAConfig
+from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
+from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM, GMSAModel
+from context_compressors.modeling.modeling_tcp_autoencoder import TCPAutoencoderForCausalLM, TCPAutoencoderModel
+from context_compressors.modeling.pooling import mean_pool
+
+# transformers has no sdpa for Gemma 2.
+BASES = ["llama-sdpa", "llama-eager", "qwen2-sdpa", "qwen3-sdpa", "mistral-sdpa", "gemma2-eager"]
+on_every_base = pytest.mark.parametrize("base", BASES)
+both = pytest.mark.parametrize("method", ["gmsa", "tcp_autoencoder"])
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+TEXT = torch.tensor([[1, 9, 40, 7]])
+
+
+@pytest.fixture
+def case_on(method_cases):
+    def make(method, base):
+        architecture, attention = base.split("-")
+        return method_cases[method].on(architecture=architecture, attention=attention)
+
+    return make
+
+
+def ids_of(length, seed=0, most=128):
+    return torch.randint(5, most, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def plain_backbone(backbone):
+    """The same language model without this project's adapters, as `transformers` has it."""
+    plain = AutoModel.from_config(backbone.config, attn_implementation=backbone.config._attn_implementation)
+    weights = {name.replace(".base_layer", ""): tensor for name, tensor in backbone.state_dict().items()}
+    plain.load_state_dict({name: tensor for name, tensor in weights.items() if "lora_" not in name})
+    return plain.eval()
+
+
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+# --- equations 2 and 3 ---
+
+
+def naive_soft_tokens(decoder, final_norm, hidden_states, ratio):
+    """Groups one by one, then the first block of a whole decoder, of which nothing else is looked at."""
+    groups = [hidden_states[start : start + ratio] for start in range(0, len(hidden_states), ratio)]
+    merged = torch.stack([sum(group) / len(group) for group in groups])
+    aligned = decoder(inputs_embeds=merged[None], output_hidden_states=True).hidden_states[1][0]
+    if final_norm is None:
+        return aligned
+    scale = aligned.float().pow(2).mean(dim=-1, keepdim=True).add(1e-6).rsqrt()
+    return aligned * scale * final_norm
+
+
+@on_every_base
+@pytest.mark.parametrize("has_norm", [True, False], ids=["final_norm", "no_final_norm"])
+def test_soft_tokens_equal_a_naive_twins_values_and_gradients(base, has_norm, case_on):
+    model = case_on("gmsa", base).build(encoder_lora=None, lsa_final_norm=has_norm).train()
+    own = model.model.layer_semantic_alignment.blocks
+    decoder = plain_backbone(model.model.language_model)
+    decoder.layers[0].load_state_dict(own.layers[0].state_dict())
+    norm = model.model.language_model.norm.weight
+    final_norm = (1 + norm if base.startswith("gemma2") else norm) if has_norm else None
+    context = ids_of(11)
+    # Equation 2 from the encoder's own table, block and norm, without their model around them.
+    encoder = plain_backbone(model.model.encoder_model)
+    assert len(encoder.layers) == 1
+    hidden_states = encoder(context).last_hidden_state[0]
+    for ratio in (2, 3, 8):
+        expected = naive_soft_tokens(decoder, final_norm, hidden_states.detach(), ratio)
+        found = model.compress(context, ratio=ratio).embeddings[0]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+        names, parameters = zip(*own.named_parameters(), strict=True)
+        mine = torch.autograd.grad((found * weights).sum(), parameters)
+        theirs = torch.autograd.grad((expected * weights).sum(), [decoder.get_parameter(name) for name in names])
+        for name, one, other in zip(names, mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3, msg=name)
+
+
+@on_every_base
+def test_the_encoder_is_the_first_layers_of_its_base_and_the_final_norm(base, case_on, tiny_base_config, tmp_path):
+    architecture, attention = base.split("-")
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(tiny_base_config(architecture, num_hidden_layers=3)).eval()
+    whole.save_pretrained(tmp_path)
+    model = GMSAForCausalLM.from_base(
+        tmp_path,
+        encoder_layers=2,
+        lsa_layers=0,
+        encoder_lora={"rank": 2},
+        compression_ratios=3,
+        attn_implementation=attention,
+    )
+    assert len(model.model.encoder_model.layers) == 2
+    assert len(model.model.language_model.layers) == 3
+    context = ids_of(10)
+    states = whole.model(context, output_hidden_states=True, attention_mask=torch.ones_like(context)).hidden_states[2]
+    expected, _ = mean_pool(whole.model.norm(states), torch.ones_like(context), 3)
+    torch.testing.assert_close(model.compress(context).embeddings, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "ratio", "groups", "last"), [(3253, 4, 814, 1), (3253, 8, 407, 5), (10, 4, 3, 2)])
+def test_the_last_group_is_merged_by_its_own_length(length, ratio, groups, last):
+    states = torch.arange(length, dtype=torch.float64)[None, :, None]
+    merged, mask = mean_pool(states, torch.ones(1, length, dtype=torch.long), ratio)
+    assert mask.sum() == groups
+    assert merged[0, -1, 0] == sum(range(length - last, length)) / last
+
+
+@on_every_base
+def test_alignment_starts_as_the_decoders_first_blocks(base, tiny_base_config, tmp_path):
+    architecture, attention = base.split("-")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_base_config(architecture, num_hidden_layers=3)).save_pretrained(tmp_path)
+    fields = {"encoder_layers": 1, "lsa_layers": 2, "attn_implementation": attention}
+    config = GMSAConfig(decoder_config=tiny_base_config(architecture), encoder_layers=1, lsa_layers=2)
+    for model in (GMSAForCausalLM.from_base(tmp_path, **fields), GMSAForCausalLM(config)):
+        own, decoder = model.model.layer_semantic_alignment.blocks, model.model.language_model
+        assert len(own.layers) == 2
+        for name, parameter in own.named_parameters():
+            assert parameter.equal(decoder.get_parameter(name)), name
+            assert parameter.data_ptr() != decoder.get_parameter(name).data_ptr(), name
+        assert all(buffer.isfinite().all() for buffer in own.buffers())
+
+
+@pytest.mark.parametrize("lsa_layers", [0, 1, 2, 3, 4, 5])
+def test_alignment_of_every_depth_of_figure_6(lsa_layers, method_cases):
+    config = {"decoder_config": {"num_hidden_layers": 5}, "lsa_layers": lsa_layers}
+    model = method_cases["gmsa"].build(**config)
+    names = {name for name in trainable(model) if "layer_semantic_alignment" in name}
+    assert {name.split(".layers.")[1].split(".")[0] for name in names} == {str(i) for i in range(lsa_layers)}
+    assert model.compress(ids_of(12)).embeddings.isfinite().all()
+
+
+# --- the baseline ---
+
+
+def test_tcp_slots_equal_a_naive_twins_values_and_gradients(method_cases):
+    model = method_cases["tcp_autoencoder"].build(encoder_lora=None).train()
+    backbone = model.model
+    encoder = plain_backbone(backbone.encoder_model)
+    context, mlp = ids_of(9), copy.deepcopy(backbone.slot_mlp)
+    tokens = backbone.memory_embeddings.detach().clone().requires_grad_()
+    for ratio, count in ((2, 5), (3, 3), (8, 2)):
+        row = torch.cat([encoder.embed_tokens(context), tokens[None, :count]], dim=1)
+        states = encoder(inputs_embeds=row).last_hidden_state[0, 9:]
+        hidden = functional.gelu(states @ mlp[0].weight.T + mlp[0].bias)
+        expected = hidden @ mlp[2].weight.T + mlp[2].bias
+        found = model.compress(context, ratio=ratio).embeddings[0]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+        mine = torch.autograd.grad(
+            (found * weights).sum(), [backbone.memory_embeddings, *backbone.slot_mlp.parameters()]
+        )
+        theirs = torch.autograd.grad((expected * weights).sum(), [tokens, *mlp.parameters()])
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+def test_appended_tokens_take_the_groups_place(method_cases):
+    merging, appending = (method_cases["gmsa"].build(**fields) for fields in ({}, {"appended_tokens": 8}))
+    assert not [name for name, _ in merging.named_parameters() if "memory_embeddings" in name]
+    assert "model.memory_embeddings" in trainable(appending)
+    memory = appending.compress(ids_of(13), ratio=2)
+    assert memory.num_slots.tolist() == [7]
+    with pytest.raises(ValueError, match="needs 9 memory tokens, the checkpoint has 8"):
+        appending.compress(ids_of(17), ratio=2)
+
+
+# --- the two stages ---
+
+
+@both
+@on_every_base
+def test_first_stage_trains_adapter_and_alignment(base, method, case_on):
+    model = case_on(method, base).build()
+    names = trainable(model)
+    parts = {"layer_semantic_alignment"} if method == "gmsa" else {"slot_mlp", "memory_embeddings"}
+    own = {name for name, _ in model.named_parameters() if name.split(".")[1] in parts}
+    adapter = {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert names == own | adapter
+    assert adapter
+    assert all(name.startswith("model.encoder_model.layers.0.") for name in adapter)
+
+
+@both
+@on_every_base
+def test_second_stage_trains_query_key_and_value_maps_of_every_decoder_layer(base, method, case_on):
+    model = case_on(method, base).build(training_stage="keft")
+    kinds = ["weight", "bias"] if base.startswith("qwen2") else ["weight"]
+    assert trainable(model) == {
+        f"model.language_model.layers.{layer}.self_attn.{part}_proj.{kind}"
+        for layer in range(2)
+        for part in "qkv"
+        for kind in kinds
+    }
+
+
+@both
+def test_second_stage_trains_a_fused_map(method, method_cases):
+    base = Phi3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    case = method_cases[method]
+    config = case.method.config_class(decoder_config=base, **{**case.fields, "training_stage": "keft"})
+    model = case.method.causal_lm_class(config)
+    assert trainable(model) == {f"model.language_model.layers.{i}.self_attn.qkv_proj.weight" for i in range(3)}
+    assert model(TEXT, context_input_ids=ids_of(9)).logits.isfinite().all()
+
+
+def test_second_stage_trains_maps_that_have_an_adapter(method_cases):
+    model = method_cases["gmsa"].build(training_stage="keft", decoder_lora={"rank": 2})
+    prefix = "model.language_model.layers"
+    expected = {f"{prefix}.{i}.self_attn.{part}_proj.base_layer.weight" for i in range(2) for part in "qkv"}
+    assert trainable(model) == expected
+
+
+def test_second_stage_needs_maps_of_known_names():
+    base = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4)
+    fields = {"decoder_config": base, "encoder_layers": 1, "encoder_lora": None, "training_stage": "keft"}
+    with pytest.raises(ValueError, match=r"'gpt2' has none of the known names.*trainable_parameters"):
+        TCPAutoencoderModel(TCPAutoencoderConfig(**fields))
+    model = TCPAutoencoderModel(TCPAutoencoderConfig(**fields, trainable_parameters=[r"language_model.*c_attn"]))
+    assert len(trainable(model)) == 4
+    with pytest.raises(ValueError, match=r"'gpt2' has no \['embed_tokens', 'layers', 'norm'\]"):
+        GMSAModel(GMSAConfig(decoder_config=base, encoder_layers=1, encoder_lora=None))
+
+
+@both
+def test_the_stage_is_part_of_the_checkpoint(method, method_cases, tmp_path):
+    case = method_cases[method]
+    model = case.build(training_stage="keft")
+    model.save_pretrained(tmp_path)
+    loaded = case.method.causal_lm_class.from_pretrained(tmp_path)
+    assert loaded.config.training_stage == "keft"
+    assert trainable(loaded) == trainable(model)
+    inputs = {"input_ids": TEXT, "context_input_ids": ids_of(9)}
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+@on_every_base
+def test_second_stage_in_bfloat16_computes_in_the_bases_type(base, case_on, tmp_path):
+    case = case_on("gmsa", base)
+    exact = case.build(training_stage="keft")
+    exact.save_pretrained(tmp_path)
+    model = GMSAForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation=case.attention)
+    for name, parameter in model.named_parameters():
+        # Adapters are held in float32 always.
+        is_float32 = parameter.requires_grad or "lora_" in name
+        assert parameter.dtype == (torch.float32 if is_float32 else torch.bfloat16), name
+    inputs = {"input_ids": TEXT, "context_input_ids": ids_of(11)}
+    logits, expected = model(**inputs).logits, exact(**inputs).logits
+    assert logits.dtype == torch.bfloat16
+    assert (logits - expected).norm() < 0.3 * expected.norm()
+    # The same as with weights of one type throughout.
+    plain = copy.deepcopy(model)
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    torch.testing.assert_close(logits, plain(**inputs).logits, atol=0.15, rtol=0.1)
+    assert model.generate(**inputs, **GREEDY).shape == (1, 9)
+    model.train()
+    labels = TEXT.clone()
+    model(**inputs, labels=labels).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert set(gradients) == trainable(model)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    exact.train()(**inputs, labels=labels).loss.backward()
+    found, wanted = (torch.cat([m.get_parameter(n).grad.flatten() for n in gradients]) for m in (model, exact))
+    assert functional.cosine_similarity(found, wanted, dim=0) > 0.8
+
+
+def test_a_first_stage_checkpoint_starts_the_second(method_cases, tmp_path):
+    from context_compressors.training.stages import changed_config, check_resumed
+
+    first = method_cases["gmsa"].build()
+    first.save_pretrained(tmp_path)
+    config = GMSAConfig.from_pretrained(tmp_path)
+    second = GMSAForCausalLM.from_pretrained(tmp_path, config=changed_config(config, {"training_stage": "keft"}))
+    assert config.training_stage == "autoencoding"
+    assert second.config.training_stage == "keft"
+    assert {name.rsplit(".", 2)[-2] for name in trainable(second)} == {"q_proj", "k_proj", "v_proj"}
+    inputs = {"input_ids": TEXT, "context_input_ids": ids_of(9)}
+    assert second(**inputs).logits.equal(first(**inputs).logits)
+    check_resumed(first, str(tmp_path))
+    with pytest.raises(ValueError, match=r"training_stage 'autoencoding', this recipe says 'keft'"):
+        check_resumed(second, str(tmp_path))
+    with pytest.raises(ValueError, match=r"'trainingstage'; did you mean 'training_stage'"):
+        changed_config(config, {"trainingstage": "keft"})
+    with pytest.raises(ValueError, match=r"`training_stage` must be one of"):
+        changed_config(config, {"training_stage": "third"})
+
+
+# --- two models ---
+
+
+def word_tokenizer(words, folder):
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.save_pretrained(folder)
+    return fast
+
+
+@pytest.fixture
+def two_models(tiny_base_config, tmp_path):
+    """`two_models(architecture)`: folders of a decoder, and of an encoder of another family, width and vocabulary."""
+    words = [f"w{index}" for index in range(124)]
+    decoder, encoder = tmp_path / "decoder", tmp_path / "encoder"
+
+    def make(architecture):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(tiny_base_config("llama")).save_pretrained(decoder)
+        wide = tiny_base_config(architecture, hidden_size=48, vocab_size=160, num_hidden_layers=3)
+        AutoModelForCausalLM.from_config(wide).save_pretrained(encoder)
+        word_tokenizer(words, decoder)
+        word_tokenizer([*reversed(words), *(f"more{index}" for index in range(32))], encoder)
+        return decoder, encoder
+
+    return make
+
+
+@both
+@torch.no_grad()
+def test_encoder_and_decoder_of_two_families(method, method_cases, two_models, tmp_path):
+    case, (decoder, encoder) = method_cases[method], two_models("qwen2")
+    fields = {**case.fields, "encoder_layers": 2}
+    model = case.method.causal_lm_class.from_base(decoder, encoder=encoder, **fields)
+    assert model.config.encoder_config.model_type == "qwen2"
+    assert model.config.encoder_config.layer_types == ["full_attention", "sliding_attention"]
+    source = AutoModelForCausalLM.from_pretrained(encoder).model
+    backbone = plain_backbone(model.model.encoder_model)
+    for name, parameter in backbone.named_parameters():
+        assert parameter.equal(source.get_parameter(name)), name
+    # Contexts are in the encoder's tokens, texts in the decoder's.
+    context = ids_of(12, most=160)
+    assert context.max() >= 128
+    memory = model.compress(context, ratio=3)
+    assert memory.embeddings.shape == (1, 4, 32)
+    with pytest.raises(ValueError, match=r"161.*160 tokens"):
+        model.compress(torch.tensor([[161]]))
+    with pytest.raises(ValueError, match=r"130.*128 tokens"):
+        model(torch.tensor([[130]]))
+    model.save_pretrained(tmp_path / "saved")
+    loaded = case.method.causal_lm_class.from_pretrained(tmp_path / "saved")
+    assert loaded(TEXT, context_input_ids=context).logits.equal(model(TEXT, context_input_ids=context).logits)
+    assert loaded.config.encoder_name_or_path == "encoder"
+    for path in (tmp_path / "saved").rglob("*"):
+        if path.is_file() and path.suffix != ".safetensors":
+            assert str(tmp_path) not in path.read_text(encoding="utf-8"), path.name
+
+
+def test_the_encoders_tokenizer_is_part_of_the_checkpoint(two_models, tmp_path):
+    # transformers would make a Qwen2 tokenizer of any that stands beside a Qwen2.
+    decoder, encoder = two_models("mistral")
+    model = GMSAForCausalLM.from_base(decoder, encoder=encoder, encoder_layers=1)
+    assert model.config.encoder_tokenizer == "encoder_tokenizer"
+    context = model.encoder_tokenizer("w3 more1 w5", return_tensors="pt")
+    assert context.input_ids.max() > 127
+    model.save_pretrained(tmp_path / "saved")
+    loaded = GMSAForCausalLM.from_pretrained(tmp_path / "saved")
+    assert loaded.encoder_tokenizer("w3 more1 w5").input_ids == context.input_ids[0].tolist()
+    loaded.save_pretrained(tmp_path / "again")
+    again = GMSAForCausalLM.from_pretrained(tmp_path / "again")
+    assert again.encoder_tokenizer("w3 more1 w5").input_ids == context.input_ids[0].tolist()
+    same = GMSAForCausalLM.from_base(decoder, encoder=decoder, encoder_layers=1)
+    assert same.encoder_tokenizer is None
+    assert same.config.encoder_tokenizer is None
+    for path in (tmp_path / "saved" / "encoder_tokenizer").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match="no tokenizer in 'encoder_tokenizer'"):
+        GMSAForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+# --- sizes ---
+
+LLAMA_2_7B = LlamaConfig(
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
+)
+QWEN2_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "weights", "with_biases"),
+    [(LLAMA_2_7B, 1_610_612_736, 1_610_612_736), (QWEN2_7B, 462_422_016, 462_551_040)],
+    ids=["llama2_7b", "qwen2_7b"],
+)
+def test_parameters_of_the_second_stage(base, weights, with_biases):
+    with torch.device("meta"):
+        model = GMSAModel(GMSAConfig(decoder_config=base, training_stage="keft"))
+    counts = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(count for name, count in counts.items() if name.endswith("weight")) == weights
+    assert sum(counts.values()) == with_biases
+    # Eight layers are held for the encoder, and no more.
+    assert len(model.encoder_model.layers) == 8
+
+
+def test_parameters_of_the_first_stage():
+    with torch.device("meta"):
+        model = GMSAModel(GMSAConfig(decoder_config=LLAMA_2_7B))
+    own = sum(p.numel() for p in model.layer_semantic_alignment.parameters())
+    # The final norm is the decoder's own.
+    assert own == 202_383_360
+    adapter = 8 * 128 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == own + adapter
+
+
+# --- configurations ---
+
+
+@pytest.mark.parametrize("config_class", [GMSAConfig, TCPAutoencoderConfig])
+def test_the_papers_settings_are_the_defaults(config_class):
+    config = config_class()
+    assert config.compression_ratios == (4, 8)
+    assert (config.encoder_layers, config.encoder_config.num_hidden_layers) == (8, 8)
+    lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
+    assert config.encoder_lora == lora
+    assert config.decoder_lora is None
+    assert config.training_stage == "autoencoding"
+    assert config.task_token_ids == {}
+    assert config.appended_tokens == (0 if config_class is GMSAConfig else 128)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("encoder_layers", 0, "from 1 to 32"),
+        ("encoder_layers", 33, "from 1 to 32"),
+        ("encoder_layers", 8.0, "from 1 to 32"),
+        ("lsa_layers", 33, "from 0 to 32"),
+        ("lsa_layers", -1, "from 0 to 32"),
+        ("lsa_layers", True, "from 0 to 32"),
+        ("lsa_final_norm", 1, "True or False"),
+        ("appended_tokens", -1, "at least 0"),
+        ("training_stage", "second", "'autoencoding', 'keft'"),
+        ("memory_start", "zeros", "'embedding_statistics', 'standard_normal'"),
+    ],
+)
+def test_wrong_values_are_named(field, value, allowed):
+    with pytest.raises(ValueError, match=f"`{field}`") as error:
+        GMSAConfig(**{field: value})
+    assert allowed in str(error.value)
+    assert repr(value) in str(error.value)
+
+
+def test_the_baseline_needs_tokens():
+    with pytest.raises(ValueError, match=r"`appended_tokens`.*at least 1.*0"):
+        TCPAutoencoderConfig(appended_tokens=0)
+
+
+def test_layers_of_several_kinds_are_cut_with_their_number(tiny_base_config, tmp_path):
+    decoder = tiny_base_config("gemma2", num_hidden_layers=4)
+    config = GMSAConfig(decoder_config=decoder, encoder_layers=3)
+    assert config.encoder_config.layer_types == decoder.layer_types[:3]
+    assert len(config.decoder_config.layer_types) == 4
+    config.save_pretrained(tmp_path)
+    assert GMSAConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+    assert TCPAutoencoderForCausalLM.config_class is TCPAutoencoderConfig
