@@ -1,0 +1,252 @@
+"""The pipeline "context-compression-qa": the same answers as `compress` and `generate`, however they are asked for."""
+
+import copy
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from transformers import pipeline
+
+from context_compressors import (
+    CompressedContext,
+    ContextCompressionQAPipeline,
+    DeCALConfig,
+    DeCALForConditionalGeneration,
+    DeCALModel,
+    add_task_tokens,
+)
+from context_compressors.modeling.prompting import QUESTION_PROMPT, TASK_TOKEN_QUESTION_PROMPT
+from context_compressors.training.prompts import load_prompts
+
+DOCUMENTS = ["Nora keeps eleven bees.", "Olaf owns the mill. {x}", "No."]
+QUESTIONS = ["Who?", "What does Nora keep [LM]?"]
+LENGTH = {"max_new_tokens": 6, "min_new_tokens": 6}
+
+
+@pytest.fixture
+def pipe(method_case, tiny_tokenizer):
+    """The pipeline of a method, whose tokenizer knows its task tokens."""
+    ids = method_case.model.config.task_token_ids
+    assert add_task_tokens(tiny_tokenizer, tuple(ids)) == ids
+    return ContextCompressionQAPipeline(model=method_case.model, tokenizer=tiny_tokenizer, device="cpu", **LENGTH)
+
+
+@pytest.fixture(scope="module")
+def encoder_decoder():
+    """A DeCAL, which is no causal language model and has no part in the matrix."""
+    torch.manual_seed(0)
+    fields = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    special = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    model = DeCALForConditionalGeneration(DeCALConfig(decoder_config={**fields, **special}, compression_ratios=(2, 3)))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def characters(tokenizer, text):
+    """Ids of a text, letter by letter: no special token comes out of it."""
+    return [tokenizer.convert_tokens_to_ids(letter) for letter in text]
+
+
+def answer_by_hand(pipe, question, *documents, prompt=None, prefix="", ratio=None):
+    """One document and one question at a time, without any part of the pipeline."""
+    model, tokenizer = pipe.model, pipe.tokenizer
+    task = model.config.task_token_ids.get("[LM]")
+    if prompt is None:
+        prompt = "\nQuestion: {question}\nAnswer:" if task is None else "### Question: {question}\n### Answer:"
+    contexts = [
+        torch.tensor([[tokenizer.bos_token_id, *characters(tokenizer, prefix + document)]]) for document in documents
+    ]
+    memory = CompressedContext.concatenate([model.compress(context, ratio=ratio) for context in contexts])
+    start = tokenizer.bos_token_id if task is None else task
+    before, after = prompt.split("{question}")
+    text = torch.tensor([[start, *characters(tokenizer, before + question + after)]])
+    output = model.generate(text, memory=memory, do_sample=False, **LENGTH)
+    return {"answer": tokenizer.decode(output[0, text.shape[1] :], skip_special_tokens=True).strip()}
+
+
+def test_a_question_is_answered_as_by_hand(pipe):
+    answer = pipe(QUESTIONS[0], context=DOCUMENTS[1])
+    assert answer == answer_by_hand(pipe, QUESTIONS[0], DOCUMENTS[1])
+    assert answer["answer"]
+    assert pipe(QUESTIONS[0], context=DOCUMENTS[1], ratio=3) == answer_by_hand(
+        pipe, QUESTIONS[0], DOCUMENTS[1], ratio=3
+    )
+
+
+def test_an_encoder_decoder_is_asked_the_same_way(encoder_decoder, tiny_tokenizer, tmp_path):
+    pipe = encoder_decoder.question_answering(tiny_tokenizer, **LENGTH)
+    expected = [[answer_by_hand(pipe, question, document) for question in QUESTIONS] for document in DOCUMENTS]
+    assert pipe(QUESTIONS, context=DOCUMENTS, batch_size=4) == expected
+    together = answer_by_hand(pipe, QUESTIONS[0], *DOCUMENTS)
+    assert pipe(QUESTIONS[0], memory=pipe.compress(DOCUMENTS), join=True) == together
+    with pytest.raises(ValueError, match="by cross-attention, which servers do not offer"):
+        pipe.compress(DOCUMENTS[:1]).to_prompt_embeds(tiny_tokenizer, "Who?", encoder_decoder)
+
+
+def test_a_backbone_alone_cannot_be_asked(method_case, encoder_decoder, tiny_tokenizer):
+    for backbone in (method_case.model.model, DeCALModel(encoder_decoder.config)):
+        with pytest.raises(ValueError, match="Model writes no text: load the checkpoint with its LM head"):
+            backbone.question_answering(tiny_tokenizer)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_many_questions_about_many_documents(pipe, batch_size):
+    expected = [[answer_by_hand(pipe, question, document) for question in QUESTIONS] for document in DOCUMENTS]
+    assert len({answer["answer"] for answers in expected for answer in answers}) > 1
+    assert pipe(QUESTIONS, context=DOCUMENTS, batch_size=batch_size) == expected
+    assert pipe(QUESTIONS, context=DOCUMENTS[0], batch_size=batch_size) == expected[0]
+    assert pipe(question=QUESTIONS[1], context=DOCUMENTS, batch_size=batch_size) == [row[1] for row in expected]
+    # What comes in a list goes out in one.
+    assert pipe(QUESTIONS[:1], context=DOCUMENTS[:1]) == [[expected[0][0]]]
+
+
+def test_memories_are_read_in_place_of_documents(pipe, tmp_path):
+    expected = pipe(QUESTIONS, context=DOCUMENTS)
+    memory = pipe.compress(DOCUMENTS)
+    assert pipe(QUESTIONS, memory=memory) == expected
+    paths = [tmp_path / f"{row}.safetensors" for row in range(len(DOCUMENTS))]
+    for row, path in enumerate(paths):
+        memory.rows(row).save(path)
+    assert pipe(QUESTIONS, memory=paths) == expected
+    assert pipe(QUESTIONS, memory=str(paths[1])) == expected[1]
+    assert pipe(QUESTIONS[0], memory=[memory.rows(0), str(paths[1])]) == [row[0] for row in expected[:2]]
+
+
+def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
+    together = answer_by_hand(pipe, QUESTIONS[0], *DOCUMENTS)
+    assert pipe(QUESTIONS[0], context=DOCUMENTS, join=True) == together
+    assert pipe(QUESTIONS[0], memory=pipe.compress(DOCUMENTS), join=True, batch_size=1) == together
+    assert pipe(QUESTIONS[0], context=DOCUMENTS[:1], join=True) == answer_by_hand(pipe, QUESTIONS[0], DOCUMENTS[0])
+
+
+def test_the_checkpoints_own_prompt_and_heading_are_taken(method_case, tiny_tokenizer):
+    own = {"prompts": {"question_answering": "Q {question} A"}, "context_prefix": "# Text\n"}
+    model = method_case.build(**own)
+    add_task_tokens(tiny_tokenizer, tuple(model.config.task_token_ids))
+    pipe = model.question_answering(tiny_tokenizer, **LENGTH)
+    asked = {"prompt": "Q {question} A", "prefix": "# Text\n"}
+    assert pipe(QUESTIONS[1], context=DOCUMENTS[0]) == answer_by_hand(pipe, QUESTIONS[1], DOCUMENTS[0], **asked)
+    asked["prompt"] = "{question}!"
+    found = pipe(QUESTIONS[1], context=DOCUMENTS[0], prompt="{question}!")
+    assert found == answer_by_hand(pipe, QUESTIONS[1], DOCUMENTS[0], **asked)
+
+
+def test_documents_are_cut_only_when_that_is_asked_for(pipe):
+    whole, cut = pipe.compress(DOCUMENTS), pipe.compress(DOCUMENTS, max_tokens=5)
+    assert whole.num_context_tokens.tolist() == [len(document) + 1 for document in DOCUMENTS]
+    assert cut.num_context_tokens.tolist() == [5, 5, 4]
+    assert [int(memory.num_slots[2]) for memory in pipe.compress(DOCUMENTS, ratio=[2, 8])] == [2, 1]
+
+
+def test_generation_settings_pass_through(pipe, tmp_path):
+    beams = pipe(QUESTIONS, context=DOCUMENTS[0], num_beams=2)
+    assert len(beams) == 2
+    shorter = pipe(QUESTIONS[0], context=DOCUMENTS[0], max_new_tokens=2, min_new_tokens=2)["answer"]
+    assert pipe(QUESTIONS[0], context=DOCUMENTS[0])["answer"].startswith(shorter)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either `context` or `memory`"),
+        ({"context": "a", "memory": "b"}, "either `context` or `memory`"),
+        ({"context": []}, "`context` is an empty list"),
+        ({"memory": []}, "`memory` is an empty list"),
+        ({"context": "a", "prompt": "Q:"}, r"`prompt` must hold \{question\} exactly once, got 'Q:'"),
+        ({"context": "a", "ratio": 7}, "not trained for the ratio 7"),
+        ({"context": "a", "num_return_sequences": 2}, "`num_return_sequences` must be 1"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(pipe, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pipe("Who?", **arguments)
+    with pytest.raises(ValueError, match="`question` is an empty list"):
+        pipe([], context="a")
+
+
+def test_a_memory_is_not_compressed_again_and_belongs_to_its_model(pipe):
+    memory = pipe.compress(DOCUMENTS[:1])
+    with pytest.raises(ValueError, match="a memory has its ratio already"):
+        pipe("Who?", memory=memory, ratio=2)
+    memory.model_id = "other:0"
+    with pytest.raises(ValueError, match="other:0"):
+        pipe("Who?", memory=memory)
+
+
+def test_prompts_without_a_configuration_are_the_packaged_ones():
+    assert load_prompts(None)["question_answering"][0] == QUESTION_PROMPT
+    assert load_prompts("memory_tokens")["question_answering"][0] == TASK_TOKEN_QUESTION_PROMPT
+
+
+def test_transformers_makes_the_pipeline_of_a_loaded_model(pipe):
+    again = pipeline("context-compression-qa", model=pipe.model, tokenizer=pipe.tokenizer, device="cpu", **LENGTH)
+    assert type(again) is ContextCompressionQAPipeline
+    assert again(QUESTIONS, context=DOCUMENTS) == pipe(QUESTIONS, context=DOCUMENTS)
+
+
+SCRIPT = """
+import json, sys
+from transformers import pipeline
+
+try:
+    import context_compressors
+    sys.exit("this package can be imported: the environment is not clean")
+except ImportError:
+    pass
+job = json.load(open(sys.argv[1]))
+for source, target, result in job["folders"]:
+    pipe = pipeline("context-compression-qa", model=source, trust_remote_code=True, device="cpu", **job["length"])
+    for thing in (pipe, pipe.model):
+        assert type(thing).__module__.startswith("transformers_modules."), type(thing)
+    pipe.compress(job["documents"]).rows(0).save(result + ".memory")
+    answers = [
+        pipe(job["questions"], context=job["documents"]),
+        pipe(job["questions"], context=job["documents"], join=True),
+        pipe(job["questions"], memory=result + ".memory"),
+    ]
+    json.dump(answers, open(result, "w"))
+    pipe.save_pretrained(target)
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_is_asked_without_this_package_saved_and_asked_again(
+    method_cases, encoder_decoder, tiny_tokenizer, clean_python, tmp_path
+):
+    """All methods in one process of their own, and what that process saves in another."""
+    models = {name: case.build() for name, case in method_cases.items()} | {"decal": encoder_decoder}
+    expected = {}
+    for name, model in models.items():
+        model.config.prompts = {"question_answering": "Q {question} A"}
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        add_task_tokens(tokenizer, tuple(model.config.task_token_ids))
+        pipe = model.question_answering(tokenizer, **LENGTH)
+        pipe.save_pretrained(tmp_path / "0" / name)
+        whole = pipe(QUESTIONS, context=DOCUMENTS)
+        expected[name] = [whole, pipe(QUESTIONS, context=DOCUMENTS, join=True), whole[0]]
+    for number in range(2):
+        folders = [
+            [
+                str(tmp_path / str(number) / name),
+                str(tmp_path / str(number + 1) / name),
+                str(tmp_path / f"{name}.json"),
+            ]
+            for name in models
+        ]
+        job = {"folders": folders, "documents": DOCUMENTS, "questions": QUESTIONS, "length": LENGTH}
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        environment = {
+            "HF_HOME": str(tmp_path / f"home-{number}"),
+            "HF_HUB_OFFLINE": "1",
+            "PATH": os.environ.get("PATH", ""),
+            # Another number of threads adds in another order.
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        }
+        command = [clean_python, "-I", "-c", SCRIPT, tmp_path / "job.json"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        for name in models:
+            assert json.loads((tmp_path / f"{name}.json").read_text()) == expected[name], name

@@ -1,0 +1,170 @@
+"""Prompts of embeddings: what a server of the plain decoder writes behind them is what the compressor writes."""
+
+import base64
+import io
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from context_compressors import CompressedContext, add_task_tokens
+from context_compressors.modeling.prompting import message_ids
+
+QUESTION = "Who?"
+GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}assistant:"
+
+
+def with_task_tokens(tokenizer, config):
+    add_task_tokens(tokenizer, tuple(config.task_token_ids))
+    return tokenizer
+
+
+def new_tokens(model, memory, ids):
+    text = torch.tensor([ids])
+    return model.generate(text, memory=memory, **GREEDY)[0, len(ids) :]
+
+
+def served_tokens(language_model, embeds):
+    return language_model.generate(inputs_embeds=embeds[None], attention_mask=torch.ones(1, len(embeds)), **GREEDY)[0]
+
+
+def reason_not_to_serve(case):
+    """What the refusal of a case says, by what the case is; `None` where it can be served."""
+    if case.method.name == "five_hundred_x":
+        return "keys and values of every layer"
+    if case.fields.get("position_layout") == "enhanced":
+        return "only contiguous positions can be served"
+    return None
+
+
+def test_the_plain_decoder_writes_what_the_compressor_writes(variant_case, tiny_tokenizer):
+    model = variant_case.model
+    tokenizer = with_task_tokens(tiny_tokenizer, model.config)
+    memory = model.compress(torch.arange(5, 27)[None])
+    reason = reason_not_to_serve(variant_case)
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
+            memory.to_prompt_embeds(tokenizer, QUESTION, model)
+        return
+    embeds = memory.to_prompt_embeds(tokenizer, QUESTION, model)
+    ids = message_ids(model.config, tokenizer, QUESTION)
+    assert embeds.shape == (int(memory.num_slots) + len(ids), model.config.hidden_size)
+    decoder = model.decoder_language_model()
+    assert type(decoder).__name__ == "LlamaForCausalLM"
+    assert served_tokens(decoder, embeds).equal(new_tokens(model, memory, ids))
+
+
+@pytest.mark.parametrize("name", ["icae", "comprexit", "gmsa"])
+def test_a_frozen_decoder_is_the_base_as_it_was(name, method_cases, tiny_base_config, tiny_tokenizer, tmp_path):
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(tiny_base_config())
+    base.save_pretrained(tmp_path)
+    case = method_cases[name]
+    model = case.method.causal_lm_class.from_base(tmp_path, **case.method.easy)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.15 * torch.randn_like(parameter)
+    tokenizer = with_task_tokens(tiny_tokenizer, model.config)
+    memory = model.compress(torch.arange(5, 27)[None])
+    embeds = memory.to_prompt_embeds(tokenizer, QUESTION, model)
+    untouched = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = new_tokens(model, memory, message_ids(model.config, tokenizer, QUESTION))
+    assert served_tokens(untouched, embeds).equal(expected)
+    other = model.compress(torch.arange(40, 62)[None]).to_prompt_embeds(tokenizer, QUESTION, model)
+    assert not served_tokens(untouched, other).equal(expected), "the memory makes no difference here"
+
+
+def test_every_base_that_does_not_scale_its_embeddings_is_served(backbone_case, tiny_tokenizer):
+    model = backbone_case.model
+    tokenizer = with_task_tokens(tiny_tokenizer, model.config)
+    memory = model.compress(torch.arange(5, 27)[None])
+    reason = reason_not_to_serve(backbone_case)
+    if reason is None and backbone_case.architecture == "gemma2":
+        reason = r"'gemma2' multiplies token embeddings by 5\.657"
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
+            memory.to_prompt_embeds(tokenizer, QUESTION, model)
+        return
+    embeds = memory.to_prompt_embeds(tokenizer, QUESTION, model)
+    expected = new_tokens(model, memory, message_ids(model.config, tokenizer, QUESTION))
+    assert served_tokens(model.decoder_language_model(), embeds).equal(expected)
+
+
+@pytest.fixture
+def model(method_cases):
+    return method_cases["mean_pooling"].model
+
+
+@pytest.fixture
+def memory(model):
+    return model.compress(torch.arange(5, 27)[None])
+
+
+def test_base64_is_the_tensor_as_torch_saves_it(model, memory, tiny_tokenizer):
+    embeds = memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
+    text = memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model, encoding="base64")
+    payload = base64.b64decode(text, validate=True)
+    decoded = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+    assert decoded.equal(embeds)
+    assert decoded.dim() == 2
+    assert len(payload) < embeds.nbytes + 4096
+    with pytest.raises(ValueError, match="encoding must be None or 'base64', got 'hex'"):
+        memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model, encoding="hex")
+
+
+def test_joined_and_reloaded_memories_are_served(model, memory, tiny_tokenizer, tmp_path):
+    memory.save(tmp_path / "memory.safetensors")
+    joined = CompressedContext.concatenate([CompressedContext.load(tmp_path / "memory.safetensors"), memory])
+    embeds = joined.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
+    expected = new_tokens(model, joined, message_ids(model.config, tiny_tokenizer, QUESTION))
+    assert served_tokens(model.decoder_language_model(), embeds).equal(expected)
+
+
+def test_one_message_is_a_question_and_more_need_a_chat_template(model, memory, tiny_tokenizer):
+    as_text = memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
+    one = [{"role": "user", "content": QUESTION}]
+    assert memory.to_prompt_embeds(tiny_tokenizer, one, model).equal(as_text)
+    chat = [{"role": "system", "content": "Be brief."}, *one]
+    with pytest.raises(ValueError, match="no chat template for 2 messages"):
+        memory.to_prompt_embeds(tiny_tokenizer, chat, model)
+    with pytest.raises(ValueError, match="`messages` is empty"):
+        memory.to_prompt_embeds(tiny_tokenizer, [], model)
+    tiny_tokenizer.chat_template = TEMPLATE
+    embeds = memory.to_prompt_embeds(tiny_tokenizer, chat, model)
+    rendered = tiny_tokenizer("system:Be brief.\nuser:Who?\nassistant:").input_ids
+    assert embeds.shape[0] == int(memory.num_slots) + len(rendered)
+    assert embeds[int(memory.num_slots) :].equal(model.get_input_embeddings()(torch.tensor(rendered)))
+
+
+def test_a_task_token_takes_the_place_of_bos_in_a_chat(method_cases, tiny_tokenizer):
+    config = method_cases["icae"].model.config
+    tokenizer = with_task_tokens(tiny_tokenizer, config)
+    tokenizer.chat_template = TEMPLATE
+    chat = [{"role": "system", "content": "[LM]"}, {"role": "user", "content": "x"}]
+    ids = message_ids(config, tokenizer, chat)
+    assert ids[0] == config.task_token_ids["[LM]"]
+    assert tokenizer.bos_token_id not in ids
+
+
+def test_what_cannot_be_served_is_refused(model, memory, tiny_tokenizer):
+    two = model.compress(torch.arange(5, 27).view(2, 11))
+    with pytest.raises(ValueError, match="this one has 2 rows: choose with `rows`"):
+        two.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
+    memory.model_id = "other:0"
+    with pytest.raises(ValueError, match="other:0"):
+        memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
+
+
+def test_the_plain_decoder_is_a_copy_that_saves_and_loads(model, tmp_path):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    decoder = model.decoder_language_model()
+    decoder.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.zero_()
+    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+    ids = torch.arange(5, 15)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,95 @@
+"""A trained checkpoint says what it was trained to read, and whoever asks it later takes that."""
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from context_compressors import EvaluationSettings, MeanPoolingForCausalLM
+from context_compressors.evaluation.task_text import default_prompts, text_ids
+from context_compressors.modeling.prompting import document_ids, question_ids
+from context_compressors.training.data import encode
+from context_compressors.training.prompts import TASKS, load_prompts
+from context_compressors.training.train import main
+
+PROMPTS = {
+    "question_answering": ["Q: {question}\nA:", "{question}"],
+    "summarisation": ["Sum:"],
+    "continuation": [""],
+    "reconstruction": ["Again:"],
+}
+
+
+@pytest.fixture
+def trained(base_folder, tmp_path):
+    """A compressor from a recipe with prompts of its own, and its tokenizer."""
+    (tmp_path / "prompts.yaml").write_text(yaml.safe_dump(PROMPTS))
+    recipe = {
+        "base": str(base_folder),
+        "method": "mean_pooling",
+        "sources": [{"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}],
+        "prompts": str(tmp_path / "prompts.yaml"),
+        "context_prefix": "# Text\n",
+        "max_context_tokens": 60,
+        "max_target_tokens": 64,
+        "per_device_train_batch_size": 2,
+        "max_steps": 1,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "output_dir": str(tmp_path / "out"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert not main([str(tmp_path / "recipe.yaml")])
+    return MeanPoolingForCausalLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+
+
+def test_prompts_of_the_recipe_are_in_the_checkpoint_and_are_taken(trained):
+    model, tokenizer = trained
+    config = model.config
+    assert config.prompts == {task: templates[0] for task, templates in PROMPTS.items()}
+    assert config.context_prefix == "# Text\n"
+    start = tokenizer.bos_token_id
+    expected = [start, *encode(tokenizer, "Q: Who?\nA:")]
+    assert question_ids(config, tokenizer, "Who?") == text_ids(config, tokenizer, TASKS[0], "Who?") == expected
+    assert text_ids(config, tokenizer, "reconstruction") == [start, *encode(tokenizer, "Again:")]
+    heading = encode(tokenizer, "# Text\n")
+    assert document_ids(config, tokenizer, "Nora.") == [start, *heading, *encode(tokenizer, "Nora.")]
+    named = text_ids(config, tokenizer, TASKS[0], "Who?", prompts="default")
+    assert named == [start, *encode(tokenizer, "\nQuestion: Who?\nAnswer:")]
+
+
+def test_an_evaluation_takes_them_too_and_says_so(trained):
+    from context_compressors import evaluate_model
+    from context_compressors.evaluation.samples import load_dataset_source
+
+    model, tokenizer = trained
+    data = load_dataset_source("generated", tokenizer, seed=0, num_documents=2, document_tokens=48)
+    settings = EvaluationSettings(
+        tasks=("question_answering",), max_samples=2
+    )
+    report = evaluate_model(model, tokenizer, [data], settings)
+    assert report.settings["prompts"] == model.config.prompts
+    assert report.settings["context_prefix"] == "# Text\n"
+
+
+def test_a_part_of_the_prompts_leaves_the_others_as_usual(compressor):
+    compressor.config.prompts = {"reconstruction": "Again:"}
+    found = default_prompts(compressor.config)
+    assert found["reconstruction"] == "Again:"
+    assert found["question_answering"] == load_prompts()["question_answering"][0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompts": ["Q"]}, "`prompts` must map tasks to texts or be None"),
+        ({"prompts": {"question_answering": "Q:"}}, r"`prompts` must hold \{question\} once in 'question_answering'"),
+        ({"prompts": {"summarisation": "{question}"}}, r"nowhere else, got 'summarisation'"),
+        ({"context_prefix": 3}, "`context_prefix` must be a text, got 3"),
+    ],
+)
+def test_wrong_prompts_are_refused(compressor, fields, message):
+    with pytest.raises(ValueError, match=message):
+        type(compressor.config)(**fields)
