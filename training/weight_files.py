@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
 def store_weights_as(dtype: torch.dtype, folder: Path) -> None:
@@ -46,7 +46,7 @@ def average_weights(folders: Sequence[Path], target: Path, shares: Sequence[floa
 
     Raises:
         ValueError: no models, another number of shares, shares that do not add up to more than zero, or models with
-            different weights.
+            different weights or, where these are light, different bases.
     """
     shares = [1.0] * len(folders) if shares is None else list(shares)
     if not folders or len(shares) != len(folders) or sum(shares) <= 0:
@@ -57,9 +57,16 @@ def average_weights(folders: Sequence[Path], target: Path, shares: Sequence[floa
     for folder, model in zip(folders, models, strict=True):
         if {name: tensor.shape for name, tensor in model.items()} != shapes:
             raise ValueError(f"{folder} does not have the weights of {target}, by name and shape")
+        if _left_out(folder) != _left_out(target):
+            raise ValueError(f"{folder} leaves out the weights of another base model than {target}")
     total = sum(shares)
     for name, tensor in kept.items():
         if tensor.is_floating_point():
             mean = sum(share / total * model[name].double() for share, model in zip(shares, models, strict=True))
             kept[name] = mean.to(tensor.dtype)
     save_file(kept, target / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _left_out(folder: Path) -> dict | None:
+    """What a light checkpoint records of its bases; `None` for a whole one."""
+    return json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")).get("external_weights")

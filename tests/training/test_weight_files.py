@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from context_compressors import MeanPoolingForCausalLM
 from context_compressors.training.weight_files import average_weights, store_weights_as
 
 
@@ -58,3 +59,26 @@ def test_models_that_cannot_be_averaged_are_refused(tmp_path):
     for shares in ([1.0, 2.0], [0.0]):
         with pytest.raises(ValueError, match="one share for each model"):
             average_weights([tmp_path / "a"], tmp_path / "a", shares)
+
+
+@torch.no_grad()
+def test_light_checkpoints_are_stored_small_and_averaged_on_their_own_base(tmp_path):
+    models = []
+    for seed, base in enumerate(["base", "base", "other"]):
+        model = tiny()
+        if base == "other":
+            model.lm_head.weight.data += 1
+        model.save_pretrained(tmp_path / base)
+        torch.manual_seed(seed)
+        models.append(MeanPoolingForCausalLM.from_base(tmp_path / base, compression_ratios=[2]))
+        models[-1].save_pretrained(tmp_path / str(seed), include_base=False)
+    models[0].save_pretrained(tmp_path / "mean", include_base=False)
+    store_weights_as(torch.bfloat16, tmp_path / "mean")
+    average_weights([tmp_path / "0", tmp_path / "1"], tmp_path / "mean")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "mean", base_model=tmp_path / "base")
+    for name, parameter in loaded.named_parameters():
+        mean = (models[0].get_parameter(name) + models[1].get_parameter(name)) / 2
+        expected = mean.bfloat16().float() if parameter.requires_grad else mean
+        torch.testing.assert_close(parameter, expected)
+    with pytest.raises(ValueError, match="another base model"):
+        average_weights([tmp_path / "2"], tmp_path / "mean")

@@ -1,0 +1,115 @@
+"""What each method adds to a base: parameters, checkpoints with and without the base, and bytes of memory.
+
+    python benchmarks/checkpoint_sizes.py
+    python benchmarks/checkpoint_sizes.py --base llama-2-7b --ratios 4 8 16 --output sizes.json
+
+Counted on configurations alone, in bfloat16: nothing is computed, and no weights are read. Methods whose base is
+another kind of model are counted on the shape in `OTHER_BASES`. A light checkpoint holds the method's own parts,
+adapters and base weights that train; a whole one all weights. Memory is that of the slots, for each token of the
+context, beside the keys and values that the base would keep of that token.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from benchmark_tools import RESULTS, positive_int, save_and_report
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import context_compressors
+from context_compressors.evaluation.flops import methods_of
+from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
+from context_compressors.evaluation.report import markdown_table
+from context_compressors.modeling.base_weights import base_name
+from context_compressors.training.train import METHODS
+
+BYTES = 2
+OTHER_BASES = ("t5-v1.1-large",)
+
+
+def on_meta(method: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """A method's model without any weights."""
+    with torch.device("meta"):
+        return getattr(context_compressors, METHODS[method])(config)
+
+
+def cache_values(base: PreTrainedConfig) -> int:
+    """Numbers that a base keeps of one token of its context: keys and values of every layer."""
+    layers = base.num_layers if base.model_type == "t5" else base.num_hidden_layers
+    heads = getattr(base, "num_key_value_heads", None) or base.num_attention_heads
+    head_dim = base.d_kv if base.model_type == "t5" else getattr(base, "head_dim", None)
+    return layers * 2 * heads * (head_dim or base.hidden_size // base.num_attention_heads)
+
+
+def slot_values(model: PreTrainedModel, base: PreTrainedConfig) -> int:
+    """Numbers in one slot: a vector, or keys and values of every layer."""
+    return cache_values(base) if getattr(model, "model", model).carrier == "key_values" else base.hidden_size
+
+
+def row_of(method: str, base_shape: str, ratios: Sequence[int]) -> dict[str, Any]:
+    """All figures of one method on one base."""
+    base = named_config(base_shape)
+    model = on_meta(method, method_config(method, base, ratios))
+    parameters = dict(model.named_parameters())
+    # What is the base's and frozen can be had from there.
+    own = sum(p.numel() for name, p in parameters.items() if p.requires_grad or base_name(name) is None)
+    total = sum(p.numel() for p in parameters.values())
+    slot = slot_values(model, base)
+    return {
+        "method": method,
+        "base": base_shape,
+        "own_parameters": own,
+        "parameters": total,
+        "light_bytes": BYTES * own,
+        "whole_bytes": BYTES * total,
+        "memory_bytes_per_token": {str(ratio): BYTES * slot / ratio for ratio in ratios},
+        "base_bytes_per_token": BYTES * cache_values(base),
+    }
+
+
+def rows_of(base_shape: str, ratios: Sequence[int]) -> list[dict[str, Any]]:
+    """One row for each method that there is, on the base or on the first other one that it goes with."""
+    rows = []
+    for method in METHODS:
+        shape = next(name for name in (base_shape, *OTHER_BASES) if method in methods_of(named_config(name)))
+        rows.append(row_of(method, shape, ratios))
+    return rows
+
+
+def table_of(rows: Sequence[dict[str, Any]], ratios: Sequence[int]) -> str:
+    """The rows in Markdown, as the README has them."""
+    header = ["method", "base", "own parameters", "light", "whole", *(f"ratio {ratio}" for ratio in ratios), "base"]
+    lines = [
+        [
+            row["method"].replace("_", " "),
+            row["base"],
+            f"{row['own_parameters'] / 1e6:,.1f}M",
+            f"{row['light_bytes'] / 1e6:,.1f} MB",
+            f"{row['whole_bytes'] / 1e6:,.0f} MB",
+            *(f"{row['memory_bytes_per_token'][str(ratio)]:,.0f}" for ratio in ratios),
+            f"{row['base_bytes_per_token']:,}",
+        ]
+        for row in rows
+    ]
+    return markdown_table(header, lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Count, print the table, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="llama-3.2-1b", choices=SHAPE_NAMES, help="shape (default: %(default)s)")
+    parser.add_argument("--ratios", type=positive_int, nargs="+", default=[4, 16], metavar="R", help="default: 4 16")
+    parser.add_argument(
+        "--output", metavar="FILE", default=str(RESULTS / "checkpoint_sizes.json"), help="default: benchmarks/results/"
+    )
+    arguments = parser.parse_args(argv)
+    arguments.device = "cpu"
+    rows = rows_of(arguments.base, arguments.ratios)
+    save_and_report("checkpoint_sizes", arguments, rows, table_of(rows, arguments.ratios))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""A light checkpoint is a whole model as long as its base can be had, and says so when it cannot."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, T5Config, T5ForConditionalGeneration
+
+from context_compressors import DeCALForConditionalGeneration
+from context_compressors.configuration.configuration_comprexit import ComprExITConfig
+from context_compressors.modeling.base_weights import BaseRecord, base_name
+from context_compressors.modeling.fingerprints import checksum, fingerprint
+from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
+
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+
+
+@pytest.fixture
+def inputs():
+    return {"input_ids": torch.tensor([[1, 9, 40, 7]]), "context_input_ids": torch.arange(5, 18)[None]}
+
+
+def stored(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def expected_names(model):
+    """Of the model's own parts all, of the base's weights those that train."""
+    own = {name for name, _ in model.named_parameters() if base_name(name) is None}
+    return own | trainable(model)
+
+
+@torch.no_grad()
+def test_a_light_checkpoint_is_the_saved_model(variant_case, inputs, tmp_path, local_hub, start_light, slots):
+    case, model = variant_case, start_light(variant_case, local_hub)
+    model.save_pretrained(tmp_path / "light")
+    assert set(stored(tmp_path / "light")) == expected_names(model)
+    config = json.loads((tmp_path / "light" / "config.json").read_text())
+    assert config["external_weights"]["decoder"]["repo_id"] == config["base_model_name_or_path"] == "me/base"
+    assert config["external_weights"]["decoder"]["revision"] == config["base_model_revision"] == f"{1:040x}"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", attn_implementation=case.attention)
+    assert type(loaded) is case.method.causal_lm_class
+    assert not loaded.training
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+    assert loaded.generate(**inputs, **GREEDY).equal(model.generate(**inputs, **GREEDY))
+    assert loaded.model_id == model.model_id
+    assert trainable(loaded) == trainable(model)
+    assert loaded.generation_config.to_dict() == model.generation_config.to_dict()
+    assert loaded.config._attn_implementation == case.attention
+    loaded.save_pretrained(tmp_path / "again")
+    for path in (tmp_path / "light").iterdir():
+        if path.is_file():
+            assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+    # The whole form needs no base any more.
+    loaded.save_pretrained(tmp_path / "whole", include_base=True)
+    shutil.rmtree(local_hub.folder)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", attn_implementation=case.attention)
+    assert whole(**inputs).logits.equal(model(**inputs).logits)
+    assert whole.config.external_weights is None
+    assert set(stored(tmp_path / "whole")) > expected_names(model)
+
+
+@torch.no_grad()
+def test_a_light_checkpoint_serves_the_backbone_too(method_case, inputs, tmp_path, local_hub, start_light):
+    model = start_light(method_case, local_hub)
+    model.save_pretrained(tmp_path / "light")
+    backbone = AutoModel.from_pretrained(tmp_path / "light")
+    assert type(backbone) is method_case.method.model_class
+    assert backbone(**inputs).last_hidden_state.equal(model.model(**inputs).last_hidden_state)
+    backbone.save_pretrained(tmp_path / "backbone")
+    assert set(stored(tmp_path / "backbone")) == {n.removeprefix("model.") for n in stored(tmp_path / "light")}
+    # The base brings the head that the backbone does not have.
+    loaded = method_case.method.causal_lm_class.from_pretrained(tmp_path / "backbone")
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16, "auto"], ids=str)
+@pytest.mark.parametrize("stored_as", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_type_asked_for_is_the_bases_and_what_trains_is_float32(
+    method_cases, inputs, tmp_path, local_hub, start_light, asked, stored_as
+):
+    model = start_light(method_cases["mean_pooling"], local_hub, dtype=stored_as)
+    model.save_pretrained(tmp_path / "light")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", dtype=asked, attn_implementation="eager")
+    assert loaded.dtype == (stored_as if asked == "auto" else asked)
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else loaded.dtype), name
+        if parameter.requires_grad:
+            assert parameter.equal(model.get_parameter(name)), name
+    expected = model(**inputs).logits
+    assert (loaded(**inputs).logits - expected).norm() < 0.3 * expected.norm()
+    loaded.save_pretrained(tmp_path / "again")
+    assert {n: t.dtype for n, t in stored(tmp_path / "again").items()} == {
+        n: t.dtype for n, t in stored(tmp_path / "light").items()
+    }
+
+
+def test_a_base_started_in_float16_is_found_again(method_cases, tmp_path, local_hub, start_light):
+    model = start_light(method_cases["mean_pooling"], local_hub, dtype=torch.float32)
+    half = type(model).from_base("me/base", dtype=torch.float16, compression_ratios=[2])
+    half.save_pretrained(tmp_path / "light")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "light").dtype == torch.float16
+
+
+def test_a_device_map_is_followed_and_disk_is_refused(method_cases, inputs, tmp_path, local_hub, start_light):
+    start_light(method_cases["icae"], local_hub).save_pretrained(tmp_path / "light")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", device_map={"": "cpu"})
+    assert loaded.device == torch.device("cpu")
+    assert loaded(**inputs).logits.isfinite().all()
+    with pytest.raises(ValueError, match="only whole checkpoints stay on disk"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "light", device_map={"": "disk"})
+
+
+def test_configuration_fields_can_be_replaced_while_loading(method_cases, tmp_path, local_hub, start_light):
+    start_light(method_cases["mean_pooling"], local_hub).save_pretrained(tmp_path / "light")
+    method = method_cases["mean_pooling"].method
+    for load in (method.causal_lm_class.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        assert load(tmp_path / "light", chunk_size=7).config.chunk_size == 7
+
+
+def test_several_files_are_read(method_cases, inputs, tmp_path, local_hub, start_light):
+    model = start_light(method_cases["mean_pooling"], local_hub)
+    model.save_pretrained(tmp_path / "light", max_shard_size="5KB")
+    assert len(list((tmp_path / "light").glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+# --- where the base is ---
+
+
+def test_a_base_in_a_folder_is_stored_unless_told_otherwise(method_cases, inputs, tmp_path, local_hub, start_light):
+    case = method_cases["mean_pooling"]
+    start_light(case, local_hub)
+    base = tmp_path / "my_base"
+    shutil.copytree(local_hub.folder / "models--me--base" / "snapshots" / f"{1:040x}", base)
+    model = case.method.causal_lm_class.from_base(base, compression_ratios=[2])
+    model.save_pretrained(tmp_path / "whole")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole").config.external_weights is None
+    model.save_pretrained(tmp_path / "light", include_base=False)
+    config = (tmp_path / "light" / "config.json").read_text()
+    assert str(tmp_path) not in config
+    assert json.loads(config)["external_weights"]["decoder"]["repo_id"] is None
+    assert "base_model" in (tmp_path / "light" / "README.md").read_text()
+    with pytest.raises(OSError, match=r"a folder without a name: point to a copy of it with .*base_model=FOLDER"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model=base)
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+def test_a_copy_of_a_hub_base_gives_light_checkpoints(method_cases, inputs, tmp_path, local_hub, start_light):
+    case = method_cases["mean_pooling"]
+    start_light(case, local_hub)
+    base = tmp_path / "my_base"
+    shutil.copytree(local_hub.folder / "models--me--base" / "snapshots" / f"{1:040x}", base)
+    model = case.method.causal_lm_class.from_base(base, hub_id="me/base", compression_ratios=[2])
+    model.save_pretrained(tmp_path / "light")
+    assert set(stored(tmp_path / "light")) == expected_names(model)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    assert loaded.config.base_model_name_or_path == "me/base"
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+def test_a_missing_base_is_named_with_the_way_out(method_cases, inputs, tmp_path, local_hub, start_light):
+    model = start_light(method_cases["mean_pooling"], local_hub)
+    model.save_pretrained(tmp_path / "light")
+    copy_of_base = tmp_path / "copy"
+    shutil.copytree(local_hub.folder / "models--me--base" / "snapshots" / f"{1:040x}", copy_of_base)
+    shutil.rmtree(local_hub.folder)
+    with pytest.raises(OSError, match=rf"base model, me/base, revision {1:040x}.*download it.*base_model=FOLDER"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model=copy_of_base)
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("vocab_size", 130), ("hidden_size", 40), ("num_hidden_layers", 1), ("intermediate_size", 40)]
+)
+def test_a_base_of_another_shape_is_refused_by_name(method_cases, tmp_path, local_hub, start_light, field, value):
+    case = method_cases["mean_pooling"]
+    start_light(case, local_hub).save_pretrained(tmp_path / "light")
+    local_hub("me/other", case.config(decoder_config={field: value}).decoder_config)
+    message = r"me/other .*expected" if field == "intermediate_size" else rf"me/other has {field} {value}.*me/base"
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model="me/other")
+
+
+def test_a_base_with_other_weights_is_refused_by_name(method_case, tmp_path, local_hub, start_light):
+    model = start_light(method_case, local_hub)
+    model.save_pretrained(tmp_path / "light")
+    local_hub("me/other", model.config.decoder_config, seed=3)
+    with pytest.raises(ValueError, match=r"me/other has the shape of the base model \(me/base.*but other weights"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model="me/other")
+
+
+def test_an_encoder_of_another_base_is_fetched_and_checked(method_cases, inputs, tmp_path, local_hub, start_light):
+    case = method_cases["mean_pooling"].on(variant="wide_encoder")
+    model = start_light(case, local_hub)
+    model.save_pretrained(tmp_path / "light")
+    entries = json.loads((tmp_path / "light" / "config.json").read_text())["external_weights"]
+    assert entries["encoder"]["repo_id"] == "me/encoder"
+    other = copy.deepcopy(model.config.encoder_config)
+    local_hub("me/other", other, seed=3)
+    with pytest.raises(ValueError, match="me/other has the shape"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "light", encoder_base_model="me/other")
+    shutil.rmtree(local_hub.folder / "models--me--encoder")
+    with pytest.raises(OSError, match=r"its encoder's base model, me/encoder.*encoder_base_model=FOLDER"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+
+
+# --- what is stored ---
+
+
+@torch.no_grad()
+def test_base_weights_that_have_trained_are_stored_even_when_frozen_again(
+    method_cases, inputs, tmp_path, local_hub, start_light
+):
+    model = start_light(method_cases["mean_pooling"], local_hub)
+    name = "model.language_model.embed_tokens.weight"
+    # One row alone, as an embedding table trains.
+    model.get_parameter(name)[7] += 1e-4
+    assert not model.get_parameter(name).requires_grad
+    model.save_pretrained(tmp_path / "light")
+    assert set(stored(tmp_path / "light")) == expected_names(model) | {name}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    assert name in stored(tmp_path / "again")
+
+
+@torch.no_grad()
+def test_a_copy_and_a_cast_of_a_model_are_as_light(method_cases, tmp_path, local_hub, start_light):
+    model = start_light(method_cases["icae"], local_hub)
+    for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.bfloat16)):
+        other.save_pretrained(tmp_path / "light")
+        assert set(stored(tmp_path / "light")) == expected_names(model)
+
+
+def test_a_merged_model_is_saved_whole(method_cases, inputs, tmp_path, local_hub, start_light):
+    model = start_light(method_cases["mean_pooling"], local_hub)
+    model.merge_adapters()
+    model.save_pretrained(tmp_path / "merged")
+    shutil.rmtree(local_hub.folder)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+    with pytest.raises(ValueError, match="its adapters are merged"):
+        model.save_pretrained(tmp_path / "light", include_base=False)
+
+
+def test_a_whole_model_becomes_light_when_its_base_is_linked(method_case, inputs, tmp_path, local_hub, start_light):
+    model = start_light(method_case, local_hub)
+    model.save_pretrained(tmp_path / "whole", include_base=True)
+    model.save_pretrained(tmp_path / "light")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match="loaded whole"):
+        loaded.save_pretrained(tmp_path / "again", include_base=False)
+    loaded.link_base("me/base")
+    loaded.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "light" / "model.safetensors"
+    ).read_bytes()
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert again(**inputs).logits.equal(model(**inputs).logits)
+    local_hub("me/other", model.config.decoder_config, seed=3)
+    ones = {name for name, tensor in loaded.state_dict().items() if tensor.eq(1).all()}
+    if not ones:
+        with pytest.raises(ValueError, match="no weight of this model is one of me/other"):
+            loaded.link_base("me/other")
+
+
+def test_comprexit_on_a_1b_base_is_under_40_mb_in_bfloat16():
+    llama_3_2_1b = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = ComprExITForCausalLM(ComprExITConfig(decoder_config=llama_3_2_1b))
+    state = model.state_dict()
+    record = BaseRecord({}, [(name, tensor) for name, tensor in state.items() if base_name(name) is not None])
+    light = record.without_base(state, trainable(model))
+    assert set(light) == trainable(model)
+    assert 30e6 < 2 * sum(tensor.numel() for tensor in light.values()) < 40e6
+
+
+# --- checksum and fingerprint ---
+
+
+@given(st.integers(1, 200), st.integers(0, 2**32), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_a_checksum_tells_any_changed_value(length, seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randn(length, generator=generator).to(dtype)
+    changed = tensor.clone()
+    place = seed % length
+    changed[place] = torch.nextafter(changed[place], changed[place] + 1)
+    assert checksum(tensor) == checksum(tensor.clone()) == checksum(tensor[None].mT)
+    assert checksum(changed) != checksum(tensor)
+    # A view that does not start on a word is summed as its copy is.
+    assert checksum(tensor[1:]) == checksum(tensor[1:].clone())
+
+
+def test_a_checksum_is_the_sum_of_eight_bytes_at_a_time():
+    tensor = torch.randn(11)
+    words = tensor[:10].view(torch.int64).tolist()
+    plain = sum(words) + sum(tensor[10:].view(torch.uint8).tolist())
+    assert (checksum(tensor) - plain) % 2**64 == 0
+    assert checksum(torch.ones(3, device="meta")) is None
+    assert checksum(torch.ones(3, dtype=torch.int8)) is None
+
+
+def test_a_fingerprint_does_not_depend_on_the_type_but_on_every_weight(method_cases):
+    model = method_cases["mean_pooling"].build()
+    expected = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == expected
+    half = copy.deepcopy(model).to(torch.float16)
+    assert fingerprint(half) == fingerprint(model, torch.float16)
+    for name, parameter in model.named_parameters():
+        before = parameter.detach().clone()
+        parameter.data = parameter.data * 1.5 + 1
+        assert fingerprint(model) != expected, name
+        parameter.data = before
+
+
+def test_a_method_that_trains_all_of_its_base_is_saved_whole(tmp_path, local_hub):
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu"
+    )
+    folder = local_hub.folder / "models--me--t5"
+    T5ForConditionalGeneration(config).save_pretrained(folder / "snapshots" / f"{1:040x}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(f"{1:040x}")
+    model = DeCALForConditionalGeneration.from_base("me/t5", compression_ratios=[2])
+    model.save_pretrained(tmp_path / "whole")
+    shutil.rmtree(local_hub.folder)
+    loaded = DeCALForConditionalGeneration.from_pretrained(tmp_path / "whole")
+    assert loaded.config.external_weights is None
+    assert loaded.config.base_model_name_or_path == "me/t5"
+    with pytest.raises(ValueError, match="trains all of its base"):
+        loaded.link_base("me/t5")

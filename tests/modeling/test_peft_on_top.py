@@ -1,0 +1,169 @@
+"""Somebody else's PEFT adapter on a compressor, and quantized bases."""
+
+import copy
+import importlib
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+pytestmark = pytest.mark.filterwarnings("ignore:.*with PEFT for a second time", "ignore:.*config")
+
+
+@pytest.fixture
+def inputs():
+    return {"input_ids": torch.tensor([[1, 9, 40, 7]]), "context_input_ids": torch.arange(5, 18)[None]}
+
+
+def wrap(model, **settings):
+    settings = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings}
+    return peft.get_peft_model(model, peft.LoraConfig(**settings))
+
+
+def train(model, inputs, steps=3, rate=0.5):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate)
+    model.train()
+    for _ in range(steps):
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def test_the_new_adapter_alone_trains_and_reloads(variant_case, inputs, tmp_path):
+    model = variant_case.build()
+    expected = model(**inputs).logits.detach()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    wrapped = wrap(model)
+    # It starts as the identity.
+    torch.testing.assert_close(wrapped(**inputs).logits, expected, atol=1e-4, rtol=0)
+    new = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
+    assert new
+    assert all(".default." in name for name in new)
+    train(wrapped, inputs)
+    for name, parameter in wrapped.named_parameters():
+        name = name.removeprefix("base_model.model.")
+        if ".default." not in name:
+            assert parameter.equal(before.get(name, before.get(name.replace(".base_layer", "")))), name
+    trained = wrapped(**inputs).logits
+    assert not trained.allclose(expected, atol=1e-3)
+    generated = wrapped.generate(**inputs, **GREEDY)
+    with wrapped.disable_adapter():
+        # The compressor's own adapters stay on.
+        torch.testing.assert_close(wrapped(**inputs).logits, expected, atol=1e-4, rtol=0)
+    wrapped.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(variant_case.build(), tmp_path).eval()
+    torch.testing.assert_close(again(**inputs).logits, trained, atol=1e-5, rtol=0)
+    assert again.generate(**inputs, **GREEDY).equal(generated)
+
+
+def test_both_phases_give_the_new_adapter_gradients(method_cases, inputs):
+    """On a shared base it is one adapter for encoder and decoder: what the context changes reaches it, too."""
+    model = method_cases["mean_pooling"].build()
+    wrapped = wrap(model).train()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_B.default." in name:
+                parameter += 0.1
+    memory = model.compress(inputs["context_input_ids"])
+    memory.embeddings.sum().backward()
+    read = {n for n, p in wrapped.named_parameters() if p.grad is not None}
+    assert read
+    assert all(".default." in name for name in read)
+
+
+def test_the_compressor_itself_is_not_saved_with_a_strangers_adapter(method_cases, tmp_path):
+    model = method_cases["icae"].build()
+    wrap(model)
+    with pytest.raises(ValueError, match=r"adapters \['default'\], which are not its own"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_input_embeddings_are_refused(method_cases, inputs):
+    with pytest.raises(ValueError, match="`inputs_embeds` is not supported"):
+        method_cases["icae"].model(**inputs, inputs_embeds=torch.zeros(1, 4, 32))
+
+
+# --- quantized bases ---
+
+
+def _quantization(kind):
+    if kind == "torchao":
+        pytest.importorskip("torchao", reason="torchao is not installed")
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=kind == "4-bit", load_in_8bit=kind == "8-bit")
+
+
+def _with_weights_of(model, quantized):
+    """A copy of a model with the values of a quantized one's weights: every linear map of the base has other ones."""
+    found, twin = set(), copy.deepcopy(model)
+    for path, module in quantized.named_modules():
+        weight = module._parameters.get("weight")
+        if isinstance(weight, torch.Tensor) and type(weight) is not torch.nn.Parameter:
+            if hasattr(weight, "quant_state"):
+                values = importlib.import_module("bitsandbytes").functional.dequantize_4bit(weight, weight.quant_state)
+            elif hasattr(weight, "SCB"):
+                values = weight.data * weight.SCB[:, None] / 127
+            else:
+                values = weight.dequantize()
+            twin.get_submodule(path).weight.data = values.float()
+            found.add(path)
+    backbones = ("model.language_model.", "model.encoder_model.")
+    assert found == {
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and path.startswith(backbones) and ".lora_" not in path
+    }
+    return twin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["4-bit", "8-bit", "torchao"])
+@pytest.mark.parametrize("include_base", [True, False], ids=["whole", "light"])
+def test_a_quantized_base_reads_trains_and_saves(
+    method_case, inputs, tmp_path, local_hub, start_light, kind, include_base
+):
+    model = start_light(method_case, local_hub)
+    model.save_pretrained(tmp_path / "first", include_base=include_base)
+    load = {"quantization_config": _quantization(kind), "device_map": "cpu"}
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "first", **load)
+    expected = _with_weights_of(model, quantized)(**inputs).logits
+    # In 8 bits bitsandbytes rounds the states, too.
+    error = (quantized(**inputs).logits - expected).norm() / expected.norm()
+    assert error < (0.2 if kind == "8-bit" else 1e-3)
+    own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name for name, parameter in quantized.named_parameters() if parameter.requires_grad} == own
+    assert {quantized.get_parameter(name).dtype for name in own} == {torch.float32}
+    before = {name: quantized.get_parameter(name).detach().clone() for name in own}
+    train(quantized, inputs, steps=2, rate=0.1)
+    assert any(not quantized.get_parameter(name).equal(before[name]) for name in own)
+    trained = quantized(**inputs).logits
+    if method_case.fields.get("encoder_lora"):
+        with pytest.raises(ValueError, match="merged into quantized weights"):
+            quantized.merge_adapters()
+    quantized.save_pretrained(tmp_path / "second")
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "second", **({"device_map": "cpu"} if include_base else load)
+    )
+    torch.testing.assert_close(again(**inputs).logits, trained)
+    if not include_base:
+        # Nothing in the folder is quantized: it goes on any base's type.
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "second")
+        assert plain(**inputs).logits.isfinite().all()
+        assert getattr(plain.config, "quantization_config", None) is None
+
+
+def test_a_quantized_start_is_refused(method_cases, local_hub):
+    model_class = method_cases["icae"].method.causal_lm_class
+    local_hub("me/base", method_cases["icae"].config().decoder_config)
+    with pytest.raises(ValueError, match=r"`quantization_config`.*from_pretrained"):
+        model_class.from_base("me/base", quantization_config={"load_in_4bit": True})

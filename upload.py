@@ -1,0 +1,8 @@
+"""`python upload.py`, from a checkout: the same as `context-compressors upload`."""
+
+import sys
+
+from context_compressors.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["upload", *sys.argv[1:]]))
