@@ -15,9 +15,12 @@ _COMMANDS = {
     "evaluate": ("evaluation.evaluate", "main", "score a checkpoint beside no context and full context"),
     "compress": ("commands", "compress_main", "read documents once, and keep each as a memory file"),
     "ask": ("commands", "ask_main", "answer questions from memory files or documents"),
+    "analyse": ("evaluation.slot_analysis", "main", "measure and draw what slots are made of, and how alike they are"),
     "attention": ("evaluation.attention", "main", "draw what the memory tokens of a document attend to, by layer"),
     "curves": ("evaluation.curves", "main", "draw training logs, and tell how soon each run reaches a loss"),
+    "flops": ("evaluation.flops_command", "main", "count the operations of every method beside the full context"),
     "card": ("hub_cards.write_card", "main", "write a checkpoint's card from its training run and its evaluation"),
+    "upload": ("upload", "main", "build a Hub repository from a checkpoint, and push it"),
 }
 
 _OPTIONS = ("--help", "--version", "--traceback")

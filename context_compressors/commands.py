@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .modeling.compressed_context import CompressedContext
+    from .modeling.context_compression_qa import ContextCompressionQAPipeline
 
 _MEMORY_SUFFIX = ".safetensors"
 
@@ -118,7 +119,7 @@ def load_compressor(
         ValueError: no such checkpoint, no compressor, or one whose code is not trusted.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from .training.task_tokens import text_tokenizer
@@ -136,7 +137,8 @@ def load_compressor(
     if not is_ours and not trust_remote_code:
         raise ValueError(f"{name} has a method of its own, {method!r}: read its code, then pass --trust-remote-code")
     options = {"revision": revision, "trust_remote_code": not is_ours}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    auto_class = AutoModelForSeq2SeqLM if fields.get("is_encoder_decoder") else AutoModelForCausalLM
+    model = auto_class.from_pretrained(name, dtype=dtype, **options)
     if device == "auto":
         device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(name, **options)
@@ -174,10 +176,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load_compressor(
+def _load(arguments: argparse.Namespace) -> ContextCompressionQAPipeline:
+    model, tokenizer = load_compressor(
         arguments.model, arguments.revision, arguments.trust_remote_code, arguments.device, arguments.dtype
     )
+    return model.question_answering(tokenizer)
 
 
 def _compress(arguments: argparse.Namespace) -> None:
@@ -187,10 +190,10 @@ def _compress(arguments: argparse.Namespace) -> None:
     # Wrong names are found before the model is loaded; the default ratio alone needs no part in the names.
     ratios = list(dict.fromkeys(arguments.ratio or []))
     paths = _memory_paths(documents, ratios, Path(arguments.output), arguments.force)
-    model, tokenizer = _load(arguments)
-    ratios = ratios or [model.config.compression_ratios[0]]
+    pipe = _load(arguments)
+    ratios = ratios or [pipe.model.config.default_ratio]
     num_tokens = num_slots = num_bytes = 0
-    for index, memories in _compress_all(model, tokenizer, documents, ratios, arguments.batch_size, arguments):
+    for index, memories in _compress_all(pipe, documents, ratios, arguments.batch_size, arguments):
         num_tokens += int(memories[0].num_context_tokens)
         for path, memory in zip(paths[index], memories, strict=True):
             memory.save(path)
@@ -220,8 +223,7 @@ def _memory_paths(documents: list[Document], ratios: list[int], folder: Path, fo
 
 
 def _compress_all(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    pipe: ContextCompressionQAPipeline,
     documents: list[Document],
     ratios: list[int],
     batch_size: int,
@@ -232,36 +234,27 @@ def _compress_all(
     Yields:
         a document's index, and its memories, one for each ratio.
     """
-    import torch
     from tqdm.auto import tqdm
 
-    from .training.data import context_start_ids, encode
-
-    start = context_start_ids(tokenizer)
-    ids = [[*start, *encode(tokenizer, document.text)] for document in documents]
+    texts = [document.text for document in documents]
+    lengths = [len(row) for row in pipe.document_ids(texts)]
     limit = arguments.max_tokens
-    num_cut = sum(len(row) > limit for row in ids) if limit else 0
+    num_cut = sum(length > limit for length in lengths) if limit else 0
     if num_cut:
-        print(f"cut {num_cut} of {len(ids)} documents to their first {limit} tokens", file=sys.stderr)
-    ids = [row[:limit] for row in ids]
+        print(f"cut {num_cut} of {len(texts)} documents to their first {limit} tokens", file=sys.stderr)
     # Longest first: whatever does not fit is found at once.
-    order = sorted(range(len(ids)), key=lambda index: -len(ids[index]))
-    with tqdm(total=len(ids), desc="compressing", unit="document", disable=not sys.stderr.isatty()) as progress:
+    order = sorted(range(len(texts)), key=lambda index: -lengths[index])
+    with tqdm(total=len(texts), desc="compressing", unit="document", disable=not sys.stderr.isatty()) as progress:
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            length = len(ids[batch[0]])
-            input_ids = torch.tensor([ids[index] + [0] * (length - len(ids[index])) for index in batch])
-            attention_mask = torch.tensor([[1] * len(ids[i]) + [0] * (length - len(ids[i])) for i in batch])
             try:
-                with torch.inference_mode():
-                    memories = model.compress(
-                        input_ids=input_ids.to(model.device),
-                        attention_mask=attention_mask.to(model.device),
-                        ratio=ratios,
-                        allow_untrained_ratio=arguments.allow_untrained_ratio,
-                    )
+                memories = pipe.compress(
+                    [texts[index] for index in batch], ratios, limit, arguments.allow_untrained_ratio
+                )
             except ValueError as error:
-                raise ValueError(f"document {documents[batch[0]].name!r} ({length} tokens): {error}") from error
+                longest = documents[batch[0]]
+                length = min(lengths[batch[0]], limit or lengths[batch[0]])
+                raise ValueError(f"document {longest.name!r} ({length} tokens): {error}") from error
             for row, index in enumerate(batch):
                 yield index, [memory.rows(row) for memory in memories]
             progress.update(len(batch))
@@ -281,32 +274,37 @@ def _ask(arguments: argparse.Namespace) -> None:
         for source, memory in zip(arguments.sources, is_memory, strict=True)
         if not memory
     }
-    model, tokenizer = _load(arguments)
-    memory = _gather_memory(model, tokenizer, documents, arguments)
+    prompt = _prompt(arguments.prompts)
+    pipe = _load(arguments)
+    memories = _gather_memories(pipe, documents, arguments)
     for question in arguments.question or _questions():
-        print(_answer(model, tokenizer, memory, question, arguments), flush=True)
+        answer = pipe(question, memory=memories, join=True, prompt=prompt, max_new_tokens=arguments.max_new_tokens)
+        print(answer["answer"], flush=True)
 
 
-def _gather_memory(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: dict[str, list[Document]],
-    arguments: argparse.Namespace,
-) -> CompressedContext:
-    """One memory of all sources, in the order given."""
-    # The class beside the model's own: a checkpoint with code of its own has its own.
-    parts = importlib.import_module(f"{type(model).__module__.rpartition('.')[0]}.compressed_context")
-    ratios = [arguments.ratio or model.config.compression_ratios[0]]
-    memories = []
+def _prompt(prompts: str | None) -> str | None:
+    """The question's template in the prompts that the option names."""
+    if prompts is None:
+        return None
+    from .training.prompts import load_prompts
+
+    return load_prompts(prompts)["question_answering"][0]
+
+
+def _gather_memories(
+    pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
+) -> list[CompressedContext]:
+    """The memories of all sources, in the order given."""
+    ratios = [arguments.ratio or pipe.model.config.default_ratio]
+    memories: list[CompressedContext] = []
     for source in arguments.sources:
         if source in documents:
             texts = documents[source]
-            compressed = dict(_compress_all(model, tokenizer, texts, ratios, 1, arguments))
+            compressed = dict(_compress_all(pipe, texts, ratios, 1, arguments))
             memories.extend(compressed[index][0] for index in range(len(texts)))
         else:
-            stored = parts.CompressedContext.load(source, device=model.device, dtype=model.dtype)
-            memories.extend(stored.rows(row) for row in range(stored.batch_size))
-    return parts.CompressedContext.concatenate(memories) if len(memories) > 1 else memories[0]
+            memories.append(pipe.load_memory(source))
+    return memories
 
 
 def _questions() -> Iterator[str]:
@@ -320,27 +318,3 @@ def _questions() -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
-
-
-def _answer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    memory: CompressedContext,
-    question: str,
-    arguments: argparse.Namespace,
-) -> str:
-    import torch
-
-    from .evaluation.task_text import text_ids
-
-    ids = text_ids(model.config, tokenizer, "question_answering", question, arguments.prompts)
-    input_ids = torch.tensor([ids], device=model.device)
-    output = model.generate(
-        input_ids=input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        memory=memory,
-        max_new_tokens=arguments.max_new_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-    )
-    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()

@@ -47,9 +47,9 @@ CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "mean_pool
 DOCUMENTS = Path(__file__).resolve().parent / "demo_documents"
 WRITTEN, GENERATED = "written", "generated"
 _TITLES = {WRITTEN: "Documents written for this demo", GENERATED: "Generated documents"}
-_CONTEXT_TOKENS = 192
-_DOCUMENT_TOKENS = 128
-_TRAINING_TOKENS = 96
+_CONTEXT_TOKENS = 48
+_DOCUMENT_TOKENS = 48
+_TRAINING_TOKENS = 48
 _SEED = 0
 _WIDTH = 100
 

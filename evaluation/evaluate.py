@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -22,10 +24,12 @@ from ..training.data import start_token_id, task_start_ids
 from ..training.prompts import TASKS
 from ..training.suggestions import check_choice, nearest
 from ..training.task_tokens import text_tokenizer
+from .bert_score import BertScorer
 from .plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
 from .report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, EvaluationRow, ratio_condition
 from .samples import EvaluationDataset, Sample, SampleBuilder, load_dataset_source
 from .scoring import Condition, Scorer
+from .seq2seq_scoring import Seq2SeqScorer
 from .settings import DEFAULT_TASKS, EvaluationSettings
 from .task_text import default_prompts
 
@@ -41,6 +45,10 @@ examples:
   # Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
   context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
       --context-tokens 256 --reconstruction-bleu
+
+  # Restoration as GMSA measures it: the original context beside the slots, at three lengths:
+  context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction --reconstruction-bleu \\
+      --restoration-lengths 128 256 512 --bert-score-model scorers/roberta-large --bert-score-layer 17
 
   # The plain language model that a compressor stands on:
   context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
@@ -88,7 +96,7 @@ def evaluate_model(
     elif model.config.task_token_ids:
         tokenizer = text_tokenizer(tokenizer)
     work = _work(datasets, settings)
-    ratios = _ratios(model.config, settings) if compresses else []
+    ratios = _ratios(model.config, settings) if compresses and not settings.bounds_only else []
     conditions = _conditions(model, teacher, ratios, settings)
     prompts = settings.prompts or (default_prompts(model.config) if compresses else None)
     builder = SampleBuilder(
@@ -99,19 +107,28 @@ def evaluate_model(
         settings.continuation_tokens,
         settings.truncate_context,
         settings.seed,
-        _max_context_tokens(model.config) if compresses else None,
+        _max_context_tokens(model.config if ratios else None, settings),
         prompts,
-        settings.context_prefix,
+        settings.context_prefix or (model.config.context_prefix if compresses else ""),
+        settings.truncation_side,
     )
+    if compresses:
+        _check_prefix(model, builder.prefix_ids, teacher, ratios, settings)
     # All samples are made before anything is scored, so that a data set that does not fit is refused at once.
-    samples = [(dataset, task, builder.build(dataset, task, settings.max_samples)) for dataset, task in work]
-    scorer = Scorer(
+    lengths = settings.restoration_lengths
+    samples = [
+        entry
+        for dataset, task in work
+        for entry in builder.build_by_length(dataset, task, lengths, settings.max_samples)
+    ]
+    scorer = (Seq2SeqScorer if model.config.is_encoder_decoder else Scorer)(
         model,
         tokenizer,
         conditions,
         start_token_id(tokenizer),
         task_start_ids(model.config) if compresses else {},
         settings.allow_untrained_ratio,
+        _bert_scorer(settings, model.device),
     )
     report = EvaluationReport(
         model=model_name or model_label(model.name_or_path or type(model).__name__),
@@ -120,7 +137,9 @@ def evaluate_model(
         settings={
             **asdict(settings),
             "ratios": ratios,
-            "prompts": None if prompts is None else model_label(prompts),
+            "prompts": model_label(prompts) if isinstance(prompts, str) else prompts,
+            "context_prefix": builder.context_prefix,
+            "bert_score_model": settings.bert_score_model and model_label(settings.bert_score_model),
             "dtype": str(model.dtype),
             "device": model.device.type,
         },
@@ -179,11 +198,17 @@ def _score_all(
                 settings.max_new_tokens.get(task),
                 settings.reconstruction_bleu,
                 bar.update,
+                settings.answer_perplexity,
             )
             truncated = sum(sample.truncated for sample in samples)
             for condition, metrics in scores.items():
                 row = (dataset.name, dataset.domain, task, condition, metrics)
                 report.add(EvaluationRow(*row, len(samples), settings.seed, truncated))
+
+
+def _bert_scorer(settings: EvaluationSettings, device: torch.device) -> BertScorer | None:
+    folder = settings.bert_score_model
+    return None if folder is None else BertScorer(folder, settings.bert_score_layer, device)
 
 
 def model_label(name: str) -> str:
@@ -224,6 +249,13 @@ def _conditions(
             f"the teacher's vocabulary of {teacher.config.get_text_config().vocab_size} tokens is smaller than the "
             f"model's of {model.config.vocab_size}: the teacher must use the same tokenizer"
         )
+    if model.config.is_encoder_decoder:
+        if teacher is not None or settings.zero_shot:
+            raise ValueError(
+                "an encoder-decoder takes no teacher and no zero shot: its full-context bound is a checkpoint of its "
+                "own, with `compression='none'`"
+            )
+        return [Condition(NO_CONTEXT, model), *(Condition(ratio_condition(ratio), model, ratio) for ratio in ratios)]
     reader = model if teacher is None else teacher
     conditions = [Condition(NO_CONTEXT, reader), Condition(FULL_CONTEXT, reader, with_context=True)]
     if settings.zero_shot:
@@ -241,9 +273,28 @@ def _max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _max_context_tokens(config: PreTrainedConfig) -> int | None:
-    encoder_config = config.encoder_config or config.decoder_config
-    return None if config.chunk_size is not None else getattr(encoder_config, "max_position_embeddings", None)
+def _max_context_tokens(config: PreTrainedConfig | None, settings: EvaluationSettings) -> int | None:
+    """Most tokens of a context: what the settings allow and, where it is compressed, what the encoder reads."""
+    limits = [settings.max_context_tokens]
+    if config is not None and config.chunk_size is None:
+        limits.append(getattr(config.encoder_config or config.decoder_config, "max_position_embeddings", None))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _check_prefix(
+    model: PreTrainedModel,
+    prefix_ids: Sequence[int],
+    teacher: PreTrainedModel | None,
+    ratios: Sequence[int],
+    settings: EvaluationSettings,
+) -> None:
+    """Learned tokens in front of a context are the decoder's: nothing else has embeddings for them."""
+    learned = [name for name, token_id in model.config.task_token_ids.items() if token_id in prefix_ids]
+    if learned and (ratios or settings.zero_shot or teacher is not None):
+        raise ValueError(
+            f"context_prefix has learned tokens, {', '.join(learned)}, which only the compressor's own decoder reads: "
+            "score it with bounds_only (--bounds-only), without a teacher and without zero shot"
+        )
 
 
 def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[EvaluationReport] = ()) -> list[Path]:
@@ -310,10 +361,17 @@ def build_parser() -> argparse.ArgumentParser:
     add("--continuation-tokens", type=int, default=64, metavar="N", help="tokens to continue with (default: 64)")
     add("--documents", type=int, default=100, metavar="N", help="number of generated documents (default: 100)")
     add("--document-tokens", type=int, default=128, metavar="N", help="length of generated documents (default: 128)")
-    add("--reconstruction-bleu", action="store_true", help="also write reconstructions and score their BLEU")
+    add("--reconstruction-bleu", action="store_true", help="also write reconstructions; BLEU, ROUGE, prefix match")
+    add("--restoration-lengths", nargs="+", type=int, metavar="N", help="windows of exactly N tokens to reconstruct")
+    add("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too")
+    add("--bert-score-layer", type=int, metavar="L", help="layer of the scorer model (default: its last)")
+    add("--answer-perplexity", action="store_true", help="also score each question's first answer token by token")
     add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
     add("--context-prefix", default="", metavar="TEXT", help="in front of the contexts of questions and summaries")
+    add("--bounds-only", action="store_true", help="score a compressor without context and with full context only")
+    add("--max-context-tokens", type=int, metavar="N", help="longest context (default: what the model can read)")
     add("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them")
+    add("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left")
     add("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for")
     add("--output", metavar="FILE", help="write the report as JSON")
     add("--plots", metavar="FOLDER", help="write pictures of the report")
@@ -331,7 +389,9 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
         name: getattr(arguments, name) for name in EvaluationSettings.__dataclass_fields__ if name in arguments
     }
     fields["tasks"] = tuple(arguments.tasks)
-    fields["ratios"] = None if arguments.ratios is None else tuple(arguments.ratios)
+    for name in ("ratios", "restoration_lengths"):
+        values = getattr(arguments, name)
+        fields[name] = None if values is None else tuple(values)
     del fields["max_new_tokens"]
     if arguments.max_new_tokens is not None:
         fields["max_new_tokens"] = dict.fromkeys(("question_answering", "summarisation"), arguments.max_new_tokens)
@@ -343,7 +403,8 @@ def _load(name: str, arguments: argparse.Namespace) -> PreTrainedModel:
     from .. import modeling  # noqa: F401
 
     check_choice("dtype", arguments.dtype, ("auto", "float32", "bfloat16", "float16"))
-    model = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
+    model = (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_pretrained(
         name, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
     )
     return model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -372,6 +433,8 @@ def main(argv: list[str] | None = None) -> int:
             for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
             for source in sources
         ]
+        if arguments.plots and settings.bounds_only:
+            raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
         model = _load(arguments.model, arguments)
         if arguments.plots and not can_compress(model):
             raise ValueError(

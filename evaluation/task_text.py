@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..training.data import encode, start_token_id, task_start_ids
-from ..training.prompts import format_prompt
+from ..training.prompts import TASKS, format_prompt, load_prompts
 
 TASK_TOKEN_PROMPTS = "memory_tokens"
 
 
-def default_prompts(config: PreTrainedConfig) -> str | None:
+def default_prompts(config: PreTrainedConfig) -> str | dict[str, str] | None:
     """The prompts that a compressor is asked with when none are named.
 
     Args:
         config: a compressor's configuration.
 
     Returns:
-        "memory_tokens" for a method with task tokens, whose reconstruction and continuation need no words, and `None`,
-        the packaged prompts, for all others.
+        Those that the configuration records from training; else "memory_tokens" for a method with task tokens, whose
+        reconstruction and continuation need no words, and `None`, the packaged prompts, for all others.
     """
-    return TASK_TOKEN_PROMPTS if task_start_ids(config) else None
+    usual = TASK_TOKEN_PROMPTS if config.task_token_ids else None
+    if config.prompts is None:
+        return usual
+    return {**{task: load_prompts(usual)[task][0] for task in TASKS}, **config.prompts}
 
 
 def text_ids(
@@ -28,7 +33,7 @@ def text_ids(
     tokenizer: PreTrainedTokenizerBase,
     task: str,
     question: str = "",
-    prompts: str | None = None,
+    prompts: str | Mapping[str, str] | None = None,
 ) -> list[int]:
     """Token ids that stand between a memory and what the model writes.
 
@@ -37,7 +42,7 @@ def text_ids(
         tokenizer: the tokenizer saved with it.
         task: one of `training.prompts.TASKS`.
         question: the question, for question answering.
-        prompts: name or file of the prompts; those of `default_prompts` when `None`.
+        prompts: name or file of the prompts, or a prompt for each task; those of `default_prompts` when `None`.
 
     Returns:
         The start token, [AE] or [LM] where the method has them and BOS elsewhere, and the task's first prompt.

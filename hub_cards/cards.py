@@ -29,6 +29,19 @@ _OWN_FIELDS = {
     "memory_tokens": "Memory tokens of a chunk",
     "token_attention": "Attention among the copies",
     "reconstruction_trigger": "A reconstruction starts with",
+    "encoder_name_or_path": "Encoder's base model",
+    "encoder_layers": "Encoder layers",
+    "appended_tokens": "Learned tokens behind the context",
+    "lsa_layers": "Blocks of layer semantic alignment",
+    "training_stage": "Last stage of training",
+    "token_anchors": "Token anchors",
+    "slot_aggregation": "Anchors become slots by",
+    "window_size": "Longest window in tokens",
+    "transport_epsilon": "Entropic strength",
+    "transport_iterations": "Sinkhorn iterations",
+    "literal_equations": "Equations as printed",
+    "compression": "Slots are made by",
+    "question_placement": "A question is read by",
 }
 _QUESTION = 'tokenizer(question, return_tensors="pt")'
 # The task token takes BOS's place.
@@ -171,10 +184,12 @@ def model_card(
     for score in scores:
         if score.ratio is not None and score.ratio not in ratios:
             raise ValueError(f"score {score.metric!r} has ratio {score.ratio}; the checkpoint has {ratios}")
-    base = config.base_model_name_or_path
+    # On the Hub the base of a fine-tuned model is the model that it was fine-tuned from.
+    base = next(
+        (name for name in (config.parent_model_name_or_path, config.base_model_name_or_path) if _is_public(name)), None
+    )
     metadata = _metadata(model_id, training, scores, license, language)
-    # The Hub refuses a base model that is a path.
-    metadata.base_model = base if base and base.count("/") == 1 and not _is_path(base) else None
+    metadata.base_model = base
     metadata.tags = ["context-compression", "soft-prompt", _method(config).replace(" ", "-")]
     return _fill(
         "compressor_template.md",
@@ -187,8 +202,10 @@ def model_card(
         summary=summary or _default_summary(config),
         facts=_facts(config),
         ratio=str(ratios[0]),
+        document_tokenizer="tokenizer" if config.encoder_tokenizer is None else "model.encoder_tokenizer",
         question=_QUESTION_BEHIND_TASK_TOKEN if config.task_token_ids else _QUESTION,
         requirements=" and `peft`" if config.encoder_lora or config.decoder_lora else "",
+        auto_class="AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM",
         method=method_text(config.model_type),
     )
 
@@ -290,9 +307,9 @@ def _title(model_id: str) -> str:
     return model_id.rstrip("/").rpartition("/")[2]
 
 
-def _is_path(name: str) -> bool:
-    """Whether a model's name is a place on this machine and not a Hub id."""
-    return name.startswith((".", "/", "~")) or Path(name).is_dir()
+def _is_public(name: str | None) -> bool:
+    """Whether a model's name is a Hub id and not a place on this machine, which the Hub refuses."""
+    return bool(name) and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
 
 
 def _method(config: PreTrainedConfig) -> str:
@@ -344,10 +361,12 @@ def _facts(config: PreTrainedConfig) -> str:
     base = config.base_model_name_or_path or "none: trained from the start"
     if config.base_model_revision:
         base += f", revision {config.base_model_revision}"
-    own = [(title, getattr(config, name)) for name, title in _OWN_FIELDS.items() if hasattr(config, name)]
+    fields = {title: getattr(config, name, None) for name, title in _OWN_FIELDS.items()}
+    own = [(title, value) for title, value in fields.items() if value is not None]
     return _table(
         [
             ("Base model", base),
+            *([("Fine-tuned from", config.parent_model_name_or_path)] if config.parent_model_name_or_path else []),
             ("Method", _method(config)),
             ("Compression ratios", ", ".join(map(str, config.compression_ratios))),
             ("Chunk size", f"{config.chunk_size} tokens" if config.chunk_size else "none: the context is read whole"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from ..arguments import NearestNameParser
 from ..configuration.configuration_compressor import CompressorConfig
@@ -122,7 +122,8 @@ def _check_file(path: Path, advice: str) -> None:
 
 def _num_parameters(config: PreTrainedConfig) -> int:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).num_parameters()
+        auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        return auto_class.from_config(config).num_parameters()
 
 
 def _shown_name(name: str) -> str:

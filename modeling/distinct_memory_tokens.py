@@ -12,6 +12,7 @@ from .memory_tokens import MemoryTokenModel
 
 if TYPE_CHECKING:
     from ..configuration.configuration_memory_tokens import MemoryTokensConfig
+    from ..configuration.configuration_shallow_encoder import ShallowEncoderConfig
 
 
 class DistinctMemoryTokenModel(MemoryTokenModel):
@@ -19,18 +20,22 @@ class DistinctMemoryTokenModel(MemoryTokenModel):
     All chunks share the same |M| learned memory tokens M (EPL, section 3.1.1).
 
     Args:
-        config ([`MemoryTokensConfig`]): the configuration.
+        config ([`MemoryTokensConfig`] or [`ShallowEncoderConfig`]): the configuration.
     """
 
-    def __init__(self, config: MemoryTokensConfig):
+    def __init__(self, config: MemoryTokensConfig | ShallowEncoderConfig):
         super().__init__(config)
-        self._init_memory_embeddings(config.num_memory_tokens)
+        self.memory_embeddings = None
+        if config.num_memory_tokens:
+            self._init_memory_embeddings(config.num_memory_tokens)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self and self.config.memory_start == "standard_normal":
+        if module is not self or self.memory_embeddings is None:
+            return
+        if self.config.memory_start == "standard_normal":
             init.normal_(self.memory_embeddings)
-        elif module is self:
+        else:
             # Facts on EPL: N(mean, std) of the embedding matrix.
             self._init_like_embeddings(self.memory_embeddings, self.encoder_backbone)
 

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -91,7 +90,7 @@ def slots(text: str, ratio: int) -> int:
         (["comprss"], "unknown command 'comprss'; did you mean 'compress'?"),
         (["evaluation"], "did you mean 'evaluate'?"),
         (["--hlep"], "unknown option '--hlep'; did you mean '--help'?"),
-        (["qqq"], "allowed: ask, attention, card, compress, curves, evaluate, train"),
+        (["qqq"], "allowed: analyse, ask, attention, card, compress, curves, evaluate, flops, train"),
         ([], "usage: context-compressors"),
     ],
 )
@@ -123,7 +122,9 @@ def test_a_wrong_option_exits_with_2_and_the_nearest_one(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "compress", "ask", "attention", "curves", "card"])
+@pytest.mark.parametrize(
+    "command", ["train", "evaluate", "compress", "ask", "analyse", "attention", "curves", "flops", "card"]
+)
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([command, "--help"])
@@ -308,11 +309,8 @@ def test_a_method_of_someone_else_runs_its_own_code_when_trusted(
     model_folder: str,
     documents: list[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("sys.path", list(sys.path))
     foreign = tmp_path / "foreign"
     shutil.copytree(model_folder, foreign)
     for name in ("config.json", "configuration_mean_pooling.py"):

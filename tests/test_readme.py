@@ -39,6 +39,13 @@ def checkpoints(tmp_path: Path) -> dict[str, str]:
     MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4, 8, 16]).save_pretrained(compressor)
     for folder in folders.values():
         tokenizer.save_pretrained(folder)
+    # An encoder of another width, whose tokens have other ids.
+    folders["HuggingFaceTB/SmolLM2-135M"] = other = tmp_path / "encoder"
+    config.hidden_size, config.num_hidden_layers, config.head_dim = 24, 8, 12
+    LlamaForCausalLM(config).save_pretrained(other)
+    backend.model = models.BPE(vocab={letter: index for index, letter in enumerate(reversed(alphabet))}, merges=[])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    tokenizer.save_pretrained(other)
     return {name: str(folder) for name, folder in folders.items()}
 
 
@@ -58,6 +65,7 @@ def test_python_code_runs_in_order(
             for name in "ab":
                 names["memory"].save(f"{name}.safetensors")
     assert len(CODE) >= 5
+    assert int(names["slots"].num_slots) == -(-len(names["document"]) // 4)
     assert int(names["memory"].num_slots) == 2 * -(-len(names["document"]) // 8)
     assert names["answer"].shape[1] > len(names["question"])
     assert torch.isfinite(torch.tensor(names["trainer"].state.log_history[-1]["train_loss"]))

@@ -17,7 +17,7 @@ from .examples import OVERLONG_CONTEXTS
 from .span_corruption import SpanCorruption
 from .suggestions import check_choice, nearest
 
-OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising")
+OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising", "retrieval")
 OPTIMIZERS = ("adamw", "muon")
 RATIO_MODES = ("all", "random", "per_sample")
 
@@ -88,6 +88,7 @@ _POSITIVE = (
     "group_batches",
     "num_eval_examples",
     "max_document_tokens",
+    "max_query_tokens",
 )
 
 
@@ -96,10 +97,11 @@ class DataArguments:
     """What it is trained on.
 
     Args:
-        sources: list of sources, see `data.DataSource`.
+        sources: list of sources, see `data.DataSource`; of the objective retrieval, `retrieval_data.RetrievalSource`.
         eval_sources: list of sources to evaluate the loss on, in the same form.
         data_dir: folder that the sources' paths are relative to.
-        prompts: file of prompt templates, or the name of a packaged one: default, memory_tokens or embedded.
+        prompts: file of prompt templates, or the name of a packaged one: default, memory_tokens, embedded or
+            gmsa.
         context_prefix: text in front of the contexts of questions and summaries, which counts as part of them.
         canonical_prompts: the first template of each task only.
         max_context_tokens: contexts are cut to so many tokens (counted in the log).
@@ -119,6 +121,8 @@ class DataArguments:
         noise_density: share of a text's tokens that denoising takes out; the corrupted text has up to
             `max_context_tokens` tokens.
         mean_span_length: mean length of a span that it takes out.
+        max_query_tokens: queries of retrieval are cut to so many tokens, its documents to `max_context_tokens`
+            (counted in the log).
     """
 
     sources: list | str | None = field(default=None, metadata={"help": "data sources"})
@@ -142,6 +146,7 @@ class DataArguments:
     max_questions: int = field(default=8, metadata={"help": "questions about one document in a row"})
     noise_density: float = field(default=0.15, metadata={"help": "share of tokens that denoising takes out"})
     mean_span_length: float = field(default=3.0, metadata={"help": "mean length of a span that it takes out"})
+    max_query_tokens: int = field(default=64, metadata={"help": "longest query of retrieval in tokens"})
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -200,7 +205,7 @@ class TrainingConfig(SFTConfig):
 
     Args:
         objective: language_modeling, teacher, compression, distillation, joint (reconstruction and continuation
-            from the same slots), or denoising (span corruption, for decal).
+            from the same slots), denoising (span corruption, for decal), or retrieval (contrastive, for decal).
         optimizer: adamw, or muon for matrices and AdamW for embeddings and vectors.
         muon_learning_rate: of the hidden matrices under Muon; `learning_rate` is AdamW's.
         muon_momentum: momentum of Muon.
@@ -214,6 +219,7 @@ class TrainingConfig(SFTConfig):
         alpha: weight of the reconstruction in the objective joint, 0 to 1; the continuation has the rest.
         context_mode: how the objectives compression and joint give the context: compressed, or for the bounds as
             full_context in front of the text, or no_context.
+        contrastive_temperature: scores of the objective retrieval are divided by it.
     """
 
     objective: str = field(default="compression", metadata={"help": ", ".join(OBJECTIVES)})
@@ -227,6 +233,7 @@ class TrainingConfig(SFTConfig):
     save_dtype: str | None = field(default=None, metadata={"help": "type that the final weights are stored in"})
     alpha: float = field(default=0.5, metadata={"help": "weight of the reconstruction in joint pretraining"})
     context_mode: str = field(default="compressed", metadata={"help": ", ".join(CONTEXT_MODES)})
+    contrastive_temperature: float = field(default=1.0, metadata={"help": "what scores of retrieval are divided by"})
 
     def __post_init__(self) -> None:
         check_choice("objective", self.objective, OBJECTIVES)
@@ -243,6 +250,8 @@ class TrainingConfig(SFTConfig):
             raise ValueError(f"distillation_chunk_size must be at least 1, got {self.distillation_chunk_size}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
+        if self.contrastive_temperature <= 0:
+            raise ValueError(f"contrastive_temperature must be above 0, got {self.contrastive_temperature}")
         check_choice("context_mode", self.context_mode, CONTEXT_MODES)
         if self.context_mode != "compressed" and self.objective not in ("compression", "joint"):
             raise ValueError(

@@ -49,12 +49,15 @@ class CompressionCollator:
             missing starts with `start_token_id`.
         context_mode: how "joint" gives the context, one of `CONTEXT_MODES`.
         ratios: draw one of these for every row and give it to the model as `ratio` `(batch_size,)`; a row's ratio
-            depends on its own id and `seed` only. `None` leaves the ratio to the model or the trainer.
+            depends on the row itself and `seed` only, in whatever batch or process it comes. `None` leaves the ratio
+            to the model or the trainer.
         padding_side: "right" or "left", of text and context.
         pad_to_multiple_of: widths are multiples of this.
         with_metadata: add `example_ids` (list of str) and `num_cut` (list of int), which this project's trainers take
             out again; a stock trainer would hand them to the model.
         seed: of the drawn ratios.
+        encoder_start_ids: where the encoder reads other tokens than the decoder: ids that a compressed context starts
+            with; the rest of it is the example's `encoder_context_ids`, and its `context_ids` are for the decoder.
 
     Raises:
         ValueError: an unknown mode or side, an empty list of ratios or one below 1, ratios in a mode without context,
@@ -74,6 +77,7 @@ class CompressionCollator:
         seed: int = 0,
         task_start_ids: Mapping[str, int] | None = None,
         context_mode: str = "compressed",
+        encoder_start_ids: Sequence[int] | None = None,
     ):
         check_choice("mode", mode, MODES)
         check_choice("context_mode", context_mode, CONTEXT_MODES)
@@ -85,18 +89,32 @@ class CompressionCollator:
         if ratios is not None:
             if not ratios or any(not isinstance(ratio, int) or ratio < 1 for ratio in ratios):
                 raise ValueError(f"ratios must be one or more ints of at least 1, got {ratios!r}")
-            if mode != "compressed":
-                raise ValueError(f"ratios go with mode 'compressed' only, not with {mode!r}")
+            if mode in ("full_context", "no_context") or (mode == "joint" and context_mode != "compressed"):
+                raise ValueError(f"ratios go with compressed contexts, not with {mode!r} and {context_mode!r}")
         self.pad_token_id, self.start_token_id = pad_token_id, start_token_id
         self.context_start_ids = list(context_start_ids)
+        self.encoder_start_ids = None if encoder_start_ids is None else list(encoder_start_ids)
         self.mode, self.ratios, self.padding_side = mode, ratios, padding_side
         self.pad_to_multiple_of, self.with_metadata, self.seed = pad_to_multiple_of, with_metadata, seed
         self.task_start_ids = dict(task_start_ids or {})
         self.context_mode = {"joint": context_mode, "distillation": "compressed"}.get(mode, mode)
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> CompressionCollator:
-        """A collator with the tokenizer's pad (or EOS), BOS (or EOS) and context start ids; `kwargs` are the rest."""
+    def from_tokenizer(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        context_tokenizer: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> CompressionCollator:
+        """A collator with the tokenizer's pad (or EOS), BOS (or EOS) and context start ids.
+
+        Args:
+            tokenizer: that of texts.
+            context_tokenizer: the model's `encoder_tokenizer`, where contexts have another one.
+            kwargs: the other arguments.
+        """
+        if context_tokenizer is not None:
+            kwargs["encoder_start_ids"] = find_context_start_ids(context_tokenizer)
         start = find_start_token_id(tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         return cls(start if pad is None else pad, start, find_context_start_ids(tokenizer), **kwargs)
@@ -111,7 +129,7 @@ class CompressionCollator:
         else:
             batch |= self._padded_text([self._row(example) for example in examples])
         if self.context_mode == "compressed":
-            contexts = [self._context(example) for example in examples]
+            contexts = [self._encoder_context(example) for example in examples]
             batch["context_input_ids"] = self._pad(contexts, self.pad_token_id)
             batch["context_attention_mask"] = self._pad([[1] * len(ids) for ids in contexts], 0)
         if self.mode == "distillation":
@@ -124,10 +142,22 @@ class CompressionCollator:
         return batch
 
     def _ratio(self, example: Mapping[str, Any]) -> int:
-        return random.Random(f"{self.seed}/{example.get('id', '')}/{example['target_ids']}").choice(self.ratios)
+        # A data set that comes to a row once more has another index for it.
+        row = [example.get(name, "") for name in ("id", "index", "target_ids")]
+        return random.Random("/".join(map(str, [self.seed, *row]))).choice(self.ratios)
 
     def _context(self, example: Mapping[str, Any]) -> list[int]:
         return [*self.context_start_ids, *example["context_ids"]]
+
+    def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:
+        if self.encoder_start_ids is None:
+            return self._context(example)
+        if "encoder_context_ids" not in example:
+            raise ValueError(
+                "examples need encoder_context_ids, the context in the encoder's own tokens: give the data set the "
+                "model's encoder_tokenizer"
+            )
+        return [*self.encoder_start_ids, *example["encoder_context_ids"]]
 
     def _start(self, example: Mapping[str, Any], task: str | None) -> list[int]:
         """What stands in front of a text: its start token, and in "full_context" the context."""

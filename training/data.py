@@ -20,6 +20,9 @@ import pyarrow.json
 import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
+from ..modeling.prompting import context_start_ids as context_start_ids
+from ..modeling.prompting import encode as encode
+from ..modeling.prompting import start_token_id as start_token_id
 from .prompts import TASKS
 from .suggestions import check_choice, nearest
 
@@ -119,8 +122,7 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
     Raises:
         ValueError: no such file, an unknown file type, a missing column or no row.
     """
-    table = _read_hub(source) if source.name is not None else _read_files(source, data_dir)
-    table = _with_our_columns(table, source)
+    table = read_table(source, data_dir)
     columns = table.column_names
     for task in source.tasks:
         for column in _NEEDED_COLUMNS.get(task, ()):
@@ -141,6 +143,20 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
         kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
         table = table.take(kept)
     return table
+
+
+def read_table(source: Any, data_dir: str | None = None) -> pyarrow.Table:
+    """Read a Hub data set or files, with our names for the columns that the source maps.
+
+    Args:
+        source: a [`DataSource`], or anything with its `name`, `config`, `split`, `path`, `columns` and `label`.
+        data_dir: folder that local paths are relative to.
+
+    Raises:
+        ValueError: no such file, an unknown file type or a missing column.
+    """
+    table = _read_hub(source) if source.name is not None else _read_files(source, data_dir)
+    return _with_our_columns(table, source)
 
 
 def _read_files(source: DataSource, data_dir: str | None) -> pyarrow.Table:
@@ -204,23 +220,6 @@ def distinct_texts(table: pyarrow.Table) -> list[str]:
     return list(dict.fromkeys(table[column].to_pylist()))
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text, with no special tokens added."""
-    # The wrapper's own overhead is ten times the encoding of a short string.
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is not None:
-        return fast.encode(text, add_special_tokens=False).ids
-    return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that text starts with: BOS, or EOS where the tokenizer has no BOS; `ValueError` when it has neither."""
-    for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
-            return token_id
-    raise ValueError("the tokenizer has neither a BOS nor an EOS token: set one before training")
-
-
 def task_start_ids(config: Any) -> dict[str, int]:
     """The token that the text of each task starts with, where a compressor has task tokens; else nothing.
 
@@ -233,18 +232,6 @@ def task_start_ids(config: Any) -> dict[str, int]:
     starts = dict.fromkeys(TASKS, config.continuation_token_id)
     starts["reconstruction"] = config.reconstruction_token_id
     return {task: token_id for task, token_id in starts.items() if token_id is not None}
-
-
-def context_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What `tokenizer(document)` puts in front of a document: BOS for most tokenizers, nothing for some.
-
-    People compress what their tokenizer gives them, so training and evaluation put the same in front of a context.
-    """
-    whole, plain = tokenizer("a").input_ids, encode(tokenizer, "a")
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start]
-    return []
 
 
 class TokenizedTexts(Sequence):

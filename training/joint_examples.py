@@ -35,6 +35,7 @@ class JointDataset(CompressionDataset):
         length_schedule: (fraction of the examples, longest document) pairs, linear in between.
         group_size, batch_size: as in `CompressionDataset`.
         seed: everything is drawn from it.
+        context_tokenizer: as in `CompressionDataset`.
 
     Raises:
         ValueError: a source or a limit that is not allowed, or another task.
@@ -53,6 +54,7 @@ class JointDataset(CompressionDataset):
         group_size: int = 1,
         batch_size: int = 1,
         seed: int = 0,
+        context_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         self.start_ids = context_start_ids(tokenizer)
         shortest = 2 * (len(self.start_ids) + 1)
@@ -84,6 +86,7 @@ class JointDataset(CompressionDataset):
             group_size=group_size,
             batch_size=batch_size,
             seed=seed,
+            context_tokenizer=context_tokenizer,
         )
 
     @staticmethod

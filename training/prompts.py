@@ -41,7 +41,7 @@ def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
     Args:
         path: a YAML file with one list of templates per task, or the name of a packaged one: "default" (also when
             `None`), "memory_tokens" for methods whose task tokens say what to do, "embedded" for these on the small
-            base.
+            base, "gmsa" for GMSA and its baseline.
 
     Returns:
         Task -> templates; the first template of a task is the canonical one.
@@ -67,21 +67,27 @@ def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
     return MappingProxyType({task: tuple(content[task]) for task in TASKS})
 
 
-def format_prompt(task: str, question: str = "", *, rng: random.Random | None = None, path: str | None = None) -> str:
+def format_prompt(
+    task: str,
+    question: str = "",
+    *,
+    rng: random.Random | None = None,
+    path: str | Mapping[str, str] | None = None,
+) -> str:
     """Fill a template of a task.
 
     Args:
         task: one of `TASKS`.
         question: the question, for question answering.
         rng: draws the template; the canonical first one is taken when `None`.
-        path: a file of templates of one's own, or the name of a packaged one.
+        path: a file of templates of one's own, the name of a packaged one, or one template for each task.
 
     Raises:
         ValueError: an unknown task.
     """
-    prompts = load_prompts(path)
+    prompts = {name: (text,) for name, text in path.items()} if isinstance(path, Mapping) else load_prompts(path)
     if task not in prompts:
-        raise ValueError(f"task must be one of {TASKS}, got {task!r}")
+        raise ValueError(f"task must be one of {tuple(prompts)}, got {task!r}")
     templates: Sequence[str] = prompts[task]
     template = templates[0] if rng is None else rng.choice(templates)
     # str.format would trip over braces inside the question.

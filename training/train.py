@@ -6,7 +6,8 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,17 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..evaluation.report import environment
+from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
+from ..modeling.prompting import context_end_ids
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe
 from .collators import CompressionCollator
 from .data import task_start_ids
+from .denoising import (
+    DenoisingDataset,
+    Seq2SeqCollator,
+    Seq2SeqCompressionTrainer,
+    new_encoder_decoder,
+)
 from .examples import CompressionDataset
 from .joint_examples import JointDataset
 from .joint_trainer import JointPretrainingTrainer
@@ -37,6 +46,10 @@ from .language_modeling import (
     LanguageModelingRows,
     LanguageModelingTrainer,
 )
+from .prompts import load_prompts
+from .retrieval import RetrievalTrainer, build_retrieval_trainer
+from .span_corruption import SpanCorruptionCollator, add_sentinel_tokens
+from .stages import changed_config, check_resumed
 from .suggestions import check_choice
 from .task_tokens import add_task_tokens, check_task_tokens, text_tokenizer
 from .tokenizer import train_tokenizer
@@ -49,6 +62,9 @@ METHODS = {
     "icae": "ICAEForCausalLM",
     "five_hundred_x": "FiveHundredXForCausalLM",
     "comprexit": "ComprExITForCausalLM",
+    "gmsa": "GMSAForCausalLM",
+    "tcp_autoencoder": "TCPAutoencoderForCausalLM",
+    "decal": "DeCALForConditionalGeneration",
 }
 
 
@@ -144,6 +160,7 @@ def build_compression_dataset(
     seed: int,
     batch_size: int = 1,
     name: str = "sources",
+    context_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> CompressionDataset:
     """The examples that the recipe's `sources` (or `eval_sources`) describe."""
     return CompressionDataset(
@@ -163,6 +180,7 @@ def build_compression_dataset(
         group_size=data_args.group_batches * batch_size,
         batch_size=batch_size,
         seed=seed,
+        context_tokenizer=context_tokenizer,
     )
 
 
@@ -173,6 +191,7 @@ def build_joint_dataset(
     seed: int,
     batch_size: int = 1,
     name: str = "sources",
+    context_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> JointDataset:
     """The documents of joint pretraining that the recipe's `sources` (or `eval_sources`) describe."""
     return JointDataset(
@@ -186,7 +205,34 @@ def build_joint_dataset(
         group_size=data_args.group_batches * batch_size,
         batch_size=batch_size,
         seed=seed,
+        context_tokenizer=context_tokenizer,
     )
+
+
+def build_denoising_dataset(
+    data_args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    num_examples: int | None,
+    seed: int,
+    batch_size: int = 1,
+    name: str = "sources",
+    context_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> DenoisingDataset:
+    """The texts to corrupt that the recipe's `sources` (or `eval_sources`) describe."""
+    return DenoisingDataset(
+        data_args.parsed_sources(name),
+        tokenizer,
+        num_examples,
+        num_tokens=data_args.span_corruption().raw_length(data_args.max_context_tokens),
+        data_dir=data_args.data_dir,
+        group_size=data_args.group_batches * batch_size,
+        batch_size=batch_size,
+        seed=seed,
+        context_tokenizer=context_tokenizer,
+    )
+
+
+_DATASETS = {"joint": build_joint_dataset, "denoising": build_denoising_dataset}
 
 
 def _data_arguments(
@@ -195,28 +241,37 @@ def _data_arguments(
     tokenizer: PreTrainedTokenizerBase,
     mode: str,
     starts: Mapping[str, int] | None = None,
+    has_task_tokens: bool = False,
+    ratios: Sequence[int] | None = None,
+    context_tokenizer: PreTrainedTokenizerBase | None = None,
+    collator: Callable[..., CompressionCollator] = CompressionCollator.from_tokenizer,
 ) -> dict[str, Any]:
     """What every trainer of tokenized examples takes: data sets, collator and tokenizer."""
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     num_examples = args.max_steps * batch if args.max_steps > 0 else None
     rows = args.per_device_train_batch_size
-    build = build_joint_dataset if mode == "joint" else build_compression_dataset
-    texts = text_tokenizer(tokenizer) if starts else tokenizer
-    dataset = build(data_args, texts, num_examples, args.seed, rows)
+    build = _DATASETS.get(mode, build_compression_dataset)
+    texts = text_tokenizer(tokenizer) if has_task_tokens else tokenizer
+    dataset = build(data_args, texts, num_examples, args.seed, rows, context_tokenizer=context_tokenizer)
     # An example is a function of its index, drawn at random already; in order, lengths grow and resuming is exact.
     args.train_sampling_strategy = "sequential"
     evaluation = None
     if data_args.eval_sources:
         count = data_args.num_eval_examples
-        evaluation = build(data_args, texts, count, args.seed + 1, name="eval_sources").as_dataset()
+        evaluation = build(
+            data_args, texts, count, args.seed + 1, name="eval_sources", context_tokenizer=context_tokenizer
+        ).as_dataset()
     return {
         "args": args,
         "train_dataset": dataset.as_dataset(),
         "eval_dataset": evaluation,
         "processing_class": tokenizer,
-        "data_collator": CompressionCollator.from_tokenizer(
+        "data_collator": collator(
             tokenizer,
-            mode=mode,
+            context_tokenizer,
+            ratios=ratios,
+            seed=args.seed,
+            mode="compressed" if mode == "denoising" else mode,
             with_metadata=True,
             task_start_ids=starts,
             context_mode=args.context_mode if mode == "joint" else "compressed",
@@ -247,34 +302,54 @@ def build_teacher(model_args: ModelArguments, data_args: DataArguments, args: Tr
     return TeacherTrainer(model=model, peft_config=peft_config, **arguments)
 
 
-def load_compressor(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+def load_compressor(
+    model_args: ModelArguments,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    model_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
     """The compressor to train: a checkpoint to go on from, or a new one on a base.
 
     Args:
         model_args: names the method and where the weights come from.
         tokenizer: gets the method's task tokens, whose ids a new compressor takes; a checkpoint's must be in it. The
             ids behind the base's vocabulary are taken when `None`.
+        model_class: the method's class to build; the one that generates when `None`.
 
     Raises:
         ValueError: fields that do not go together, or a tokenizer that does not know the checkpoint's task tokens.
     """
     check_choice("method", model_args.method, METHODS)
-    if (model_args.checkpoint is None) == (model_args.base is None):
-        raise ValueError("give either base (a new compressor) or checkpoint (one to go on from)")
-    module = importlib.import_module(f"..modeling.modeling_{model_args.method}", __package__)
-    model_class = getattr(module, METHODS[model_args.method])
+    given = [name for name in ("base", "checkpoint", "model_config") if getattr(model_args, name) is not None]
+    if len(given) != 1 or (given == ["model_config"] and model_args.method != "decal"):
+        raise ValueError(
+            "give either base (a new compressor) or checkpoint (one to go on from), or for decal model_config (a new "
+            f"encoder-decoder), got {given}"
+        )
+    if model_class is None:
+        module = importlib.import_module(f"..modeling.modeling_{model_args.method}", __package__)
+        model_class = getattr(module, METHODS[model_args.method])
     loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
     loading = {name: value for name, value in loading.items() if value is not None}
     fields = dict(model_args.method_config or {})
     if model_args.checkpoint is not None:
         if fields:
-            raise ValueError("method_config is fixed by the checkpoint: leave it out")
+            raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
+        if model_args.checkpoint_config:
+            config = model_class.config_class.from_pretrained(model_args.checkpoint)
+            loading["config"] = changed_config(config, model_args.checkpoint_config)
         model = model_class.from_pretrained(model_args.checkpoint, **loading)
         if tokenizer is not None:
             check_task_tokens(tokenizer, model.config.task_token_ids)
         return model
+    if model_args.checkpoint_config:
+        raise ValueError("checkpoint_config goes with a checkpoint; of a new compressor give method_config")
+    if model_args.model_config is not None:
+        return new_encoder_decoder(model_class, model_args.model_config, fields, tokenizer, loading)
     if model_args.base_revision is not None:
         loading["revision"] = model_args.base_revision
+    for name in ("encoder", "encoder_revision"):
+        if getattr(model_args, name) is not None:
+            loading[name] = getattr(model_args, name)
     if tokenizer is not None:
         # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
         names = tuple(model_class.config_class(**fields).task_token_ids)
@@ -288,11 +363,20 @@ def build_compression(
     """Trainer of a compressor: from the text itself, from whole documents, or from a teacher."""
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
     model = load_compressor(model_args, tokenizer)
-    starts = task_start_ids(model.config)
+    tokens = {"starts": task_start_ids(model.config), "has_task_tokens": bool(model.config.task_token_ids)}
+    tokens["context_tokenizer"] = model.encoder_tokenizer
+    if args.ratio_mode == "per_sample" and args.context_mode == "compressed":
+        tokens["ratios"] = list(model.config.compression_ratios)
+    if args.objective in ("compression", "distillation"):
+        # Whoever asks the checkpoint later shall ask as it was trained.
+        model.config.prompts = {task: templates[0] for task, templates in load_prompts(data_args.prompts).items()}
+        model.config.context_prefix = data_args.context_prefix
+    if model.config.is_encoder_decoder:
+        return _build_seq2seq(model, tokenizer, data_args, args, tokens)
     if args.objective == "joint":
-        return JointPretrainingTrainer(model=model, **_data_arguments(data_args, args, tokenizer, "joint", starts))
+        return JointPretrainingTrainer(model=model, **_data_arguments(data_args, args, tokenizer, "joint", **tokens))
     if args.objective == "compression":
-        arguments = _data_arguments(data_args, args, tokenizer, args.context_mode, starts)
+        arguments = _data_arguments(data_args, args, tokenizer, args.context_mode, **tokens)
         return CompressionTrainer(model=model, **arguments)
     teacher = None
     if model_args.teacher is not None:
@@ -301,8 +385,50 @@ def build_compression(
             dtype=getattr(torch, model_args.dtype),
             attn_implementation=model_args.attn_implementation,
         )
-    arguments = _data_arguments(data_args, args, tokenizer, "distillation", starts)
+    arguments = _data_arguments(data_args, args, tokenizer, "distillation", **tokens)
     return DistillationTrainer(model=model, teacher=teacher, **arguments)
+
+
+def _build_seq2seq(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: DataArguments,
+    args: TrainingConfig,
+    tokens: dict[str, Any],
+) -> Seq2SeqCompressionTrainer:
+    """Trainer of an encoder-decoder, to denoise or on questions, summaries and texts."""
+    check_choice("objective of an encoder-decoder:", args.objective, ("denoising", "compression"))
+    tokens["has_task_tokens"] = True
+    if args.objective == "denoising":
+        own = {
+            "sentinel_ids": add_sentinel_tokens(tokenizer),
+            "end_id": tokenizer.eos_token_id,
+            "corruption": data_args.span_corruption(),
+        }
+        collator, mode = partial(SpanCorruptionCollator.from_tokenizer, **own), "denoising"
+    else:
+        model.config.prompts = {task: templates[0] for task, templates in load_prompts(data_args.prompts).items()}
+        model.config.context_prefix = data_args.context_prefix
+        own = {
+            "question_placement": model.config.question_placement,
+            "context_end_ids": context_end_ids(tokenizer),
+        }
+        collator, mode = partial(Seq2SeqCollator.from_tokenizer, **own), args.context_mode
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}: it lacks sentinels, "
+            "which a new model (model_config) gets, or it is another model's"
+        )
+    arguments = _data_arguments(data_args, args, tokenizer, mode, collator=collator, **tokens)
+    return Seq2SeqCompressionTrainer(model=model, **arguments)
+
+
+def build_retrieval(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> RetrievalTrainer:
+    """Trainer of a dual encoder for retrieval, from the encoder of a checkpoint or of a T5."""
+    check_choice("method of the objective retrieval:", model_args.method, ("decal",))
+    tokenizer = load_tokenizer(model_args, data_args, args.seed)
+    model = load_compressor(model_args, tokenizer, DeCALForRetrieval)
+    return build_retrieval_trainer(model, tokenizer, data_args, args)
 
 
 def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Trainer:
@@ -312,7 +438,11 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
         ValueError: fields that do not go together, a missing source, column or file.
     """
     set_seed(args.seed)
-    build = {"language_modeling": build_language_modeling, "teacher": build_teacher}
+    build = {
+        "language_modeling": build_language_modeling,
+        "teacher": build_teacher,
+        "retrieval": build_retrieval,
+    }
     return build.get(args.objective, build_compression)(model_args, data_args, args)
 
 
@@ -395,6 +525,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     resume = args.resume_from_checkpoint
     if resume == "latest":
         resume = latest_checkpoint(args.output_dir)
+    if resume is not None:
+        check_resumed(trainer.model, resume)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():

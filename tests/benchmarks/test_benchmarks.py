@@ -104,9 +104,10 @@ def test_peak_memory_counts_what_is_held_at_once_and_not_what_was_there_before(s
     assert tools.peak_bytes(lambda: [weights + 1, weights + 2], device) == pytest.approx(8_000_000, rel=0.01)
 
 
-def test_an_unknown_method_is_refused_with_the_methods_there_are(script):
-    with pytest.raises(ValueError, match=r"'mean_poling'; there are: .*mean_pooling"):
-        script("benchmark_tools").method_model_type("mean_poling")
+def test_an_unknown_method_is_refused_with_the_nearest_one(script):
+    random_compressor = script("benchmark_tools").random_compressor
+    with pytest.raises(ValueError, match=r"unknown method 'mean_poling'; did you mean 'mean_pooling'\?"):
+        random_compressor("mean_poling", LlamaConfig(), [4], "float32", torch.device("cpu"))
 
 
 def test_a_head_size_that_does_not_divide_the_width_is_refused(
@@ -138,16 +139,81 @@ def test_compression_overhead_writes_a_row_for_every_method_and_length(
     for row in content["rows"]:
         assert len(row["seconds"]["encoder"]) == len(row["seconds"]["compress"]) == 2
         assert row["time_ratio"] == pytest.approx(row["compress_seconds"] / row["encoder_seconds"])
-        # Compressing runs the encoder, so it can hold no less at its peak.
+        # Compressing runs the encoder, so it can hold no less at its peak; and a cache comes on top.
         assert row["compress_peak_bytes"] >= row["encoder_peak_bytes"] > 0
+        assert row["cached_encoder_peak_bytes"] > 0
+        assert (row["padding_share"], "one_by_one_seconds" in row, "profile" in row) == (0, False, False)
     assert "<= 1.05" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("method", "ratio", "expected"), [("mean_pooling", 4, 1.05), ("icae", 4, 1.35), ("five_hundred_x", 5, 1.296)]
+    ("method", "ratio", "expected"),
+    [("mean_pooling", 4, 1.05), ("icae", 4, 1.35), ("five_hundred_x", 5, 1.296), ("comprexit", 4, 1.15)],
 )
 def test_the_goal_counts_the_memory_tokens(script, method: str, ratio: int, expected: float):
-    assert script("compression_overhead").goal(method, ratio) == pytest.approx(expected)
+    overhead = script("compression_overhead")
+    assert overhead.goal(method, ratio) == pytest.approx(expected)
+    memory = (1.3, "cached") if method == "comprexit" else (pytest.approx(expected), "encoder")
+    assert overhead.memory_goal(method, ratio) == memory
+
+
+def test_a_batch_full_of_padding_stands_beside_its_contexts_one_by_one(
+    script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "overhead.json"
+    arguments = [*TOY, "--methods", "comprexit", "mean_pooling", "--lengths", "32", "--row-lengths", "1", "0.25"]
+    arguments += ["--batch-size", "3", "--repeats", "2", "--output", str(output)]
+    assert script("compression_overhead").main(arguments) == 0
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [row["method"] for row in rows] == ["comprexit", "mean_pooling"]
+    for row in rows:
+        # Rows of 32, 8 and 32 tokens.
+        assert row["padding_share"] == pytest.approx(24 / 96)
+        assert len(row["seconds"]["one_by_one"]) == 2
+        assert row["one_by_one_seconds"] > 0
+    assert "| 25 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "nan", "x"])
+def test_row_lengths_are_shares(script, value: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        script("compression_overhead").main([*TOY, "--row-lengths", value])
+    assert "--row-lengths" in capsys.readouterr().err
+
+
+def test_a_cached_pass_holds_the_keys_and_values(script):
+    tools, overhead = script("benchmark_tools"), script("compression_overhead")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
+    )
+    model = tools.random_compressor("comprexit", config, [4], "float32", torch.device("cpu"))
+    input_ids, mask = overhead.batch(model, 64, 2, [1.0, 0.5], torch.device("cpu"))
+    assert mask.sum(dim=1).tolist() == [64, 32]
+    with torch.no_grad():
+        cached = overhead.cached_encoder(model, input_ids, mask)
+        layers = [(layer.keys, layer.values) for layer in cached().past_key_values.layers]
+        assert [tuple(keys.shape) for keys, _ in layers] == [(2, 2, 64, 16)] * 4
+        size = sum(tensor.nbytes for pair in layers for tensor in pair)
+        alone = tools.peak_bytes(overhead.bare_encoder(model, input_ids, mask), torch.device("cpu"))
+        assert size < tools.peak_bytes(cached, torch.device("cpu")) <= alone + size
+
+
+def test_a_profile_tells_the_parts_of_a_method(script, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    output = tmp_path / "overhead.json"
+    arguments = [*TOY, "--methods", "comprexit", "--lengths", "64", "--batch-size", "1", "--repeats", "1", "--profile"]
+    assert script("compression_overhead").main([*arguments, "--output", str(output)]) == 0
+    profile = json.loads(output.read_text(encoding="utf-8"))["rows"][0]["profile"]
+    parts = {part["part"]: part for part in profile["parts"]}
+    assert {"whole", "language_model", "layer_gate", "transmission", "transmission.metric", "slot_mlp"} <= set(parts)
+    # What each part does itself adds up to the whole.
+    assert sum(part["own_seconds"] for part in parts.values()) == pytest.approx(profile["seconds"])
+    assert parts["whole"]["seconds"] == profile["seconds"]
+    assert all(0 <= part["own_seconds"] <= part["seconds"] for part in parts.values())
+    assert parts["transmission"]["seconds"] > parts["transmission.metric"]["seconds"]
+    shares = [operator["share"] for operator in profile["operators"]]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < sum(shares) <= 1
+    assert "| language_model" in capsys.readouterr().out
 
 
 def test_methods_with_memory_tokens_read_the_whole_context_as_one_chunk(
@@ -159,7 +225,7 @@ def test_methods_with_memory_tokens_read_the_whole_context_as_one_chunk(
     assert script("compression_overhead").main([*arguments, "--methods", *methods]) == 0
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert [(row["method"], row["goal"]) for row in rows] == [(method, pytest.approx(1.296)) for method in methods]
-    assert capsys.readouterr().out.count("<= 1.296") == 3
+    assert capsys.readouterr().out.count("<= 1.296 of encoder") == 3
     tools = script("benchmark_tools")
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
@@ -177,7 +243,7 @@ def test_the_bare_encoder_does_the_encoders_whole_work_and_no_more(script):
     model = tools.random_compressor("mean_pooling", config, [4], "float32", torch.device("cpu"))
     input_ids = torch.arange(2, 32).view(2, 15)
     with torch.no_grad():
-        states = overhead.bare_encoder(model, input_ids)()
+        states = overhead.bare_encoder(model, input_ids, torch.ones_like(input_ids))()
     # The linear map starts as the identity, so the slots are the means of the encoder's states.
     expected, _ = mean_pool(states, torch.ones_like(input_ids), 4)
     torch.testing.assert_close(model.compress(input_ids, ratio=4).embeddings, expected)
@@ -253,7 +319,8 @@ def test_small_scale_scores_every_data_set_beside_the_bounds(
     for run in results["runs"]:
         assert (run["name"], run["config"], run["prompts"]) == ("mean_pooling", {}, None)
         assert [entry["step"] for entry in run["log"]] == [1, 2]
-        assert all(math.isfinite(entry[name]) for entry in run["log"] for name in ("loss", "reconstruction_loss"))
+        losses = ("loss", "reconstruction_loss", "continuation_loss")
+        assert all(math.isfinite(entry[name]) for entry in run["log"] for name in losses)
         assert run["training"]["steps"] == 2
         assert run["training"]["context_tokens"] > 0
         assert run["training"]["target_tokens"] > 0
@@ -320,22 +387,23 @@ def test_small_scale_refuses_configurations_that_are_none(
     assert message in capsys.readouterr().err
 
 
-def test_the_reconstruction_curve_is_the_loss_of_the_evaluation(
-    script, base: Path, tokenizer: PreTrainedTokenizerFast
-):
+def test_the_curves_are_the_losses_of_the_evaluation(script, base: Path, tokenizer: PreTrainedTokenizerFast):
     small_scale = script("small_scale")
     model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[4]).train()
     test = EvaluationDataset("d", [{"text": "The mill stands by the river."}, {"text": "Nora keeps eleven bees."}])
     state = TrainerState(log_history=[{"loss": 1.0}])
-    curve = small_scale._ReconstructionCurve(model, tokenizer, small_scale.held_out(tokenizer, test, 16, None))
-    curve.on_log(None, state, None, {"learning_rate": 1.0}, model)
+    tasks = ("reconstruction", "continuation")
+    samples = {task: small_scale.held_out(tokenizer, test, 16, None, task) for task in tasks}
+    curves = small_scale._HeldOutCurves(model, tokenizer, samples)
+    curves.on_log(None, state, None, {"learning_rate": 1.0}, model)
     assert state.log_history == [{"loss": 1.0}]
-    curve.on_log(None, state, None, {"loss": 1.0}, model)
+    curves.on_log(None, state, None, {"loss": 1.0}, model)
     assert model.training
-    settings = EvaluationSettings(tasks=("reconstruction",), context_tokens=16, batch_size=1)
+    settings = EvaluationSettings(tasks=tasks, context_tokens=16, batch_size=1)
     report = evaluate_model(model, tokenizer, [test], settings, progress=False)
-    perplexity = report.score("d", "reconstruction", "ratio=4", "perplexity")
-    assert state.log_history[0]["reconstruction_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
+    for task in tasks:
+        perplexity = report.score("d", task, "ratio=4", "perplexity")
+        assert state.log_history[0][f"{task}_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
 
 
 def test_tokens_per_slot_count_what_short_contexts_waste(script, base: Path, tokenizer: PreTrainedTokenizerFast):

@@ -52,8 +52,11 @@ def test_speed_ups_are_steps_of_the_first_over_ones_own():
 
 def test_the_table_shows_what_was_never_reached():
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table([FAST, SLOW], 0.5).splitlines()]
-    assert lines[0] == ["run", "seeds", "last", "lowest", "steps to 0.5", "times faster than enhanced"]
-    assert lines[2:] == [["enhanced", "2", "0.25", "0.25", "300", "1.00"], ["default", "1", "1", "1", "never", "-"]]
+    assert lines[0] == ["run", "seeds", "first", "last", "lowest", "steps to 0.5", "times faster than enhanced"]
+    assert lines[2:] == [
+        ["enhanced", "2", "4", "0.25", "0.25", "300", "1.00"],
+        ["default", "1", "4", "1", "1", "never", "-"],
+    ]
 
 
 def test_curves_come_from_states_summaries_and_folders(tmp_path):

@@ -141,7 +141,7 @@ def naive_answers(model, tokenizer, condition, rows, max_new_tokens, template="\
     """Greedy answers, one token after another, with no cache and no `generate`."""
     answers = []
     for row in rows:
-        prompt = template.format(row["question"])
+        prompt = template.format(row.get("question"))
         extra, text = naive_inputs(model, tokenizer, condition, row["context"], prompt, start)
         first = len(text)
         while len(text) < first + max_new_tokens:
@@ -253,6 +253,67 @@ def test_reconstruction_bleu_is_there_when_asked_for(model, tokenizer):
     assert 0 <= report.score("tiny", RECONSTRUCTION, "ratio=2", "bleu") <= 100
 
 
+@torch.no_grad()
+def naive_recovered_perplexity(model, tokenizer, condition, rows):
+    """Perplexity of what the model writes by itself, token after token, EOS included."""
+    nll, count = 0.0, 0
+    for row in rows:
+        extra, text = naive_inputs(model, tokenizer, condition, row["context"], "\nRepeat the text above:")
+        for _ in range(len(row["context"]) + 1):
+            scores = model(input_ids=torch.tensor([text]), **extra).logits[0, -1].float().log_softmax(-1)
+            token = int(scores.argmax())
+            nll, count, text = nll - float(scores[token]), count + 1, [*text, token]
+            if token == tokenizer.eos_token_id:
+                break
+    return math.exp(nll / count)
+
+
+@pytest.mark.parametrize("condition", ["full_context", "ratio=2"])
+def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condition, monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        "context_compressors.evaluation.scoring.prefix_exact_match",
+        lambda *ids: written.append(ids) or metrics.prefix_exact_match(*ids),
+    )
+    rows = [{"context": "A ferry leaves"}, {"context": "7 pens"}]
+    report = run(model, tokenizer, rows, tasks=(RECONSTRUCTION,), reconstruction_bleu=True, batch_size=1)
+    names = {"bleu", "rouge1", "rouge2", "rougeL", "prefix_exact_match", "recovered_perplexity"}
+    assert names < set(report.metric_names(RECONSTRUCTION))
+    expected = naive_recovered_perplexity(model, tokenizer, condition, rows)
+    score = report.score("tiny", RECONSTRUCTION, condition, "recovered_perplexity")
+    assert score == pytest.approx(expected, rel=1e-4)
+    assert score < report.score("tiny", RECONSTRUCTION, condition, "perplexity")
+    predictions, references = written[CONDITIONS.index(condition)]
+    assert [tokenizer.decode(ids) for ids in references] == [row["context"] for row in rows]
+    for row, ids in zip(rows, predictions, strict=True):
+        limit = len(row["context"]) + 1
+        (answer,) = naive_answers(model, tokenizer, condition, [row], limit, "\nRepeat the text above:")
+        assert tokenizer.decode(ids, skip_special_tokens=True).strip() == answer
+
+
+def test_restoration_at_several_lengths_takes_whole_windows(model, tokenizer):
+    rows = [{"text": "abcdefghijklmnop"}, {"text": "a short one"}, {"text": "0123456789" * 4}]
+    report = run(model, tokenizer, rows, tasks=(RECONSTRUCTION, CONTINUATION), restoration_lengths=(8, 16))
+    assert report.datasets(RECONSTRUCTION) == ["tiny, 8 tokens", "tiny, 16 tokens"]
+    assert report.datasets(CONTINUATION) == ["tiny"]
+    samples = {row.dataset: row.num_samples for row in report.rows if row.task == RECONSTRUCTION}
+    assert samples == {"tiny, 8 tokens": 3, "tiny, 16 tokens": 2}
+    data = EvaluationDataset("tiny", rows)
+    work = builder(tokenizer).build_by_length(data, RECONSTRUCTION, (8, 16))
+    assert [{len(sample.context_ids) for sample in built} for _, _, built in work] == [{8}, {16}]
+    with pytest.raises(ValueError, match="data set 'tiny, 64 tokens' has no text of 64 tokens for reconstruction"):
+        run(model, tokenizer, rows, tasks=(RECONSTRUCTION,), restoration_lengths=(64,))
+
+
+def test_answers_are_scored_token_by_token_when_asked_for(model, tokenizer):
+    assert "answer_perplexity" not in run(model, tokenizer, tasks=(QA,)).metric_names(QA)
+    report = run(model, tokenizer, tasks=(QA,), answer_perplexity=True)
+    triples = [(row["context"], f"\nQuestion: {row['question']}\nAnswer:", f" {row['answers'][0]}") for row in ROWS]
+    for condition in CONDITIONS:
+        expected = naive_scores(model, tokenizer, condition, triples)["perplexity"]
+        assert report.score("tiny", QA, condition, "answer_perplexity") == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.fixture(scope="module")
 def token_model(tokenizer, folders):
     """A compressor with task tokens, whose embeddings matter."""
@@ -317,6 +378,38 @@ def test_a_text_that_says_a_task_token_is_only_a_text(token_model):
     start = token_model.config.reconstruction_token_id
     expected = naive_scores(token_model, text_tokenizer(tokenizer), "ratio=2", triples, start=start)
     assert report.score("tiny", RECONSTRUCTION, "ratio=2", "perplexity") == pytest.approx(expected["perplexity"], 1e-4)
+
+
+def test_bounds_alone_are_the_bounds(model, tokenizer):
+    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), bounds_only=True)
+    assert report.conditions(RECONSTRUCTION) == ["no_context", "full_context"]
+    assert report.settings["ratios"] == []
+    whole = run(model, tokenizer, tasks=(RECONSTRUCTION,))
+    for row in report.rows:
+        expected = whole.score("tiny", RECONSTRUCTION, row.condition, "perplexity")
+        assert row.metrics["perplexity"] == pytest.approx(expected)
+
+
+def test_learned_tokens_of_a_prefix_reach_the_full_context_and_documents_have_none(token_model, monkeypatch):
+    tokenizer = make_tokenizer()
+    ae, lm = add_task_tokens(tokenizer).values()
+    read, generate = [], token_model.generate
+    monkeypatch.setattr(
+        token_model, "generate", lambda **inputs: read.append(inputs["input_ids"].tolist()) or generate(**inputs)
+    )
+    rows = [{"context": "say [AE]", "question": "[LM]?", "answers": ["yes"]}]
+    options = {"tasks": (QA,), "context_prefix": "[LM][AE]# ", "prompts": "default"}
+    run(token_model, tokenizer, rows, **options, bounds_only=True)
+    plain = text_tokenizer(tokenizer)
+    question = encode(plain, "\nQuestion: [LM]?\nAnswer:")
+    context = [lm, ae, *encode(plain, "# "), *encode(plain, "say [AE]")]
+    assert read == [[[0, *question]], [[0, *context, *question]]]
+    message = r"context_prefix has learned tokens, \[AE\], \[LM\], which only the compressor's own decoder reads"
+    for more in ({}, {"bounds_only": True, "zero_shot": True}):
+        with pytest.raises(ValueError, match=message):
+            run(token_model, tokenizer, rows, **options, **more)
+    with pytest.raises(ValueError, match=message):
+        run(token_model, tokenizer, rows, make_base(tokenizer, 1).eval(), **options, bounds_only=True)
 
 
 def test_prompts_can_be_named(model, token_model, tokenizer):
@@ -450,6 +543,36 @@ def test_contexts_keep_within_the_encoder(tokenizer):
     assert tokenizer.decode(cut.context_ids) == ROWS[0]["context"][:10]
 
 
+@pytest.mark.parametrize("prefix", ["", "# Text\n"])
+def test_contexts_lose_their_beginning_on_request_behind_the_prefix(tokenizer, prefix):
+    rows = [{**ROWS[0], "summary": "Ada's cat."}]
+    data = EvaluationDataset("tiny", rows)
+    options = {"max_context_tokens": 10 + len(prefix), "context_prefix": prefix, "truncate_context": True}
+    for side, kept in (("right", rows[0]["context"][:10]), ("left", rows[0]["context"][-10:])):
+        for task in (QA, SUMMARISATION):
+            cut = builder(tokenizer, 512, truncation_side=side, **options).build(data, task)[0]
+            assert (tokenizer.decode(cut.context_ids), cut.truncated) == (prefix + kept, True)
+    # Of a text, the end is continued and the beginning repeated, whichever side is cut.
+    options = {"max_context_tokens": 4, "truncate_context": True}
+    for side in ("right", "left"):
+        cut = builder(tokenizer, 512, truncation_side=side, **options).build(data, RECONSTRUCTION)[0]
+        window = builder(tokenizer).build(data, RECONSTRUCTION)[0]
+        assert (cut.context_ids, cut.target_ids[:-1]) == (window.context_ids[:4], window.context_ids[:4])
+        cut = builder(tokenizer, 512, truncation_side=side, **options).build(data, CONTINUATION)[0]
+        assert cut.context_ids == builder(tokenizer).build(data, CONTINUATION)[0].context_ids[-4:]
+
+
+def test_a_longest_context_is_kept_under_every_condition_and_counted(model, tokenizer):
+    options = {"tasks": (QA,), "max_context_tokens": 21}
+    with pytest.raises(ValueError, match=r"max_context_tokens and the model's positions leave 21 tokens"):
+        run(model, tokenizer, **options)
+    report = run(model, tokenizer, **options, truncate_context=True, truncation_side="left")
+    assert {(row.num_samples, row.num_truncated) for row in report.rows} == {(3, 2)}
+    short = [{**row, "context": row["context"][-21:]} for row in ROWS]
+    expected = run(model, tokenizer, short, tasks=(QA,))
+    assert [row.metrics for row in report.rows] == [row.metrics for row in expected.rows]
+
+
 def test_answers_may_be_a_list_a_string_or_a_squad_mapping(tokenizer):
     forms = (["a", "b"], "a", {"text": ["a", "b"], "answer_start": [0, 1]})
     data = EvaluationDataset("tiny", [{"context": "a b", "question": "?", "answers": form} for form in forms])
@@ -498,6 +621,11 @@ def test_wrong_inputs_are_refused(model, teacher, tokenizer):
         ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
         ({"context_tokens": 0}, "context_tokens must be at least 1, got 0"),
         ({"max_new_tokens": {}}, "max_new_tokens must be at least 1"),
+        ({"restoration_lengths": (1,)}, "restoration_lengths must be one or more different numbers of at least 2"),
+        ({"bert_score_layer": 3}, "bert_score_layer needs a bert_score_model, got layer 3"),
+        ({"max_context_tokens": 0}, "max_context_tokens must be at least 1, got 0"),
+        ({"truncation_side": "lef"}, "did you mean 'left'"),
+        ({"bounds_only": True, "ratios": (4,)}, r"bounds_only compresses nothing: leave out the ratios, got \(4,\)"),
     ],
 )
 def test_settings_refuse_impossible_values(options, message):
@@ -607,6 +735,8 @@ def test_command_reports_wrong_values_without_a_traceback(folders, tmp_path, cap
     assert "unknown task 'qa'" in capsys.readouterr().err
     assert main([model, "--data", "generated", "--ratios", "3"]) == 1
     assert "not trained for the ratios [3]" in capsys.readouterr().err
+    assert main([model, "--data", "generated", "--bounds-only", "--plots", str(tmp_path)]) == 1
+    assert "--plots draws quality by ratio, of which --bounds-only leaves none" in capsys.readouterr().err
 
 
 def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 import context_compressors
 from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
 from context_compressors.configuration.configuration_compressor import CompressorConfig
+from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
+from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
 from context_compressors.hub_cards.cards import (
     Score,
     TrainingData,
@@ -165,7 +169,7 @@ def test_a_wrong_score_is_refused(task: str, value: float):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_a_text_with_its_citation(method: str):
     model_class = METHODS[method]
-    text = card(config=getattr(context_compressors, model_class.replace("ForCausalLM", "Config"))(), scores=[])
+    text = card(config=getattr(context_compressors, re.sub("For[A-Z].*", "Config", model_class))(), scores=[])
     assert text.count("## Method") == text.count("## Citation") == 1
     assert "@" in method_text(f"{method}_compressor").partition("```bibtex")[2]
     assert "$" not in text
@@ -206,9 +210,44 @@ def test_every_method_has_a_text_with_its_citation(method: str):
                 "eprint        = {2510.20797}",
             ],
         ),
+        (
+            ComprExITConfig(token_anchors="last_layer", window_size=64),
+            [
+                "keeps one vector for every 4 tokens",
+                "| Token anchors | last_layer |",
+                "| Anchors become slots by | transport |",
+                "| Longest window in tokens | 64 |",
+                "| Entropic strength | 0.1 |",
+                "| Sinkhorn iterations | 30 |",
+                "| Equations as printed | False |",
+                "| Encoder | no adapters |",
+                'generate(**tokenizer(question, return_tensors="pt")',
+                "eprint        = {2602.03784}",
+            ],
+        ),
+        (
+            GMSAConfig(lsa_layers=2, training_stage="keft", encoder_name_or_path="org/encoder"),
+            [
+                "keeps one vector for every 4 or 8 tokens",
+                "| Encoder's base model | org/encoder |",
+                "| Encoder layers | 8 |",
+                "| Blocks of layer semantic alignment | 2 |",
+                "| Last stage of training | keft |",
+                "| Encoder | LoRA, rank 128, alpha 32 |",
+                "eprint        = {2505.12215}",
+            ],
+        ),
+        (
+            TCPAutoencoderConfig(encoder_tokenizer="encoder_tokenizer"),
+            [
+                "| Learned tokens behind the context | 128 |",
+                "| Last stage of training | autoencoding |",
+                "compress(**model.encoder_tokenizer(document",
+            ],
+        ),
     ],
 )
-def test_methods_with_memory_tokens_tell_their_own_settings(config: CompressorConfig, parts: list[str]):
+def test_methods_tell_their_own_settings(config: CompressorConfig, parts: list[str]):
     text = card(config=config, scores=[])
     for part in parts:
         assert part in text, part
@@ -246,3 +285,11 @@ def test_the_snippet_of_a_method_with_task_tokens_asks_behind_its_token(
 def test_an_unknown_method_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'mean_poling'; there are: .*mean_pooling"):
         method_text("mean_poling_compressor")
+
+
+@pytest.mark.parametrize(("parent", "base"), [("me/parent", "me/parent"), ("parent", "org/base")])
+def test_a_fine_tuned_checkpoint_names_its_parent(parent: str, base: str):
+    text = card(config=config(parent_model_name_or_path=parent))
+    # The Hub draws a model's family tree from this field, where a folder's name means nothing.
+    assert ModelCard(text).data.base_model == base
+    assert f"| Fine-tuned from | {parent} |" in text

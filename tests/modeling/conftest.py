@@ -5,28 +5,47 @@ every base architecture and attention), `variant_case` (with every hard setting)
 """
 
 import functools
+import string
+import sys
+import sysconfig
+import venv
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import hypothesis
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
+from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
 from context_compressors.modeling.modeling_compression_tokens import (
     CompressionTokensForCausalLM,
     CompressionTokensModel,
 )
 from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM, ComprExITModel
 from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM, FiveHundredXModel
+from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM, GMSAModel
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM, MeanPoolingModel
+from context_compressors.modeling.modeling_tcp_autoencoder import TCPAutoencoderForCausalLM, TCPAutoencoderModel
 
 VOCAB_SIZE, HIDDEN_SIZE = 128, 32
 PAD, BOS, EOS = 0, 1, 2
@@ -53,6 +72,7 @@ class Method:
         bidirectional: whether the encoder of the easy setting sees what comes later.
         memory_tokens: whether memory tokens stand behind the context.
         sliding_window: of the bases that have one, where the method cannot do with the tests' short one.
+        own_encoder: whether the encoder always has weights of its own.
     """
 
     name: str
@@ -64,6 +84,7 @@ class Method:
     bidirectional: bool = True
     memory_tokens: bool = False
     sliding_window: int | None = None
+    own_encoder: bool = False
     idle: tuple[str, ...] = ()
 
 
@@ -181,6 +202,52 @@ METHODS = [
         },
         bidirectional=False,
         idle=("layer_gate.layer.bias", "sender_score.1.bias"),
+    ),
+    Method(
+        name="gmsa",
+        config_class=GMSAConfig,
+        model_class=GMSAModel,
+        causal_lm_class=GMSAForCausalLM,
+        easy={"compression_ratios": (2, 3, 8), "encoder_layers": 1, "encoder_lora": SMALL_LORA},
+        hard={
+            "chunks": {"chunk_size": 5},
+            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
+            "bos_first": {"bos_before_slots": True},
+            "keft": {"training_stage": "keft"},
+            "two_blocks": {"lsa_layers": 2, "encoder_layers": 2},
+            "no_final_norm": {"lsa_final_norm": False},
+            "no_alignment": {"lsa_layers": 0},
+            "appended_tokens": {"appended_tokens": 16},
+            "fixed_encoder": {"encoder_lora": None},
+            "decoder_lora": {"decoder_lora": SMALL_LORA},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
+        },
+        bidirectional=False,
+        own_encoder=True,
+    ),
+    Method(
+        name="tcp_autoencoder",
+        config_class=TCPAutoencoderConfig,
+        model_class=TCPAutoencoderModel,
+        causal_lm_class=TCPAutoencoderForCausalLM,
+        easy={
+            "compression_ratios": (2, 3, 8),
+            "encoder_layers": 1,
+            "encoder_lora": SMALL_LORA,
+            "appended_tokens": 16,
+        },
+        hard={
+            "chunks": {"chunk_size": 5},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
+            "keft": {"training_stage": "keft"},
+            "standard_normal": {"memory_start": "standard_normal"},
+            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
+        },
+        bidirectional=False,
+        memory_tokens=True,
+        own_encoder=True,
     ),
 ]
 
@@ -379,6 +446,87 @@ def pad_rows():
 def tiny_base_config():
     """`tiny_base_config(architecture, **fields)`: configuration of a tiny language model."""
     return base_config
+
+
+@pytest.fixture(scope="session")
+def clean_python(tmp_path_factory) -> Path:
+    """An environment with this one's dependencies, and without this package.
+
+    A line of a .pth file adds the folder alone: the .pth files inside it, the editable install's among them, are not
+    read.
+    """
+    folder = tmp_path_factory.mktemp("clean") / "environment"
+    venv.create(folder, with_pip=False)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
+    dependencies = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
+    (own / "dependencies.pth").write_text("\n".join(dependencies) + "\n", encoding="utf-8")
+    return Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / Path(sys.executable).name
+
+
+@pytest.fixture
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of the tiny models' vocabulary: one token a character, BOS in front of what it encodes."""
+    characters = [*string.ascii_letters, *string.digits, *string.punctuation, " ", "\n"]
+    names = ["<pad>", "<s>", "</s>", *characters]
+    names += [f"<unused_{index}>" for index in range(VOCAB_SIZE - len(names))]
+    backend = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )
+
+
+@pytest.fixture
+def local_hub(tmp_path, monkeypatch):
+    """`local_hub(repo_id, config)`: put a new language model into a cache that is all of the Hub there is; its commit.
+
+    `local_hub.folder` is the cache.
+    """
+    folder = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def put(repo_id: str, config: Any, seed: int = 1, dtype: torch.dtype = torch.float32) -> str:
+        commit = f"{seed:040x}"
+        repository = folder / f"models--{repo_id.replace('/', '--')}"
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.save_pretrained(repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        return commit
+
+    put.folder = folder
+    return put
+
+
+@pytest.fixture(scope="session")
+def start_light():
+    """`start_light(case, local_hub, **fields)`: a case's model on a base of the Hub, nothing at its start value."""
+
+    def start(case: Case, hub: Any, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+        config = case.config()
+        hub("me/base", config.decoder_config, dtype=dtype)
+        fields = {**case.fields, **fields}
+        own = {name: fields.pop(name) for name in ("decoder_config", "encoder_config") if name in fields}
+        if own.get("encoder_config"):
+            # An encoder may be cut to its first layers: its base is not.
+            hub("me/encoder", base_config(case.architecture, **own["encoder_config"]), seed=2)
+            fields["encoder"] = "me/encoder"
+        elif "encoder_config" in own:
+            fields["encoder_config"] = config.encoder_config
+        torch.manual_seed(0)
+        model = case.method.causal_lm_class.from_base("me/base", attn_implementation=case.attention, **fields)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.15 * torch.randn_like(parameter)
+        return model
+
+    return start
 
 
 @pytest.fixture(params=["stories260K", "TinyStories-656K"])

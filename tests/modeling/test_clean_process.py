@@ -3,10 +3,9 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from context_compressors import DeCALConfig, DeCALForConditionalGeneration
 
 SCRIPT = """
 import json, sys, torch
@@ -57,27 +58,14 @@ for source, target, inputs_file, outputs_file, attention in json.load(open(sys.a
 """
 
 
-@pytest.fixture(scope="session")
-def clean_python(tmp_path_factory) -> Path:
-    """An environment with this one's dependencies, and without this package.
-
-    A line of a .pth file adds the folder alone: the .pth files inside it, the editable install's among them, are not
-    read.
-    """
-    folder = tmp_path_factory.mktemp("clean") / "environment"
-    venv.create(folder, with_pip=False)
-    paths = {"base": str(folder), "platbase": str(folder)}
-    own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
-    dependencies = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
-    (own / "dependencies.pth").write_text("\n".join(dependencies) + "\n", encoding="utf-8")
-    return Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / Path(sys.executable).name
-
-
 @pytest.fixture
 def run_clean(clean_python, tmp_path):
-    """`run_clean(round, jobs, inputs)`: load each `(source, target, attention)` there; the outputs of all of them."""
+    """`run_clean(round, jobs, inputs)`: load each `(source, target, attention)` there; the outputs of all of them.
 
-    def run(number, jobs, inputs):
+    `cache` is the Hub's cache there; an empty one if not given.
+    """
+
+    def run(number, jobs, inputs, cache=None):
         elsewhere = tmp_path / f"elsewhere-{number}"
         elsewhere.mkdir()
         save_file(inputs, elsewhere / "inputs.safetensors")
@@ -90,6 +78,7 @@ def run_clean(clean_python, tmp_path):
         environment = {
             "HF_HOME": str(elsewhere / "empty"),
             "HF_HUB_OFFLINE": "1",
+            **({} if cache is None else {"HF_HUB_CACHE": str(cache)}),
             "PATH": os.environ.get("PATH", ""),
             # Another number of threads adds in another order, and logits of 4 then differ in their sixth digit.
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
@@ -178,6 +167,113 @@ def test_a_merged_model_loads_without_this_package(method_case, inputs, run_clea
     assert_same_outputs(found[0], outputs_here(model, inputs), method_case)
 
 
+@pytest.mark.slow
+def test_a_light_checkpoint_loads_without_this_package(
+    method_case, inputs, run_clean, tmp_path, local_hub, start_light
+):
+    """On its base in the cache, and its copy, which it saves there, again."""
+    model = start_light(method_case, local_hub)
+    model.save_pretrained(tmp_path / "first")
+    attention = method_case.attention
+    for number, (source, target) in enumerate(itertools.pairwise(["first", "second", "third"])):
+        jobs = [(tmp_path / source, tmp_path / target, attention)]
+        found = run_clean(number, jobs, inputs, cache=local_hub.folder)
+        assert_same_outputs(found[0], outputs_here(model, inputs), method_case)
+        assert files(tmp_path / target) == files(tmp_path / "first")
+    assert (tmp_path / "first" / "base_weights.py").is_file()
+
+
+TRAIN = """
+import sys
+
+source, target, kind = sys.argv[1:]
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# Before this package is imported, so that its own classes are not yet known.
+model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+tokenizer = AutoTokenizer.from_pretrained(source)
+
+from trl import SFTConfig, SFTTrainer
+from context_compressors import CompressionCollator, DistillationTrainer
+from context_compressors.training.arguments import TrainingConfig
+
+rows = [{"context_ids": [*range(5, 14 + i)], "prompt_ids": [1, 9], "target_ids": [20 + i, 2]} for i in range(8)]
+arguments = {
+    "output_dir": target, "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "use_cpu": True,
+    "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+    "remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True},
+}
+distils = kind == "distillation"
+trainer_class, config_class = (DistillationTrainer, TrainingConfig) if distils else (SFTTrainer, SFTConfig)
+trainer = trainer_class(
+    model=model,
+    args=config_class(**arguments),
+    train_dataset=Dataset.from_list(rows),
+    data_collator=CompressionCollator.from_tokenizer(tokenizer, **({"mode": "distillation"} if distils else {})),
+    processing_class=tokenizer,
+)
+trainer.train()
+model.save_pretrained(target)
+tokenizer.save_pretrained(target)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "distillation"])
+def test_a_light_checkpoint_is_trained_as_remote_code_and_its_child_loads_without_this_package(
+    method_case, inputs, run_clean, tmp_path, local_hub, start_light, tiny_tokenizer, kind
+):
+    parent, child = tmp_path / "parent", tmp_path / "child"
+    model = start_light(method_case, local_hub)
+    model.save_pretrained(parent)
+    tiny_tokenizer.save_pretrained(parent)
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path / "empty"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_CACHE": str(local_hub.folder),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    command = [sys.executable, "-c", TRAIN, parent, child, kind]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    weights = [load_file(folder / "model.safetensors") for folder in (parent, child)]
+    assert weights[0].keys() == weights[1].keys(), "the child is as light"
+    assert any(not weights[1][name].equal(tensor) for name, tensor in weights[0].items())
+    assert json.loads((child / "config.json").read_text())["parent_model_name_or_path"] == "parent"
+    assert "fine-tuned from: `parent`" in (child / "README.md").read_text()
+    here = AutoModelForCausalLM.from_pretrained(child)
+    found = run_clean(0, [(child, tmp_path / "again", "sdpa")], inputs, cache=local_hub.folder)
+    assert_same_outputs(found[0], outputs_here(here, inputs), method_case)
+    assert not found[0]["logits"].allclose(outputs_here(model, inputs)["logits"], atol=1e-4)
+
+
+def test_a_child_of_a_hub_checkpoint_names_it_and_a_copy_names_nobody(method_case, tmp_path, local_hub, start_light):
+    start_light(method_case, local_hub).save_pretrained(tmp_path / "first")
+    repository = local_hub.folder / "models--me--compressor"
+    shutil.copytree(tmp_path / "first", repository / "snapshots" / f"{9:040x}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(f"{9:040x}")
+    model = AutoModelForCausalLM.from_pretrained("me/compressor")
+    model.save_pretrained(tmp_path / "copy")
+    assert files(tmp_path / "copy") == files(tmp_path / "first")
+    with torch.no_grad():
+        next(parameter for parameter in model.parameters() if parameter.requires_grad).add_(0.1)
+    model.save_pretrained(tmp_path / "child")
+    card = huggingface_hub.ModelCard.load(tmp_path / "child" / "README.md")
+    assert card.data.base_model == "me/compressor"
+    assert "fine-tuned from: `me/compressor`" in card.text
+    # A run that goes on from a checkpoint of its own is not that one's child.
+    (tmp_path / "child" / "trainer_state.json").write_text("{}")
+    resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "child")
+    with torch.no_grad():
+        next(parameter for parameter in resumed.parameters() if parameter.requires_grad).add_(0.1)
+    resumed.save_pretrained(tmp_path / "grandchild")
+    assert resumed.config.parent_model_name_or_path == "me/compressor"
+
+
 @pytest.fixture
 def hub(monkeypatch):
     """A Hub that keeps what is uploaded: `files` by name, `calls` in order, `existing` names that it has before."""
@@ -251,3 +347,55 @@ def test_the_code_of_a_folder_imports_siblings_only(variant_case, tmp_path):
             else:
                 assert words[1].split(".")[0] in allowed, f"{path.name}: {line}"
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"]
+
+
+ENCODER_DECODER_SCRIPT = """
+import json, sys, torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+
+source, target, inputs_file, outputs_file = sys.argv[1:]
+inputs = load_file(inputs_file)
+config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+encoder = AutoModel.from_pretrained(source, trust_remote_code=True)
+model = AutoModelForSeq2SeqLM.from_pretrained(source, trust_remote_code=True)
+for thing in (config, encoder, model):
+    assert type(thing).__module__.startswith("transformers_modules."), type(thing)
+with torch.no_grad():
+    memory = encoder.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
+    greedy = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    outputs = {
+        "slots": memory.embeddings,
+        "logits": model(inputs["input_ids"], memory=memory).logits,
+        "greedy": model.generate(inputs["input_ids"], memory=memory, **greedy),
+    }
+save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, outputs_file)
+model.save_pretrained(target)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["latents", "attention_pooling", "none"])
+def test_an_encoder_decoder_loads_without_this_package_and_saves_again(compression, inputs, clean_python, tmp_path):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = DeCALForConditionalGeneration(DeCALConfig(decoder_config=shape, compression=compression)).eval()
+    model.save_pretrained(tmp_path / "first")
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    paths = [tmp_path / name for name in ("first", "second", "inputs.safetensors", "outputs.safetensors")]
+    environment = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1", "PATH": os.environ.get("PATH", "")}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    command = [clean_python, "-I", "-c", ENCODER_DECODER_SCRIPT, *paths]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "second") == files(tmp_path / "first")
+    with torch.no_grad():
+        memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
+        expected = {
+            "slots": memory.embeddings,
+            "logits": model(inputs["input_ids"], memory=memory).logits,
+            "greedy": model.generate(
+                inputs["input_ids"], memory=memory, max_new_tokens=6, min_new_tokens=6, do_sample=False
+            ),
+        }
+    assert_same_outputs(load_file(paths[3]), expected, compression)

@@ -41,7 +41,9 @@ def base_bytes(model):
     backbones = [model.model.language_model] + [model.model.encoder_model] * (config.encoder_config is not None)
     bases = sum(p.numel() for backbone in backbones for n, p in backbone.named_parameters() if "lora_" not in n)
     head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    parts = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    of_the_base = ("lm_head.", "model.language_model.", "model.encoder_model.")
+    own = [p for name, p in model.named_parameters() if "lora_" in name or not name.startswith(of_the_base)]
+    parts = sum(parameter.numel() for parameter in own)
     return 4 * (bases + head + parts)
 
 
@@ -116,6 +118,16 @@ def test_the_configuration_comes_back(case, tmp_path):
     assert loaded.compression_ratios == config.compression_ratios
     for name in ("decoder_config", "encoder_config"):
         assert type(getattr(loaded, name)) is type(getattr(config, name))
+
+
+@torch.no_grad()
+def test_task_tokens_keep_their_embeddings_in_whatever_order_they_are_named(method_cases, tmp_path):
+    model = method_cases["mean_pooling"].build(task_token_ids={"[B]": 128, "[A]": 130, "[C]": 129})
+    model.model.task_embeddings.normal_()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    ids = torch.tensor([[128, 129, 130]])
+    assert loaded.model._embed_text(ids).equal(model.model._embed_text(ids))
 
 
 @torch.no_grad()

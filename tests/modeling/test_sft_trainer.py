@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from context_compressors.modeling.base_weights import base_name
 from context_compressors.training.collators import CompressionCollator
 
 PAD, BOS = 0, 1
@@ -159,6 +160,21 @@ def test_a_run_resumes_from_its_folder_with_the_same_losses(method_case, tmp_pat
     expected = state(whole.model)
     for name, parameter in state(resumed.model).items():
         torch.testing.assert_close(parameter, expected[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_a_light_run_resumes_from_its_folder_with_the_same_losses(method_case, tmp_path, local_hub, start_light):
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = make_trainer(start_light(method_case, local_hub), tmp_path / "whole", **settings)
+    whole.train()
+    parts = tmp_path / "parts"
+    stopped = make_trainer(start_light(method_case, local_hub), parts, callbacks=[StopAfter(3)], **settings)
+    stopped.train()
+    folder = parts / "checkpoint-3"
+    own = sum(p.numel() for n, p in whole.model.named_parameters() if p.requires_grad or base_name(n) is None)
+    assert (folder / "model.safetensors").stat().st_size < 4 * own + 20_000
+    resumed = make_trainer(AutoModelForCausalLM.from_pretrained(folder), parts, **settings)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert losses(stopped) + losses(resumed)[3:] == pytest.approx(losses(whole), abs=1e-5)
 
 
 def test_a_trainers_checkpoint_is_a_whole_model(method_case, tmp_path):

@@ -116,7 +116,8 @@ def test_learning_rate_schedule_of_table_6(tmp_path):
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_recipes_use_data_for_commercial_use_only(name, tmp_path):
-    files = [*(["embedded/icae.yaml"] if name == "joint_pretraining" else []), f"embedded/{name}.yaml"]
+    read_after = {"joint_pretraining": ["embedded/icae.yaml"], "keft": ["embedded/gmsa.yaml"]}
+    files = [*read_after.get(name, []), f"embedded/{name}.yaml"]
     model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path)])
     allowed = {
         "text_standardebooks_train", "text_openstax_train", "text_us_gov_blogs_train", "text_factbook_train",
