@@ -104,29 +104,56 @@ def active_adapters(layers: list[nn.Module]) -> list[list[str]]:
 
 @contextmanager
 def _activated(layers: list[nn.Module], wanted: list[list[str]]) -> Iterator[None]:
-    before = active_adapters(layers)
+    before = [(names, layer._disable_adapters) for layer, names in zip(layers, active_adapters(layers), strict=True)]
     for layer, names in zip(layers, wanted, strict=True):
-        layer._active_adapter = names
+        layer._active_adapter, layer._disable_adapters = names, False
     try:
         yield
     finally:
-        for layer, names in zip(layers, before, strict=True):
-            layer._active_adapter = names
+        for layer, (names, disabled) in zip(layers, before, strict=True):
+            layer._active_adapter, layer._disable_adapters = names, disabled
 
 
 def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
     """Make `name` the only active adapter of this project inside `model`, for the length of a `with` block.
 
-    Adapters that somebody else put there (e.g. `peft.get_peft_model` over the compressor) stay active. `None`: none of
-    this project's adapters is active.
+    Adapters that somebody else put there (e.g. `peft.get_peft_model` over the compressor) stay active, unless that
+    somebody has switched them off. `None`: none of this project's adapters is active.
     """
     layers = lora_layers(model)
     active = active_adapters(layers)
     wanted = []
     for layer, names in zip(layers, active, strict=True):
         own = [name] if name is not None and name in layer.lora_A else []
-        wanted.append(own + [other for other in names if other not in OWN_ADAPTERS])
-    return nullcontext() if wanted == active else _activated(layers, wanted)
+        foreign = [] if layer._disable_adapters else [other for other in names if other not in OWN_ADAPTERS]
+        wanted.append(own + foreign)
+    is_switched = wanted == active and not any(layer._disable_adapters for layer in layers)
+    return nullcontext() if is_switched else _activated(layers, wanted)
+
+
+class PeftTargetMixin:
+    """What a compressor does when `peft.get_peft_model` puts somebody else's adapter on it.
+
+    PEFT leaves what trains already as it is, but saves its own adapter only: everything else is frozen.
+    """
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """The settings of the adapters that PEFT has put on this model, by name."""
+        if "_peft_config" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no adapters beside its own")
+        return self.__dict__["_peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, value: dict[str, Any]) -> None:
+        self.__dict__["_peft_config"] = value
+        for name, parameter in self.named_parameters():
+            if not set(value) & set(name.split(".")):
+                parameter.requires_grad_(False)
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["_peft_config"]
 
 
 class CheckpointWithAdapters:

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import copy
 import difflib
-import hashlib
 import inspect
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
 
+from .versions import CODE_VERSION, CONFIG_SCHEMA
 from .adapters import initialize_lora
+from .base_weights import DECODER_BASE, ENCODER_BASE, base_entry
+from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer, load_encoder_tokenizer
+from .light_checkpoints import LightCheckpointMixin, fetching_arguments, shown_name, without_quantizer
 from .remote_code import write_card, write_code
+from .taking_over import check_base, take_tensors
+
+logger = logging.get_logger(__name__)
 
 # What `from_base` hands to the base model's `from_pretrained`; everything else is a field of the configuration.
 _LOADING_ARGUMENTS = (
@@ -30,17 +45,44 @@ _LOADING_ARGUMENTS = (
     "subfolder",
     "token",
 )
+# What `from_base` finds out itself.
+_FIELDS_OF_THE_BASE = (
+    "decoder_config",
+    "base_model_name_or_path",
+    "base_model_revision",
+    "encoder_name_or_path",
+    "encoder_revision",
+    "encoder_tokenizer",
+)
 
 
-class CheckpointMixin:
+class CheckpointMixin(LightCheckpointMixin):
     """`from_base`, `save_pretrained` and `from_pretrained` of every compressor."""
 
+    # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
+    encoder_tokenizer: PreTrainedTokenizerBase | None = None
+    # Loads what `from_base` starts from.
+    base_auto_class: type = AutoModelForCausalLM
+
     @classmethod
-    def from_base(cls, base: str | os.PathLike, **fields: Any):
+    def from_base(
+        cls,
+        base: str | os.PathLike,
+        encoder: str | os.PathLike | None = None,
+        encoder_revision: str | None = None,
+        hub_id: str | None = None,
+        **fields: Any,
+    ):
         """Start a compressor from a pretrained language model.
 
         Args:
             base: Hub repository or folder of a causal language model.
+            encoder: Hub repository or folder of another language model that encodes, of any width and family, for
+                methods that take an encoder of its own. If it has another tokenizer, contexts are tokenized with that,
+                which is then `encoder_tokenizer` of the model and part of its checkpoints.
+            encoder_revision: Revision of `encoder`.
+            hub_id: Repository of the base, where `base` is a folder with a copy of it: checkpoints then name it, and
+                leave out its weights.
             fields: Fields of the method's configuration, and arguments for loading the base: `dtype`,
                 `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
@@ -56,21 +98,41 @@ class CheckpointMixin:
         source = {
             name: loading[name] for name in loading if name not in ("dtype", "attn_implementation", "device_map")
         }
+        encoder_source = {name: source[name] for name in source if name not in ("revision", "subfolder")}
+        if encoder is not None:
+            encoder_source |= {} if encoder_revision is None else {"revision": encoder_revision}
+            fields["encoder_config"] = AutoConfig.from_pretrained(encoder, **encoder_source)
+            fields |= {"encoder_name_or_path": shown_name(encoder), "encoder_revision": encoder_revision}
         config = cls.config_class(
             decoder_config=AutoConfig.from_pretrained(base, **source),
-            # Where a folder lies on this machine is nobody else's business.
-            base_model_name_or_path=Path(base).resolve().name if os.path.isdir(base) else str(base),
+            base_model_name_or_path=hub_id or shown_name(base),
             base_model_revision=loading.get("revision"),
             **fields,
         )
-        language_model = AutoModelForCausalLM.from_pretrained(base, **loading)
-        _check_base(language_model)
+        language_model = cls.base_auto_class.from_pretrained(base, **loading)
+        check_base(language_model)
+        entries = {DECODER_BASE: base_entry(language_model, base, hub_id, loading.get("revision"), source)}
+        config.base_model_revision = entries[DECODER_BASE]["revision"]
         config.decoder_config = language_model.config
         config.decoder_config.name_or_path = config.base_model_name_or_path
         config._attn_implementation = language_model.config._attn_implementation
+        own_encoder = None
+        if config.encoder_config is not None:
+            config.encoder_config.name_or_path = config.encoder_name_or_path or config.base_model_name_or_path
+        if encoder is not None:
+            model_loading = {name: value for name, value in loading.items() if name not in source}
+            own_encoder = AutoModel.from_pretrained(
+                encoder, config=config.encoder_config, **{**model_loading, **encoder_source}
+            )
+            entries[ENCODER_BASE] = base_entry(own_encoder, encoder, None, encoder_revision, encoder_source)
+            config.encoder_revision = entries[ENCODER_BASE]["revision"]
         with torch.device("meta"):
             model = cls(config)
-        model._adopt(language_model)
+        model._adopt(language_model, own_encoder)
+        model._remember_base(entries)
+        if encoder is not None:
+            model.encoder_tokenizer = different_tokenizer(base, encoder, source, encoder_source)
+            config.encoder_tokenizer = None if model.encoder_tokenizer is None else ENCODER_TOKENIZER
         return model.eval()
 
     @classmethod
@@ -79,7 +141,12 @@ class CheckpointMixin:
         for base in cls.config_class.__mro__:
             if base.__module__.rpartition(".")[2].startswith("configuration_"):
                 known |= set(inspect.signature(base.__init__).parameters)
-        known -= {"self", "kwargs", "decoder_config", "base_model_name_or_path", "base_model_revision"}
+        known -= {"self", "kwargs", *_FIELDS_OF_THE_BASE}
+        if "quantization_config" in fields:
+            raise ValueError(
+                "a compressor starts from an unquantized base: leave `quantization_config` out, save the compressor, "
+                "and give it to `from_pretrained`"
+            )
         for name in fields:
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, n=1)
@@ -87,14 +154,17 @@ class CheckpointMixin:
                 raise ValueError(f"{cls.config_class.__name__} has no field {name!r}{hint}")
 
     @torch.no_grad()
-    def _adopt(self, language_model: nn.Module) -> None:
-        """Take over a language model's tensors (not copies of them), and give start values to everything else."""
+    def _adopt(self, language_model: nn.Module, own_encoder: nn.Module | None = None) -> None:
+        """Take over a language model's tensors (not copies of them), and give start values to everything else.
+
+        An encoder with weights of its own takes over those of `own_encoder`, or copies of the language model's.
+        """
         backbone = getattr(self, "model", self)
         source = language_model.base_model
         device, dtype = language_model.device, language_model.dtype
-        _take_tensors(backbone.language_model, source)
+        take_tensors(backbone.language_model, source)
         if backbone.encoder_model is not None:
-            _take_tensors(backbone.encoder_model, copy.deepcopy(source))
+            take_tensors(backbone.encoder_model, source if own_encoder is None else own_encoder, own_encoder is None)
         if hasattr(self, "lm_head"):
             self.lm_head.weight = language_model.get_output_embeddings().weight
         # In the order of the modules: a seed must give the same start values in every process.
@@ -116,20 +186,47 @@ class CheckpointMixin:
         for parameter in self.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+        backbone.start_from_base()
         self.config.dtype = dtype
         self.generation_config = copy.deepcopy(
             getattr(language_model, "generation_config", None) or GenerationConfig()
         )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any):
-        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`.
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        base_model: str | os.PathLike | None = None,
+        encoder_base_model: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ):
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
+
+        A light checkpoint names its base model, whose weights are fetched and checked, and its own are laid over them;
+        type, devices, attention and quantization are those asked for here.
+
+        Args:
+            pretrained_model_name_or_path: Hub repository or folder.
+            args: As in `transformers`.
+            base_model: Where a light checkpoint's base is, Hub repository or folder, if not where the checkpoint says.
+            encoder_base_model: Where the model that its encoder started from is, if that is another one.
+            kwargs: As in `transformers`.
 
         Raises:
-            ValueError: weights are missing from the checkpoint, so that parts of the model would be random.
+            ValueError: weights are missing from the checkpoint, so that parts of the model would be random, or the
+                base is another model than the one that the checkpoint was made on.
+            OSError: the checkpoint, or the base that a light one names, cannot be had.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        name, places = pretrained_model_name_or_path, {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
+        config = None if name is None else cls._stored_config(name, kwargs)
+        if config is not None and config.external_weights:
+            model, info = cls._load_light(super().from_pretrained, name, config, places, kwargs)
+        else:
+            if base_model is not None or encoder_base_model is not None:
+                logger.warning(f"{name} holds all its weights: the base model that was given is not used")
+            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         missing = sorted(info["missing_keys"])
         if missing:
             raise ValueError(
@@ -137,7 +234,19 @@ class CheckpointMixin:
                 f"{missing[0]!r}; it was saved from another class or is incomplete"
             )
         model.apply_trainable_set()
+        if model.config.encoder_tokenizer is not None:
+            source = pretrained_model_name_or_path
+            model.encoder_tokenizer = load_encoder_tokenizer(source, model.config.encoder_tokenizer, kwargs)
+        if name is not None:
+            model._remember_start(name)
         return (model, info) if wants_info else model
+
+    @classmethod
+    def _stored_config(cls, name: str | os.PathLike, kwargs: dict[str, Any]) -> PreTrainedConfig:
+        given = kwargs.get("config")
+        if isinstance(given, PreTrainedConfig):
+            return given
+        return cls.config_class.from_pretrained(name if given is None else given, **fetching_arguments(kwargs))
 
     def save_pretrained(
         self,
@@ -146,9 +255,14 @@ class CheckpointMixin:
         state_dict: dict[str, torch.Tensor] | None = None,
         push_to_hub: bool = False,
         save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
         **kwargs: Any,
     ) -> None:
         """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card.
+
+        A model that started from a base on the Hub is saved light: what differs from the base (the method's parts,
+        adapters, base weights that have trained), and the base's name, revision and fingerprint. One that started from
+        a folder is saved whole, since nobody else has that folder.
 
         Args:
             save_directory: The folder.
@@ -157,25 +271,42 @@ class CheckpointMixin:
             push_to_hub: Upload the folder, too, to the repository `repo_id` (by default the folder's name).
             save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
                 run resumes exactly.
+            include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
+                folder, which must then be given as `base_model` when the checkpoint is loaded.
             kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
         """
         repo_arguments = {
             name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
         }
-        self.config.auto_map = type(self.config).default_auto_map()
-        if save_dtype is not None:
-            dtype = getattr(torch, save_dtype, None) if isinstance(save_dtype, str) else save_dtype
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {save_dtype!r}")
-            state_dict = self.state_dict() if state_dict is None else state_dict
-            state_dict = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state_dict.items()}
-        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        dtype = _storage_type(save_dtype)
+        self._check_adapters()
+        state = self.state_dict() if state_dict is None else state_dict
+        self._note_parent(state)
+        self.config.auto_map = self.auto_map()
+        self.config.code_version, self.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
+        record = self._base_to_leave_out(include_base)
+        self.config.external_weights = None if record is None else record.entries
+        if record is not None:
+            state = record.without_base(state, {key for key, p in self.named_parameters() if p.requires_grad})
+        if dtype is not None:
+            state = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+        with nullcontext() if record is None else without_quantizer(self):
+            super().save_pretrained(
+                save_directory,
+                is_main_process=is_main_process,
+                state_dict=None if state_dict is None and record is None and dtype is None else state,
+                **kwargs,
+            )
         if is_main_process:
             write_code(_written_class(self), type(self.config), save_directory)
             write_card(self.config, save_directory)
+            if self.encoder_tokenizer is not None:
+                self.encoder_tokenizer.save_pretrained(Path(save_directory) / self.config.encoder_tokenizer)
         if push_to_hub:
             repo_id = repo_arguments.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
-            self.push_to_hub(repo_id, token=kwargs.get("token"), save_dtype=save_dtype, **repo_arguments)
+            self.push_to_hub(
+                repo_id, token=kwargs.get("token"), save_dtype=save_dtype, include_base=include_base, **repo_arguments
+            )
 
     def push_to_hub(
         self,
@@ -189,6 +320,7 @@ class CheckpointMixin:
         create_pr: bool = False,
         max_shard_size: int | str = "50GB",
         save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
         tags: list[str] | None = None,
     ) -> str:
         """Upload what `save_pretrained` writes; a card that the repository already has is left as it is.
@@ -200,7 +332,7 @@ class CheckpointMixin:
             token: Access token; the stored one if not given.
             revision: Branch; it is made if it does not exist.
             create_pr: Open a pull request instead of writing to the branch.
-            max_shard_size, save_dtype: As in `save_pretrained`.
+            max_shard_size, save_dtype, include_base: As in `save_pretrained`.
             tags: More tags for a new card.
 
         Returns:
@@ -213,7 +345,9 @@ class CheckpointMixin:
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, max_shard_size=max_shard_size, save_dtype=save_dtype)
+            self.save_pretrained(
+                folder, max_shard_size=max_shard_size, save_dtype=save_dtype, include_base=include_base
+            )
             card_path = Path(folder) / "README.md"
             # The library's `push_to_hub` would put an empty template in its place.
             if api.file_exists(repo_id, card_path.name, revision=revision):
@@ -233,76 +367,21 @@ class CheckpointMixin:
         return str(commit)
 
     @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        """The `auto_map` of checkpoints of this class."""
+        return cls.config_class.default_auto_map()
+
+    @classmethod
     def is_remote_code(cls) -> bool:
         # The library would copy the code without making it flat; `save_pretrained` writes it itself.
         return False
 
 
-def _check_base(language_model: nn.Module) -> None:
-    """Refuse a base that could not be taken over whole; what is left behind would silently change its output."""
-    name = type(language_model).__name__
-    devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
-    if len(devices) > 1 or "meta" in devices:
-        raise ValueError(
-            f"`from_base` needs the whole base on one device, `device_map` put it on {sorted(devices)} (meta is "
-            "offloaded); save the compressor and load it with `from_pretrained(..., device_map=...)` instead"
-        )
-    if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"the LM head of {name} has a bias, which compressors do not support")
-    for field in ("logit_scale", "logits_scaling"):
-        if getattr(language_model.config, field, None) not in (None, 1, 1.0):
-            raise ValueError(f"{name} scales its logits (`{field}`), which compressors do not support")
-
-
-def _take_tensors(target: nn.Module, source: nn.Module) -> None:
-    """Put the parameters and buffers of `source` into `target`, whose linear maps may be inside LoRA layers."""
-    modules = dict(target.named_modules())
-    for path, module in source.named_modules():
-        if path not in modules:
-            raise ValueError(f"the base has {path!r}, which the model of `encoder_config` lacks: take the base's own")
-        # A LoRA layer keeps the map that it adapts in `base_layer`.
-        destination = getattr(modules[path], "base_layer", modules[path])
-        for name, parameter in module._parameters.items():
-            wanted = destination._parameters.get(name)
-            if parameter is not None and (wanted is None or wanted.shape != parameter.shape):
-                shape = None if wanted is None else tuple(wanted.shape)
-                raise ValueError(
-                    f"{path}.{name} is {tuple(parameter.shape)} in the base and {shape} in the model of "
-                    "`encoder_config`: take the base's own"
-                )
-            destination._parameters[name] = parameter
-        for name, buffer in module._buffers.items():
-            destination._buffers[name] = buffer
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16.
-
-    Args:
-        model: the model; parameters are read in the order of their names.
-    """
-    digest = hashlib.sha256()
-    parts = []
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        if parameter.is_meta:
-            raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
-        flat = _whole(parameter.detach()).reshape(-1)
-        stride = max(1, flat.numel() // 8)
-        parts.append(flat[::stride][:8].to(torch.bfloat16).float())
-    if parts:
-        digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, gathered where FSDP has shared it out among processes."""
-    if torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(tensor, DTensor):
-            return tensor.full_tensor()
-    return tensor
+def _storage_type(name: torch.dtype | str | None) -> torch.dtype | None:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if name is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ValueError(f"`save_dtype` must be a floating-point dtype or its name, got {name!r}")
+    return dtype
 
 
 def _written_class(model: nn.Module) -> type:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from .memory_concatenation import concatenate_memories
 from .memory_file import read_memory_file, write_memory_file
 from .position_layout import POSITION_LAYOUTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -36,6 +40,8 @@ class CompressedContext:
         position_layout: "default", "uniform" or "enhanced".
         inverse_frequencies: Rotation frequencies of the keys, `(head_dim / 2,)`, for key/values only; `concatenate`
             needs them where it moves keys to later positions.
+        question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
+            `None` for memories that serve any question.
 
     Raises:
         TypeError: A field has the wrong type or dtype.
@@ -51,6 +57,7 @@ class CompressedContext:
     model_id: str = ""
     position_layout: str = "default"
     inverse_frequencies: Tensor | None = None
+    question_fingerprints: Tensor | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.key_values, Sequence):
@@ -75,6 +82,8 @@ class CompressedContext:
         self._validate_integers("attention_mask", self.attention_mask, carrier_shape)
         self._validate_integers("position_ids", self.position_ids, carrier_shape)
         self._validate_integers("num_context_tokens", self.num_context_tokens, carrier_shape[:1])
+        if self.question_fingerprints is not None:
+            self._validate_integers("question_fingerprints", self.question_fingerprints, carrier_shape[:1])
         if isinstance(self.ratio, Tensor):
             self._validate_integers("ratio", self.ratio, carrier_shape[:1])
         elif isinstance(self.ratio, bool) or not isinstance(self.ratio, int):
@@ -145,6 +154,8 @@ class CompressedContext:
             metadata["ratio"] = str(self.ratio)
         if self.inverse_frequencies is not None:
             tensors["inverse_frequencies"] = self.inverse_frequencies
+        if self.question_fingerprints is not None:
+            tensors["question_fingerprints"] = self.question_fingerprints
         if self.key_values is None:
             tensors["embeddings"] = self.embeddings
         else:
@@ -285,6 +296,36 @@ class CompressedContext:
                 raise TypeError(f"concatenate takes CompressedContext objects, got {type(memory).__name__}")
         return concatenate_memories(memories)
 
+    def to_prompt_embeds(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: str | Sequence[Mapping[str, str]],
+        model: Any,
+        encoding: str | None = None,
+    ) -> Tensor | str:
+        """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`).
+
+        Args:
+            tokenizer: The tokenizer saved with the checkpoint.
+            messages: A question, or messages with `role` and `content`; one message of the user is a question.
+            model: The compressor, whose embeddings the text gets.
+            encoding: "base64" for the text that a request carries: the tensor as `torch.save` writes it, in base64.
+
+        Returns:
+            `(num_slots + num_text_tokens, hidden_size)`, or that text.
+
+        Raises:
+            ValueError: More than one row, another model's memory, key/values, positions that are not contiguous (the
+                enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
+        """
+        # Most readers of memories never serve.
+        from .serving import as_base64, prompt_embeds
+
+        if encoding not in (None, "base64"):
+            raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
+        embeds = prompt_embeds(self, tokenizer, messages, model)
+        return embeds if encoding is None else as_base64(embeds)
+
     @classmethod
     def _from_file_parts(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> CompressedContext:
         key_values = None
@@ -301,6 +342,7 @@ class CompressedContext:
             model_id=metadata["model_id"],
             position_layout=metadata["position_layout"],
             inverse_frequencies=tensors.get("inverse_frequencies"),
+            question_fingerprints=tensors.get("question_fingerprints"),
         )
 
     def _carrier_tensors(self) -> list[Tensor]:
@@ -318,6 +360,7 @@ class CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
         names = ["attention_mask", "position_ids", "num_context_tokens"]
         names += ["ratio"] if isinstance(self.ratio, Tensor) else []
+        names += [] if self.question_fingerprints is None else ["question_fingerprints"]
         return replace(self, **fields, **{name: function(getattr(self, name)) for name in names})
 
     def _check_range(self, dtype: torch.dtype) -> None:

@@ -5,7 +5,19 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from .versions import CODE_VERSION, CONFIG_SCHEMA, bring_up_to_date
+
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
+# The task of `transformers.pipeline`, and the Auto classes whose models it can ask.
+QUESTION_ANSWERING = "context-compression-qa"
+_GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+# What `save_pretrained` records about a checkpoint; nobody chooses these.
+_RECORD = {
+    "external_weights": None,
+    "parent_model_name_or_path": None,
+    "code_version": CODE_VERSION,
+    "config_schema": CONFIG_SCHEMA,
+}
 _LORA_DEFAULTS = {"rank": 16, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
 
 
@@ -23,6 +35,12 @@ class CompressorConfig(PreTrainedConfig):
             Hub repository or folder that the untouched weights come from.
         base_model_revision (`str`, *optional*):
             Revision of that repository.
+        encoder_name_or_path (`str`, *optional*):
+            Where an encoder with weights of its own comes from, if that is another model than the base.
+        encoder_revision (`str`, *optional*):
+            Revision of that repository.
+        encoder_tokenizer (`str`, *optional*):
+            Subfolder of the checkpoint with the tokenizer of contexts. `None`: contexts and texts have the same one.
         compression_ratios (`int` or sequence of `int`, defaults to `(4,)`):
             Context tokens per slot that the checkpoint is trained for, each at least 1. The first one is the default.
         chunk_size (`int`, *optional*):
@@ -41,8 +59,17 @@ class CompressorConfig(PreTrainedConfig):
             Whether a leading BOS of the text moves in front of the slots.
         task_token_ids (`dict[str, int]`, *optional*):
             Ids of the method's own special tokens, such as `{"[AE]": 32000}`.
+        prompts (`dict[str, str]`, *optional*):
+            What the checkpoint was trained to read between a memory and its answer, by task; the one of
+            `"question_answering"` holds `{question}`. `None`: the method's usual ones.
+        context_prefix (`str`, defaults to `""`):
+            Text that stood in front of every document of a question in its training, such as a heading.
         use_cache (`bool`, defaults to `True`):
             Whether the decoder returns its key/value cache.
+        kwargs:
+            Fields of [`PreTrainedConfig`], and what `save_pretrained` records about the checkpoint: `external_weights`
+            (the base models whose weights it leaves out, or `None`), `parent_model_name_or_path` (the checkpoint that
+            it was fine-tuned from), `code_version` and `config_schema`.
 
     Raises:
         ValueError: a value is not allowed; the message names the field, the value and what is allowed.
@@ -58,6 +85,9 @@ class CompressorConfig(PreTrainedConfig):
         encoder_config: PreTrainedConfig | dict[str, Any] | None = None,
         base_model_name_or_path: str | None = None,
         base_model_revision: str | None = None,
+        encoder_name_or_path: str | None = None,
+        encoder_revision: str | None = None,
+        encoder_tokenizer: str | None = None,
         compression_ratios: int | list[int] | tuple[int, ...] = (4,),
         chunk_size: int | None = None,
         position_layout: str = "default",
@@ -66,6 +96,8 @@ class CompressorConfig(PreTrainedConfig):
         trainable_parameters: list[str] | tuple[str, ...] | None = None,
         bos_before_slots: bool = False,
         task_token_ids: dict[str, int] | None = None,
+        prompts: dict[str, str] | None = None,
+        context_prefix: str = "",
         use_cache: bool = True,
         **kwargs: Any,
     ):
@@ -76,6 +108,9 @@ class CompressorConfig(PreTrainedConfig):
         )
         self.base_model_name_or_path = base_model_name_or_path
         self.base_model_revision = base_model_revision
+        self.encoder_name_or_path = encoder_name_or_path
+        self.encoder_revision = encoder_revision
+        self.encoder_tokenizer = encoder_tokenizer
         self.compression_ratios = _ratios(compression_ratios)
         self.chunk_size = _optional_positive_int("chunk_size", chunk_size)
         self.position_layout = one_of("position_layout", position_layout, POSITION_LAYOUTS)
@@ -84,14 +119,24 @@ class CompressorConfig(PreTrainedConfig):
         self.trainable_parameters = _patterns(trainable_parameters)
         self.bos_before_slots = boolean("bos_before_slots", bos_before_slots)
         self.task_token_ids = _task_token_ids(task_token_ids)
+        self.prompts = _prompts(prompts)
+        self.context_prefix = _text("context_prefix", context_prefix)
         self.use_cache = boolean("use_cache", use_cache)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(self, name, kwargs.pop(name, getattr(self.decoder_config, name, None)))
         self.tie_word_embeddings = kwargs.pop(
             "tie_word_embeddings", bool(getattr(self.decoder_config, "tie_word_embeddings", False))
         )
+        for name, default in _RECORD.items():
+            setattr(self, name, kwargs.pop(name, default))
         super().__init__(**kwargs)
         self.auto_map = self.default_auto_map()
+        self.custom_pipelines = self.default_custom_pipelines()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        """As `PreTrainedConfig.from_dict`, for configurations of older schemas, too; see [`bring_up_to_date`]."""
+        return super().from_dict(bring_up_to_date(config_dict), **kwargs)
 
     @classmethod
     def default_auto_map(cls) -> dict[str, str]:
@@ -102,6 +147,18 @@ class CompressorConfig(PreTrainedConfig):
             "AutoConfig": f"configuration_{method}.{prefix}Config",
             "AutoModel": f"modeling_{method}.{prefix}Model",
             "AutoModelForCausalLM": f"modeling_{method}.{prefix}ForCausalLM",
+        }
+
+    @classmethod
+    def default_custom_pipelines(cls) -> dict[str, dict[str, Any]]:
+        """What `transformers.pipeline` must know to ask a checkpoint with the code in its own folder."""
+        loaders = [name for name in cls.default_auto_map() if name in _GENERATING]
+        return {
+            QUESTION_ANSWERING: {
+                "impl": "context_compression_qa.ContextCompressionQAPipeline",
+                "pt": loaders,
+                "type": "text",
+            }
         }
 
     @property
@@ -236,4 +293,25 @@ def _task_token_ids(value: Any) -> dict[str, int]:
     value = {} if value is None else value
     if not isinstance(value, dict) or not all(isinstance(k, str) and _is_int(v) and v >= 0 for k, v in value.items()):
         raise ValueError(f"`task_token_ids` must map token strings to ids of at least 0, got {value!r}")
+    # Their embeddings stand in this order, which is that of a saved configuration.
+    return dict(sorted(value.items()))
+
+
+def _text(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"`{field}` must be a text, got {value!r}")
+    return value
+
+
+def _prompts(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
+        raise ValueError(f"`prompts` must map tasks to texts or be None, got {value!r}")
+    for task, prompt in value.items():
+        if prompt.count("{question}") != (task == "question_answering"):
+            raise ValueError(
+                f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
+                f"{prompt!r}"
+            )
     return dict(value)

@@ -71,6 +71,8 @@ class DecodingMixin:
                 "`input_ids` are needed, the text that follows the slots (`inputs_embeds` is not supported)"
             )
         check_keywords(kwargs)
+        if kwargs.pop("inputs_embeds", None) is not None:
+            raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
         if context_input_ids is not None:
             memory = self._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
         cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())

@@ -191,8 +191,12 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
             raise TypeError(f"unexpected argument {name!r}; did you mean {nearest[0]!r}?")
 
 
-def check_text(mask: Tensor) -> None:
+def check_text(mask: Tensor, name: str = "input_ids") -> None:
     """Every row of the text must have a token.
+
+    Args:
+        mask: `(batch_size, num_text_tokens)`.
+        name: what the error calls the text.
 
     Raises:
         ValueError: with the first empty row.
@@ -200,4 +204,4 @@ def check_text(mask: Tensor) -> None:
     empty = mask.sum(dim=1) == 0
     if mask.shape[1] == 0 or bool(empty.any()):
         row = int(empty.nonzero()[0]) if mask.shape[0] else 0
-        raise ValueError(f"`input_ids` has no token in row {row}: the text needs at least one token, such as BOS")
+        raise ValueError(f"`{name}` has no token in row {row}: the text needs at least one token, such as BOS")

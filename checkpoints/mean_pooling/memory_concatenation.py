@@ -72,9 +72,15 @@ def _check_fit(memories: Sequence[Memory]) -> None:
             ("dtypes", first.dtype, memory.dtype),
             ("batch sizes", first.batch_size, memory.batch_size),
             ("devices", first.device, memory.device),
+            ("questions", _questions(first), _questions(memory)),
         ):
             if left != right:
                 raise ValueError(f"memories of different {name} cannot be concatenated: {left} and {right}")
+
+
+def _questions(memory: Memory) -> list[int] | None:
+    fingerprints = memory.question_fingerprints
+    return None if fingerprints is None else fingerprints.tolist()
 
 
 def _packing_order(masks: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, Pipeline, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
@@ -18,21 +18,21 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from .configuration_compressor import CompressorConfig
-from .adapters import DECODER, ENCODER, CheckpointWithAdapters, inject_lora, merge_lora, use_adapter
-from .checkpoints import CheckpointMixin, fingerprint
-from .chunking import Slots, cut, join, memory_position_ids
+from .adapters import DECODER, ENCODER, CheckpointWithAdapters, PeftTargetMixin, inject_lora, merge_lora, use_adapter
+from .base_precision import in_base_precision, note_trained_weights
+from .base_weights import own_modules, remember_base
+from .checkpoints import CheckpointMixin
 from .compressed_context import CompressedContext
+from .compressing import CompressingMixin
 from .decoding import DecodingMixin
 from .generation import MemoryGenerationMixin
-from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
-from .key_value_memory import inverse_frequencies, key_value_shape
 
 logger = logging.get_logger(__name__)
 
 CHECKED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
 
 
-class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
+class CompressorPreTrainedModel(CheckpointMixin, PeftTargetMixin, PreTrainedModel):
     """Saving, loading, initialisation and the trainable set of all compressors."""
 
     config_class = CompressorConfig
@@ -49,10 +49,14 @@ class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
     def post_init(self) -> None:
         super().post_init()
         self.apply_trainable_set()
-        if self.config.trainable_parameters is not None:
-            # What trains is loaded in float32 whatever type the rest is loaded in; the class names its own parts only.
-            names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
-            self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
+        # What trains is loaded in float32 whatever type the rest is loaded in; the class names most of its own parts.
+        named = set(type(self)._keep_in_fp32_modules_strict)
+        names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        names = [name for name in names if not named & set(name.split("."))]
+        self._keep_in_fp32_modules_strict |= {f"^{re.escape(name)}$" for name in names}
+        if getattr(self.config, "quantization_config", None) is not None:
+            # The library's quantizers leave these as they are.
+            self._keep_in_fp32_modules |= {re.escape(path) for path in own_modules(self)}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,8 +78,11 @@ class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
             parameter.requires_grad_(bool(hits) and parameter.is_floating_point())
         unused = [] if chosen is None else [pattern for pattern in chosen if pattern not in matched]
         # The backbone alone has no LM head, so the whole set is only known to the model that has everything.
-        if unused and isinstance(self, CompressorForCausalLM):
+        if unused and self.get_output_embeddings() is not None:
             raise ValueError(f"`trainable_parameters` {unused} match no parameter of {type(self).__name__}")
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel) and not isinstance(module, CompressorPreTrainedModel):
+                note_trained_weights(module)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -94,11 +101,25 @@ class CompressorPreTrainedModel(CheckpointMixin, PreTrainedModel):
         drawn = torch.randn_like(parameter, dtype=torch.float32)
         init.copy_(parameter, weight.mean(dim=0) + noise * drawn * weight.std(dim=0))
 
+    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Pipeline:
+        """This model as the pipeline "context-compression-qa", on the device where it is.
+
+        Args:
+            tokenizer: the tokenizer saved with it.
+            kwargs: arguments of [`ContextCompressionQAPipeline`].
+        """
+        # Here, so that a saved folder, and the copy that loading makes of its code, hold the pipeline, too.
+        from .context_compression_qa import ContextCompressionQAPipeline
+
+        if getattr(self, "hf_device_map", None) is None:
+            kwargs.setdefault("device", self.device)
+        return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
+
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any):
         super()._set_gradient_checkpointing(enable, CheckpointWithAdapters(self), **kwargs)
 
 
-class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
+class CompressorModel(DecodingMixin, CompressingMixin, CompressorPreTrainedModel):
     r"""
     Encoder, method parts and decoder backbone of a compressor; a method adds `encode` and its parts.
 
@@ -111,10 +132,6 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
 
     # The LM head of a full checkpoint is not part of the backbone.
     _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
-    # False where no language model encodes: the context may be longer than it has positions.
-    _has_encoder = True
-    # What the slots are: "embeddings", or "key_values" of every layer.
-    carrier = "embeddings"
 
     def __init__(self, config: CompressorConfig):
         super().__init__(config)
@@ -137,7 +154,9 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
         if config.task_token_ids:
             self.task_embeddings = nn.Parameter(torch.zeros(len(config.task_token_ids), config.hidden_size))
         self._adapters_off = False
-        self._fingerprint: tuple[tuple[int, ...], str] | None = None
+
+    def start_from_base(self) -> None:
+        """Give parts that start from the base's own weights their values; by default there are none."""
 
     @property
     def encoder_backbone(self) -> PreTrainedModel:
@@ -150,35 +169,7 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.language_model.set_input_embeddings(value)
 
-    # --- compression ---
-
-    def encode(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
-    ) -> list[tuple[Slots, Tensor]]:
-        """The method itself: slots of every ratio from one pass over the context.
-
-        Args:
-            input_ids: `(num_chunks, num_tokens)`, right-padded.
-            attention_mask: Same shape.
-            position_ids: Same shape.
-            ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`.
-
-        Returns:
-            For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned, and their mask; where the
-            carrier is key/values, for each layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
-
-    def no_slots(self, input_ids: Tensor) -> tuple[Slots, Tensor]:
-        """What `encode` returns for a ratio when there is no context token at all."""
-        num_chunks, weight = len(input_ids), self.get_input_embeddings().weight
-        if self.carrier == "embeddings":
-            slots: Slots = weight.new_zeros(num_chunks, 0, self.config.hidden_size)
-        else:
-            layers, heads, head_dim = key_value_shape(self.config.decoder_config)
-            empty = weight.new_zeros(num_chunks, heads, 0, head_dim)
-            slots = tuple((empty, empty) for _ in range(layers))
-        return slots, input_ids.new_zeros(num_chunks, 0)
+    # --- the encoder ---
 
     def encoder_lora_exclusions(self) -> list[str]:
         """Paths of the encoder's maps that get no adapter although the configuration's targets name them."""
@@ -211,94 +202,10 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
             )
         return outputs.last_hidden_state
 
-    def compress(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        ratio: int | Tensor | Sequence[int] | None = None,
-        allow_untrained_ratio: bool = False,
-        **unused: Any,
-    ) -> CompressedContext | list[CompressedContext]:
-        """Compress contexts into slots.
-
-        Gradients are followed in training mode only, so that compressing a long document keeps no activations.
-
-        Args:
-            input_ids: Token ids `(batch_size, num_tokens)`; no special tokens are added, every id counts.
-            attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not
-                given.
-            ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, or a list of
-                ints, which gives one memory each from a single pass of the encoder. The checkpoint's first if not
-                given.
-            allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
-            unused: Only `token_type_ids`, which some tokenizers add, is accepted and ignored.
-
-        Returns:
-            The memory, or a list of memories if `ratio` is a list.
-
-        Raises:
-            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, or a
-                context longer than the encoder's positions.
-            TypeError: an argument that is not known.
-        """
-        unknown = set(unused) - {"token_type_ids"}
-        if unknown:
-            raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
-            ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
-            memories = self._compress(input_ids, attention_mask, ratios, allow_untrained_ratio)
-        if not self.training:
-            # While a model trains its weights change, and so would the name of its memories.
-            for memory in memories:
-                memory.model_id = self.model_id
-        return memories if isinstance(ratio, (list, tuple)) else memories[0]
-
-    def _compress(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        ratios: list,
-        allow_untrained_ratio: bool = False,
-        prefix: str = "",
-    ) -> list[CompressedContext]:
-        config = self.config
-        attention_mask = check_mask(f"{prefix}attention_mask", attention_mask, f"{prefix}input_ids", input_ids)
-        # Task tokens belong to the text: the encoder has no embeddings for them.
-        vocab_size = config.get_encoder_config().vocab_size
-        input_ids = check_token_ids(f"{prefix}input_ids", input_ids, attention_mask, vocab_size, {})
-        ratios = check_ratios(ratios, config.compression_ratios, input_ids, allow_untrained_ratio)
-        num_context_tokens = attention_mask.sum(dim=1)
-        chunks = cut(input_ids, attention_mask, config.chunk_size, config.position_layout)
-        if self._has_encoder and chunks.position_ids.numel():
-            last = int((chunks.position_ids * chunks.attention_mask).max())
-            check_context_length(config.get_encoder_config(), last + 1, config.chunk_size)
-        chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
-        encoded = self.encode(chunks.input_ids, chunks.attention_mask, chunks.position_ids, chunk_ratios)
-        memories = []
-        for ratio, (slots, slot_mask) in zip(ratios, encoded, strict=True):
-            slot_counts = slot_mask.sum(dim=1)
-            slots, slot_mask = join(slots, slot_mask, chunks.chunks_per_row)
-            is_key_values = self.carrier == "key_values"
-            memories.append(
-                CompressedContext(
-                    embeddings=None if is_key_values else slots,
-                    key_values=slots if is_key_values else None,
-                    inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
-                    attention_mask=slot_mask,
-                    position_ids=memory_position_ids(
-                        slot_mask, chunks, slot_counts, config.position_layout, self.carrier
-                    ),
-                    num_context_tokens=num_context_tokens,
-                    ratio=ratio,
-                    position_layout=config.position_layout,
-                )
-            )
-        return memories
-
     # --- adapters ---
 
     def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-        return use_adapter(backbone, None if self._adapters_off else name)
+        return in_base_precision(backbone, use_adapter(backbone, None if self._adapters_off else name))
 
     @contextmanager
     def base_language_model(self) -> Iterator[None]:
@@ -318,6 +225,10 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
         config = self.config
         if config.encoder_lora is None and config.decoder_lora is None:
             return
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("adapters cannot be merged into quantized weights: load the checkpoint unquantized first")
+        # Most weights are the base's no more.
+        remember_base(self, None)
         if self._has_encoder and self.encoder_model is None:
             logger.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
             self.encoder_model = copy.deepcopy(self.language_model)
@@ -331,17 +242,6 @@ class CompressorModel(DecodingMixin, CompressorPreTrainedModel):
             kept = [p for p in config.trainable_parameters if any(re.search(p, name) for name in names)]
             config.trainable_parameters = kept or None
         self.apply_trainable_set()
-
-    # --- identity ---
-
-    @property
-    def model_id(self) -> str:
-        """Method and a fingerprint of the weights: what a memory must match to be read by this model."""
-        # Tensors made in inference mode cannot change, and count no versions.
-        versions = tuple(-1 if p.is_inference() else p._version for p in self.parameters())
-        if self._fingerprint is None or self._fingerprint[0] != versions:
-            self._fingerprint = (versions, f"{self.config.model_type}:{fingerprint(self)}")
-        return self._fingerprint[1]
 
 
 class CompressorForCausalLM(MemoryGenerationMixin, CompressorPreTrainedModel, GenerationMixin):
@@ -392,6 +292,15 @@ class CompressorForCausalLM(MemoryGenerationMixin, CompressorPreTrainedModel, Ge
         """See [`CompressorModel.merge_adapters`]."""
         self.model.merge_adapters()
         self.apply_trainable_set()
+
+    def decoder_language_model(self) -> PreTrainedModel:
+        """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server.
+
+        Where nothing of the decoder trains it is the base, and the server may as well load that.
+        """
+        from .serving import decoder_language_model
+
+        return decoder_language_model(self)
 
     def forward(
         self,

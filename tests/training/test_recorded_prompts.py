@@ -66,9 +66,7 @@ def test_an_evaluation_takes_them_too_and_says_so(trained):
 
     model, tokenizer = trained
     data = load_dataset_source("generated", tokenizer, seed=0, num_documents=2, document_tokens=48)
-    settings = EvaluationSettings(
-        tasks=("question_answering",), max_samples=2
-    )
+    settings = EvaluationSettings(tasks=("question_answering",), max_samples=2)
     report = evaluate_model(model, tokenizer, [data], settings)
     assert report.settings["prompts"] == model.config.prompts
     assert report.settings["context_prefix"] == "# Text\n"

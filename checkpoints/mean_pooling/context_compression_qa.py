@@ -1,0 +1,252 @@
+"""The pipeline "context-compression-qa": documents are compressed once, and asked any number of questions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Pipeline, PreTrainedTokenizerBase
+
+from .compressed_context import CompressedContext
+from .prompting import document_ids, question_ids, text_tokenizer
+
+MAX_NEW_TOKENS = 64
+BATCH_SIZE = 8
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """Rows of token ids as `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`, padded on the right."""
+    ids = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+    }
+
+
+class ContextCompressionQAPipeline(Pipeline):
+    """Asks a compressor about documents that it reads once.
+
+    ```python
+    pipe = pipeline("context-compression-qa", model=folder, trust_remote_code=True)
+    pipe("Who wrote it?", context=document)                      # {"answer": "..."}
+    pipe(["Who wrote it?", "When?"], context=document)           # one reading, a list of answers
+    pipe("Who wrote it?", context=documents)                     # each document is asked: a list, one for each
+    pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
+    pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
+    ```
+
+    Args:
+        model: a compressor with its LM head.
+        tokenizer: the tokenizer saved with it.
+        kwargs: arguments of `transformers.Pipeline`, and those of a call, which then hold for every call.
+    """
+
+    _load_tokenizer = True
+    _load_processor = False
+    _load_image_processor = False
+    _load_video_processor = False
+    _load_feature_extractor = False
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
+        if not model.can_generate():
+            raise ValueError(f"{type(model).__name__} writes no text: load the checkpoint with its LM head")
+        super().__init__(model=model, tokenizer=tokenizer, **kwargs)
+        # As in training: where a text says "[LM]", or names a sentinel, these are characters.
+        has_own_tokens = bool(model.config.task_token_ids) or model.config.is_encoder_decoder
+        plain = text_tokenizer(tokenizer) if has_own_tokens else tokenizer
+        self._question_tokenizer = plain
+        self._document_tokenizer = plain if model.encoder_tokenizer is None else model.encoder_tokenizer
+
+    def __call__(
+        self,
+        question: str | Sequence[str],
+        context: str | Sequence[str] | None = None,
+        memory: CompressedContext | str | os.PathLike | Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Answer questions about documents or their memories.
+
+        Args:
+            question: a question, or several.
+            context: a document, or several, which are compressed in batches; each is asked every question.
+            memory: in place of `context`: what `compress` returned, the file that it was saved in, or a list of these.
+                A memory of several rows counts as several documents.
+            kwargs: `join=True` reads all documents together, in order; `ratio` and `allow_untrained_ratio` as in
+                `compress`; `prompt`, a text with `{question}` in it, in place of the checkpoint's own; `batch_size`,
+                documents or questions at once; everything else is for `generate` (greedily, and at most 64 new tokens
+                if not said otherwise).
+
+        Returns:
+            `{"answer": text}` for one question about one document; a list of these for several questions; for several
+            documents a list with one such entry for each.
+
+        Raises:
+            ValueError: neither or both of `context` and `memory`, no question or document, and whatever `compress` and
+                `generate` refuse.
+        """
+        if (context is None) == (memory is None):
+            raise ValueError("give either `context` or `memory`")
+        batch_size = kwargs.pop("batch_size", None) or self._batch_size or BATCH_SIZE
+        inputs = {"question": question, "context": context, "memory": memory, "batch_size": batch_size}
+        return super().__call__(inputs, **kwargs)
+
+    def compress(
+        self,
+        documents: Sequence[str],
+        ratio: int | Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        allow_untrained_ratio: bool = False,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress texts as the checkpoint was trained to read them, in one batch.
+
+        Args:
+            documents: the texts.
+            ratio, allow_untrained_ratio: as in the model's `compress`.
+            max_tokens: keep only so many tokens of each; all if not given.
+
+        Returns:
+            A memory with one row for each document, or one such memory for each ratio of a list.
+        """
+        rows = [ids[:max_tokens] for ids in self.document_ids(documents)]
+        return self._compress(rows, ratio, allow_untrained_ratio)
+
+    def document_ids(self, documents: Sequence[str]) -> list[list[int]]:
+        """Token ids of documents as `compress` reads them, with what stands in front of a document."""
+        return [document_ids(self.model.config, self._document_tokenizer, text) for text in documents]
+
+    def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
+        """A memory from its file, on the model's device; one that is loaded already comes back as it is."""
+        if isinstance(source, (str, os.PathLike)):
+            return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
+        return source
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save model and tokenizer; the model brings the code of both itself and this pipeline.
+
+        Args:
+            save_directory: the folder.
+            kwargs: arguments of the model's `save_pretrained`.
+        """
+        self.model.save_pretrained(save_directory, **kwargs)
+        self.tokenizer.save_pretrained(save_directory)
+
+    # --- the steps of a pipeline ---
+
+    def _sanitize_parameters(
+        self,
+        prompt: str | None = None,
+        join: bool | None = None,
+        ratio: int | None = None,
+        allow_untrained_ratio: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        if generate_kwargs.get("num_return_sequences", 1) != 1:
+            raise ValueError("`num_return_sequences` must be 1: a question has one answer")
+        given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
+        return (
+            {} if prompt is None else {"prompt": prompt},
+            {**{name: value for name, value in given.items() if value is not None}, **generate_kwargs},
+            {},
+        )
+
+    def preprocess(self, inputs: dict[str, Any], prompt: str | None = None) -> dict[str, Any]:
+        """Turn texts into token ids and files into memories."""
+        questions, asks_one = _listed("question", inputs["question"])
+        name = "context" if inputs["memory"] is None else "memory"
+        sources, reads_one = _listed(name, inputs[name])
+        config = self.model.config
+        return {
+            "question_ids": [question_ids(config, self._question_tokenizer, text, prompt) for text in questions],
+            "document_ids": self.document_ids(sources) if name == "context" else None,
+            "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
+            "batch_size": inputs["batch_size"],
+            "asks_one": asks_one,
+            "reads_one": reads_one,
+        }
+
+    def _forward(
+        self,
+        inputs: dict[str, Any],
+        join: bool = False,
+        ratio: int | None = None,
+        allow_untrained_ratio: bool = False,
+        **generate_kwargs: Any,
+    ) -> dict[str, Any]:
+        batch_size, memories = inputs["batch_size"], inputs["memories"]
+        if memories is None:
+            documents = inputs["document_ids"]
+            batches = (documents[start : start + batch_size] for start in range(0, len(documents), batch_size))
+            memories = (self._compress(batch, ratio, allow_untrained_ratio) for batch in batches)
+        elif ratio is not None:
+            raise ValueError("`ratio` is for documents: a memory has its ratio already")
+        if join:
+            rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
+            memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
+        answers: list[list[Tensor]] = []
+        for memory in memories:
+            answers += self._answers(memory, inputs["question_ids"], batch_size, generate_kwargs)
+        reads_one = join or (inputs["reads_one"] and len(answers) == 1)
+        return {"answers": answers, "asks_one": inputs["asks_one"], "reads_one": reads_one}
+
+    def postprocess(self, outputs: dict[str, Any]) -> Any:
+        """Decode the answers, and take them out of the lists that a single question or document needs not."""
+        answers: list[Any] = [
+            [{"answer": self.tokenizer.decode(ids, skip_special_tokens=True).strip()} for ids in document]
+            for document in outputs["answers"]
+        ]
+        if outputs["asks_one"]:
+            answers = [document[0] for document in answers]
+        return answers[0] if outputs["reads_one"] else answers
+
+    @property
+    def _memory_class(self) -> type[CompressedContext]:
+        # The one beside the model: a checkpoint with code of its own has its own.
+        return self.model.base_model.memory_class
+
+    def _compress(
+        self, rows: Sequence[Sequence[int]], ratio: int | Sequence[int] | None, allow_untrained_ratio: bool
+    ) -> CompressedContext | list[CompressedContext]:
+        with torch.no_grad():
+            return self.model.compress(
+                **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio
+            )
+
+    def _answers(
+        self, memory: CompressedContext, questions: list[list[int]], batch_size: int, generate_kwargs: dict[str, Any]
+    ) -> list[list[Tensor]]:
+        """The new tokens of every question for every row of a memory, questions of all rows in common batches."""
+        pairs = [(row, question) for row in range(memory.batch_size) for question in questions]
+        new_tokens: list[Tensor] = []
+        for start in range(0, len(pairs), batch_size):
+            batch = pairs[start : start + batch_size]
+            text = padded([question for _, question in batch], self.device)
+            output = self.model.generate(
+                **text,
+                memory=memory.rows([row for row, _ in batch]),
+                **{
+                    "max_new_tokens": MAX_NEW_TOKENS,
+                    "do_sample": False,
+                    "pad_token_id": self._pad_token_id,
+                    **generate_kwargs,
+                },
+            )
+            new_tokens += output[:, text["input_ids"].shape[1] :]
+        return [new_tokens[start : start + len(questions)] for start in range(0, len(new_tokens), len(questions))]
+
+    @property
+    def _pad_token_id(self) -> int | None:
+        pad = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if pad is None else pad
+
+
+def _listed(name: str, value: Any) -> tuple[list[Any], bool]:
+    """One thing or several as a list, and whether it was one."""
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError(f"`{name}` is an empty list")
+        return list(value), False
+    return [value], True

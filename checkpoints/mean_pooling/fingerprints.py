@@ -1,0 +1,59 @@
+"""Names for weights: a fingerprint that survives another floating-point type, and an exact checksum."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+
+def fingerprint(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16.
+
+    Args:
+        model: the model; parameters are read in the order of their names.
+        dtype: type that the values go through first, where another fingerprint was taken in it.
+
+    Raises:
+        ValueError: a parameter is offloaded.
+    """
+    digest = hashlib.sha256()
+    parts = []
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if parameter.is_meta:
+            raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
+        flat = whole(parameter.detach()).reshape(-1)
+        stride = max(1, flat.numel() // 8)
+        parts.append(flat[::stride][:8].to(dtype).to(torch.bfloat16).float())
+    if parts:
+        digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def checksum(tensor: Tensor) -> int | None:
+    """The sum of a tensor's bits, eight bytes at a time; `None` for one without floating-point values at hand.
+
+    Args:
+        tensor: any tensor; a change of one value changes the sum.
+    """
+    # A quantized weight may be a class of its own.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.is_floating_point():
+        return None
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    in_words = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
+    # Words of eight bytes are summed many times faster than single values.
+    return int(flat[:in_words].view(torch.int64).sum()) + int(flat[in_words:].view(torch.uint8).sum())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, gathered where FSDP has shared it out among processes."""
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+    return tensor
