@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeCAL for retrieval with several vectors for each text ("DeCAL Tokenwise Compression", section 4.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from transformers.modeling_outputs import ModelOutput
+
+from ..configuration.configuration_decal import DeCALConfig
+from .late_interaction import chamfer
+from .modeling_decal import DeCALModel, DeCALPreTrainedModel
+
+
+@dataclass
+class RetrievalVectors(ModelOutput):
+    """What [`DeCALForRetrieval`] returns.
+
+    Args:
+        vectors: `(batch_size, num_slots, hidden_size)`, left-aligned, each of length 1, padding vectors zero.
+        attention_mask: `(batch_size, num_slots)`, one for real vectors.
+    """
+
+    vectors: Tensor | None = None
+    attention_mask: Tensor | None = None
+
+
+class DeCALForRetrieval(DeCALPreTrainedModel):
+    r"""
+    The encoder of a pretrained DeCAL, "the decoder discarded": queries and documents become their slots, compared by
+    Chamfer similarity.
+
+    Both sides share the weights and the ratio. The vectors are the slots at length 1, as in ColBERT; the paper names
+    no projection. `from_pretrained` takes any checkpoint of the method, a generating one, too.
+
+    Args:
+        config ([`DeCALConfig`]): the configuration; `compression="none"` is the T5 baseline, a vector for each token.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^lm_head\."]
+
+    def __init__(self, config: DeCALConfig):
+        super().__init__(config)
+        self.model = DeCALModel(config)
+        self.post_init()
+
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        """`AutoModelForTextEncoding` loads this class; there is no decoder for `AutoModelForSeq2SeqLM`."""
+        return cls.config_class.retrieval_auto_map()
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As for every compressor, but that no pipeline asks such a checkpoint questions."""
+        self.config.custom_pipelines = {}
+        super().save_pretrained(*args, **kwargs)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ratio: int | Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> RetrievalVectors:
+        """Vectors of queries or documents.
+
+        Args:
+            input_ids: `(batch_size, num_tokens)`.
+            attention_mask: same shape; pads may stand anywhere.
+            ratio: an int or a LongTensor `(batch_size,)`; the checkpoint's first if not given.
+            token_type_ids: some tokenizers add them; ignored.
+
+        Raises:
+            ValueError: see [`CompressingMixin.compress`].
+        """
+        slots = self.model(input_ids, attention_mask, ratio)
+        # In float32, where half types would square small numbers to zero.
+        vectors = normalize(slots.last_hidden_state.float(), dim=-1).to(slots.last_hidden_state.dtype)
+        return RetrievalVectors(vectors=vectors, attention_mask=slots.attention_mask)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ratio: int | Tensor | None = None,
+        return_dict: bool | None = None,
+    ) -> RetrievalVectors | tuple[Tensor, Tensor]:
+        """Vectors of queries or documents; arguments as [`DeCALForRetrieval.encode`]."""
+        outputs = self.encode(input_ids, attention_mask, ratio)
+        return outputs if return_dict in (None, True) else outputs.to_tuple()
+
+    @staticmethod
+    def score(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor, document_mask: Tensor) -> Tensor:
+        """Chamfer similarity of every query with every document, `(num_queries, num_documents)`; see [`chamfer`].
+
+        Of two [`RetrievalVectors`]: `model.score(*queries.to_tuple(), *documents.to_tuple())`.
+        """
+        return chamfer(query_vectors, query_mask, document_vectors, document_mask)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chamfer scores against loops, and DeCAL's vectors under padding, ratios, saving and loading."""
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import normalize
+from transformers import AutoModel, AutoModelForTextEncoding, T5Config, T5EncoderModel, T5ForConditionalGeneration
+
+from context_compressors import DeCALConfig, DeCALForConditionalGeneration, DeCALForRetrieval, DeCALModel, chamfer
+
+SHAPE = {
+    "vocab_size": 128,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 16,
+    "relative_attention_max_distance": 20,
+    "dropout_rate": 0.0,
+}
+
+
+def build(model_class=DeCALForRetrieval, **fields):
+    """A tiny model in evaluation mode, with nothing at a start value that could hide a mistake."""
+    torch.manual_seed(0)
+    model = model_class(DeCALConfig(decoder_config=SHAPE, **{"compression_ratios": (2, 3), **fields}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+def batch(lengths=(9, 4, 7), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 128, (len(lengths), max(lengths)), generator=generator)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return ids * mask, mask
+
+
+# --- Chamfer similarity ---
+
+
+def naive_chamfer(queries, documents):
+    """sum_i max_j q_i . d_j, one product after the other; each text is a list of vectors."""
+    rows = []
+    for query in queries:
+        row = []
+        for document in documents:
+            total = torch.zeros(())
+            for vector in query:
+                products = [vector @ other for other in document]
+                total = total + (torch.stack(products).max() if products else torch.tensor(-torch.inf))
+            row.append(total)
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def ragged(counts, width, size, seed):
+    """Vectors of `counts` a row at random places, with NaN at the pads."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(counts), width, dtype=torch.long)
+    for row, count in enumerate(counts):
+        mask[row, torch.randperm(width, generator=generator)[:count]] = 1
+    vectors = torch.randn(len(counts), width, size, generator=generator)
+    return vectors.masked_fill(mask[:, :, None] == 0, torch.nan), mask
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chamfer_is_the_loop_over_vectors_with_its_gradients(seed):
+    query_vectors, query_mask = ragged((3, 1, 5), 5, 4, seed)
+    document_vectors, document_mask = ragged((2, 6, 1, 4), 6, 4, seed + 100)
+    inputs = [tensor.clone().requires_grad_() for tensor in (query_vectors, document_vectors)]
+    scores = chamfer(inputs[0], query_mask, inputs[1], document_mask)
+    twins = [tensor.clone().requires_grad_() for tensor in (query_vectors, document_vectors)]
+    queries, documents = (
+        [row[kept == 1] for row, kept in zip(twin, mask, strict=True)]
+        for twin, mask in zip(twins, (query_mask, document_mask), strict=True)
+    )
+    expected = naive_chamfer(queries, documents)
+    torch.testing.assert_close(scores, expected)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
+    (scores * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for mine, theirs in zip(inputs, twins, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+        assert mine.grad.abs().sum() > 0
+
+
+def test_a_text_without_vectors_has_a_score_and_no_nan_gradients():
+    query_vectors, query_mask = ragged((2, 0), 3, 4, 0)
+    document_vectors, document_mask = ragged((0, 3), 3, 4, 1)
+    query_vectors.requires_grad_()
+    document_vectors.requires_grad_()
+    scores = chamfer(query_vectors, query_mask, document_vectors, document_mask)
+    assert scores[0, 0] == -torch.inf
+    assert scores[0, 1].isfinite()
+    assert scores[1].tolist() == [0, 0]
+    torch.softmax(scores, dim=1)[:, 1].log().sum().backward()
+    assert query_vectors.grad.isfinite().all()
+    assert document_vectors.grad.isfinite().all()
+    none = chamfer(query_vectors, query_mask, document_vectors[:, :0], document_mask[:, :0])
+    assert none.tolist() == [[-torch.inf] * 2, [0, 0]]
+
+
+def test_sums_of_half_types_are_float32():
+    vectors, mask = ragged((300,), 300, 4, 0)
+    scores = chamfer(vectors.bfloat16(), mask, vectors.bfloat16(), mask)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, chamfer(vectors, mask, vectors, mask), rtol=1e-2, atol=0)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    vectors, mask = ragged((2, 3), 3, 4, 0)
+    with pytest.raises(ValueError, match=r"document vectors must have shape .* got \(2, 3, 4\) and \(2, 2\)"):
+        chamfer(vectors, mask, vectors, mask[:, :2])
+    with pytest.raises(ValueError, match="the same size, got 4 and 3"):
+        chamfer(vectors, mask, vectors[:, :, :3], mask)
+
+
+# --- vectors ---
+
+
+def test_vectors_are_the_slots_at_length_one(model):
+    ids, mask = batch()
+    for ratio, counts in ((2, [5, 2, 4]), (3, [3, 2, 3]), (torch.tensor([2, 3, 2]), [5, 2, 4])):
+        with torch.no_grad():
+            slots = model.model(ids, mask, ratio)
+            found = model.encode(ids, mask, ratio)
+        assert found.attention_mask.sum(dim=1).tolist() == counts
+        assert found.attention_mask.equal(slots.attention_mask)
+        torch.testing.assert_close(found.vectors, normalize(slots.last_hidden_state, dim=-1))
+        lengths = found.vectors.norm(dim=-1)
+        torch.testing.assert_close(lengths, found.attention_mask.float())
+
+
+@torch.no_grad()
+def test_padding_and_batching_change_no_score(model):
+    ids, mask = batch()
+    whole = model.encode(ids, mask)
+    scores = model.score(*whole.to_tuple(), *whole.to_tuple())
+    left_ids, left_mask = torch.zeros(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.long)
+    for row, length in enumerate(mask.sum(dim=1).tolist()):
+        left_ids[row, -length:], left_mask[row, -length:] = ids[row, :length], 1
+        alone = model.encode(ids[row : row + 1, :length])
+        torch.testing.assert_close(model.score(*alone.to_tuple(), *whole.to_tuple())[0], scores[row])
+    left = model.encode(left_ids, left_mask)
+    torch.testing.assert_close(model.score(*left.to_tuple(), *left.to_tuple()), scores)
+    # A text is nearest to itself: each of its vectors finds itself.
+    torch.testing.assert_close(scores.diagonal(), whole.attention_mask.sum(dim=1).float())
+
+
+@torch.no_grad()
+def test_the_baseline_is_a_vector_for_each_token_of_t5():
+    model = build(compression="none", compression_ratios=1)
+    t5 = T5EncoderModel(model.config.decoder_config).eval()
+    t5.encoder.load_state_dict(model.model.encoder.state_dict())
+    ids, mask = batch()
+    states = t5(ids, attention_mask=mask).last_hidden_state * mask[:, :, None]
+    torch.testing.assert_close(model.encode(ids, mask).vectors, normalize(states, dim=-1))
+
+
+def test_forward_is_encode_and_every_weight_gets_a_gradient(model):
+    ids, mask = batch()
+    model = build()
+    vectors, vector_mask = model(ids, mask, return_dict=False)
+    assert vectors.equal(model.encode(ids, mask, token_type_ids=mask).vectors)
+    other = model(*batch(seed=1), ratio=3)
+    model.score(vectors, vector_mask, *other.to_tuple()).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_a_ratio_that_the_checkpoint_does_not_have_is_refused(model):
+    with pytest.raises(ValueError, match="5"):
+        model.encode(*batch(), ratio=5)
+
+
+# --- saving and loading ---
+
+
+def test_a_checkpoint_loads_by_its_auto_classes_and_says_how(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"] == {
+        "AutoConfig": "configuration_decal.DeCALConfig",
+        "AutoModel": "modeling_decal.DeCALModel",
+        "AutoModelForTextEncoding": "modeling_decal_retrieval.DeCALForRetrieval",
+    }
+    assert config["custom_pipelines"] == {}
+    assert {"late_interaction.py", "modeling_decal.py"} <= {path.name for path in tmp_path.iterdir()}
+    card = (tmp_path / "README.md").read_text()
+    assert "AutoModelForTextEncoding.from_pretrained" in card
+    assert "model.score(" in card
+    assert "generate" not in card
+    ids, mask = batch()
+    loaded = AutoModelForTextEncoding.from_pretrained(tmp_path)
+    assert type(loaded) is DeCALForRetrieval
+    with torch.no_grad():
+        expected = model.encode(ids, mask)
+        assert loaded.encode(ids, mask).vectors.equal(expected.vectors)
+        encoder = AutoModel.from_pretrained(tmp_path)
+        assert type(encoder) is DeCALModel
+        assert normalize(encoder(ids, mask).last_hidden_state, dim=-1).equal(expected.vectors)
+
+
+def test_the_decoder_of_a_generating_checkpoint_is_discarded(tmp_path):
+    generating = build(DeCALForConditionalGeneration)
+    generating.save_pretrained(tmp_path / "generating")
+    assert (
+        "AutoModelForTextEncoding" not in json.loads((tmp_path / "generating" / "config.json").read_text())["auto_map"]
+    )
+    model = DeCALForRetrieval.from_pretrained(tmp_path / "generating")
+    ids, mask = batch()
+    with torch.no_grad():
+        assert model.model(ids, mask).last_hidden_state.equal(generating.model(ids, mask).last_hidden_state)
+    model.save_pretrained(tmp_path / "retrieval")
+    assert not any("decoder" in name for name in load_file(tmp_path / "retrieval" / "model.safetensors"))
+    with pytest.raises(ValueError, match=r"lacks .* weights of DeCALForConditionalGeneration"):
+        DeCALForConditionalGeneration.from_pretrained(tmp_path / "retrieval")
+
+
+def test_it_starts_from_a_plain_t5(tmp_path):
+    torch.manual_seed(0)
+    t5 = T5ForConditionalGeneration(T5Config(**SHAPE, decoder_start_token_id=0))
+    t5.save_pretrained(tmp_path)
+    model = DeCALForRetrieval.from_base(tmp_path, compression_ratios=[4])
+    assert (
+        model.model.encoder.block[0]
+        .layer[0]
+        .SelfAttention.q.weight.equal(t5.encoder.block[0].layer[0].SelfAttention.q.weight)
+    )
+    assert model.encode(*batch()).attention_mask.sum(dim=1).tolist() == [3, 1, 2]
+
+
+SCRIPT = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForTextEncoding
+
+source, target, inputs, outputs = sys.argv[1:]
+model = AutoModelForTextEncoding.from_pretrained(source, trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+with torch.no_grad():
+    found = model.encode(**load_file(inputs))
+save_file({"vectors": found.vectors, "scores": model.score(*found.to_tuple(), *found.to_tuple())}, outputs)
+model.save_pretrained(target)
+"""
+
+
+@pytest.mark.slow
+def test_it_loads_without_this_package_and_saves_again(model, clean_python, tmp_path):
+    model.save_pretrained(tmp_path / "first")
+    ids, mask = batch()
+    save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "inputs.safetensors")
+    paths = [tmp_path / name for name in ("first", "second", "inputs.safetensors", "outputs.safetensors")]
+    environment = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1", "PATH": os.environ.get("PATH", "")}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    command = [clean_python, "-I", "-c", SCRIPT, *paths]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    folders = [{path.name: path.read_bytes() for path in paths[number].iterdir()} for number in (0, 1)]
+    assert folders[0] == folders[1]
+    with torch.no_grad():
+        expected = model.encode(ids, mask)
+    found = load_file(paths[3])
+    torch.testing.assert_close(found["vectors"], expected.vectors)
+    torch.testing.assert_close(found["scores"], model.score(*expected.to_tuple(), *expected.to_tuple()))
