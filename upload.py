@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python upload.py`, from a checkout: the same as `context-compressors upload`."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time to the first token and to the last one: the full context in words, against a memory that is ready.
 
     python benchmarks/answer_latency.py

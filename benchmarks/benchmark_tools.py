@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmarks share: random models of a method, time and memory of a call, arguments, and result files."""
 
 from __future__ import annotations

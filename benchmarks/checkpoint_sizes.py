@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each method adds to a base: parameters, checkpoints with and without the base, and bytes of memory.
 
     python benchmarks/checkpoint_sizes.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time and peak memory of `compress`, beside the bare forward pass of its encoder.
 
     python benchmarks/compression_overhead.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time of DeCAL's encoder by ratio: latents beside the tokens cost less the fewer they are.
 
     python benchmarks/encoder_cost.py                                          # a small T5 on 1,024 tokens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a decoder forgot between two checkpoints: short questions, with their texts in words and without any memory.
 
     python benchmarks/forgetting.py outputs/gmsa_autoencoding outputs/gmsa_keft --data DATA

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an answer costs at the least: operations by GMSA's Appendix G, and bytes of weights and cache to move."""
 
 from __future__ import annotations

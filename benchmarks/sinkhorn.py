@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time and peak memory of the optimal transport, beside plain autograd through its iterations and beside POT.
 
     python benchmarks/sinkhorn.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quality of a method trained under a fixed budget on the small base: the same tokens, seeds and prompts for all.
 
     python benchmarks/small_scale.py --data DATA                      # mean pooling at ratio 4, three seeds

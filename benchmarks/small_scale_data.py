@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training and test data of the small-scale benchmark: generated documents, and windows of real text."""
 
 from __future__ import annotations

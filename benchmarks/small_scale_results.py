@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result file of the small-scale benchmark: reading it, its summary over seeds, and the table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Span-corruption accuracy of DeCAL and what its paper compares it with, from nothing on the same data and steps.
 
     python benchmarks/span_corruption.py --data DATA                         # all six models, three seeds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a call's time goes: by the parts of a model, and by operators."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of DeCAL, of the baselines that its paper compares with, and of its ablations."""
 
 import copy
@@ -11,6 +12,7 @@ COMPRESSIONS = ("latents", "attention_pooling", "none")
 LATENT_PLACEMENTS = ("prepended", "appended")
 ENCODER_ATTENTIONS = ("bidirectional", "causal")
 QUESTION_PLACEMENTS = ("decoder", "encoder")
+_RETRIEVAL_LOADER = "AutoModelForTextEncoding"
 # Section 4.1: four times T5's own 32 buckets and maximum distance of 128; the rest is T5 v1.1.
 FROM_SCRATCH = {
     "model_type": "t5",
@@ -91,6 +93,7 @@ class DeCALConfig(CompressorConfig):
             raise ValueError(f"`decoder_config` must be a T5Config, got {type(decoder_config).__name__}")
         if compression_ratios is None:
             compression_ratios = 1 if compression == "none" else 2
+        is_retrieval = _RETRIEVAL_LOADER in (kwargs.get("auto_map") or {})
         super().__init__(
             decoder_config=decoder_config,
             compression_ratios=compression_ratios,
@@ -100,6 +103,9 @@ class DeCALConfig(CompressorConfig):
             decoder_start_token_id=kwargs.pop("decoder_start_token_id", None),
             **kwargs,
         )
+        if is_retrieval:
+            # Such a checkpoint has no decoder: it answers no questions, and another class loads it.
+            self.auto_map, self.custom_pipelines = self.retrieval_auto_map(), {}
         self._check_fields()
         if self.tie_word_embeddings is None:
             self.tie_word_embeddings = bool(self.decoder_config.scale_decoder_outputs)
@@ -133,6 +139,13 @@ class DeCALConfig(CompressorConfig):
         names = super().default_auto_map()
         head = names.pop("AutoModelForCausalLM").removesuffix("ForCausalLM")
         return {**names, "AutoModelForSeq2SeqLM": f"{head}ForConditionalGeneration"}
+
+    @classmethod
+    def retrieval_auto_map(cls) -> dict[str, str]:
+        """The entries of a retrieval checkpoint, whose decoder was discarded (section 4.3)."""
+        names = cls.default_auto_map()
+        del names["AutoModelForSeq2SeqLM"]
+        return {**names, _RETRIEVAL_LOADER: "modeling_decal_retrieval.DeCALForRetrieval"}
 
     @property
     def reconstruction_token_id(self) -> int:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of the mean-pooling compressor."""
 
 from typing import Any

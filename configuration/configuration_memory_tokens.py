@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the configurations of ICAE and 500xCompressor have in common."""
 
 from typing import Any

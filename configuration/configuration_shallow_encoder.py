@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the configurations of GMSA and of its baseline, TCP-AE, have in common."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration of TCP-AE, the autoencoder of the traditional compression paradigm."""
 
 from typing import Any

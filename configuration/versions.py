@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Versions of code and configuration that a checkpoint records, and what happens when they are not today's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Soft context compressors: read a long context once, keep a few vectors, answer from those.
 
 Public names are imported from their module at first use, so that `import context_compressors` alone loads no torch.
@@ -52,6 +53,9 @@ _MODULE_OF = {
     "CompressionCollator": "training.collators",
     "CompressionTrainer": "training.trainers",
     "DistillationTrainer": "training.trainers",
+    "RetrievalPairs": "training.retrieval_data",
+    "RetrievalCollator": "training.retrieval",
+    "RetrievalTrainer": "training.retrieval",
     "JointDataset": "training.joint_examples",
     "JointPretrainingTrainer": "training.joint_trainer",
     "EvaluationDataset": "evaluation.samples",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An argument parser that answers a wrong option with the nearest right one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `context-compressors`: finds the sub-command and hands its arguments over."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands `compress` (documents in, memory files out) and `ask` (questions in, answers out)."""
 
 from __future__ import annotations

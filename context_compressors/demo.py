@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo: compress documents, read them back from the slots, ask about them, fine-tune, save.
 
     make demo

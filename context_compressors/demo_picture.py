@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's picture: three scores by ratio, side by side."""
 
 from __future__ import annotations

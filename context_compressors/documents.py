@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents that the command line reads: text files, standard input, and rows of JSONL or Parquet files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may stand in a Hub repository: a checkpoint's own files, and nothing of the machine that it was made on."""
 
 from __future__ import annotations

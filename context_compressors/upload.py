@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `upload`: a checkpoint's folder becomes a Hub repository."""
 
 from __future__ import annotations

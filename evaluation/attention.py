@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention from memory tokens to the context, by layer, and the `attention` command that draws it."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERTScore with a scorer model from a local folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training curves of several runs: losses by step, how soon each reaches a loss, and the `curves` command."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluation of a compressor beside its two bounds, no context and full context, and the `evaluate` command."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures on a canvas of their own: neither pyplot nor any of matplotlib's global settings is touched."""
 
 import os

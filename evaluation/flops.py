@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of compressing a context and answering from its slots (GMSA, section 4.3, Appendix G).
 
 As in the appendix, attention counts every pair of tokens whatever its mask, the softmax counts, and norms, rotations,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `flops`: operations of every method beside the full context, without any weights."""
 
 from __future__ import annotations

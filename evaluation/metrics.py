@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores of answers, summaries, reconstructions and continuations.
 
 Every function is pure: lists of strings, tensors or numbers in, floats out. Scores that are shares (exact match, F1,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of well-known language models and of methods on them, for counting and timing without weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures: quality by ratio and by model size, the gap between domains, training curves, and attention."""
 
 import math

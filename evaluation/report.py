@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Result rows of an evaluation, their averages, and the file and table that show them."""
 
 import json

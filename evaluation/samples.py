@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From data sources to tokenized evaluation samples; every condition sees the same ones."""
 
 import logging

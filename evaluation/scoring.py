@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a model on batches of samples under one condition: scores given targets, or writes its own."""
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scoring of encoder-decoders: nothing of a context is read in words, and a question may be compressed with it."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What slots are made of, how alike they are, how many dimensions they fill, and the `analyse` command."""
 
 import json

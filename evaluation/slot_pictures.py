@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of slots: what they are made of, which layers, how alike they are, and how many dimensions they fill."""
 
 import os

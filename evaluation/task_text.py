@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the text behind a memory starts, for each task: the method's own task token or BOS, and then the prompt."""
 
 from __future__ import annotations

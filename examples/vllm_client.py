@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask a vLLM server about a document that is compressed here: the server gets slots and question as embeddings.
 
     vllm serve served-decoder --enable-prompt-embeds

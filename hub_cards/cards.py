@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model cards: what a checkpoint is, what it was trained on, what it can do, and what it cannot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint's card, filled from what its training and evaluation left behind, and the `card` command."""
 
 from __future__ import annotations

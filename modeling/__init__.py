@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models, one per method, and the parts that they share. Importing this registers them with the Auto classes."""
 
 from transformers import (

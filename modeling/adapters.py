@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters on a language model that encoder and decoder may share.
 
 The adapters are injected into the modules themselves, without wrapper classes, so that saving and loading stay plain.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which weights of a compressor are its base model's own, and how the base is found again when they are left out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contexts in chunks: cut before the encoder, joined after it, with position ids for both sides."""
 
 from __future__ import annotations

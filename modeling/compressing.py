@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contexts in, memories out: what every compressor's backbone does around its method."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pipeline "context-compression-qa": documents are compressed once, and asked any number of questions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory tokens that each have a vector of their own, as ICAE and 500xCompressor have them."""
 
 from __future__ import annotations

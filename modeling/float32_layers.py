@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that compute in float32, whatever type their input or their weights are held in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what users hand in: each error names the value and what is allowed."""
 
 from __future__ import annotations

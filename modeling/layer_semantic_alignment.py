@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer semantic alignment: blocks like the decoder's lowest, in front of the decoder (GMSA, section 3.2)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hidden states of all layers of a causal language model, a segment of the context at a time."""
 
 from __future__ import annotations

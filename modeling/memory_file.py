@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Safetensors files whose every byte is covered by a checksum, for compressed contexts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory tokens behind the context: what ICAE, 500xCompressor and compression tokens have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ComprExIT ("Context Compression via Explicit Information Transmission")."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeCAL ("DeCAL Tokenwise Compression"), and the T5 baseline, AttnPool and CCProxy that it is compared with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """500xCompressor: memory tokens behind each chunk, whose keys and values are carried over (EPL, section 3.1)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GMSA ("GMSA: Enhancing Context Compression via Group Merging and Layer Semantic Alignment")."""
 
 from __future__ import annotations

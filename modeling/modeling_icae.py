@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ICAE: memory tokens behind each chunk, whose last hidden states are the slots (EPL, section 3.1)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mean pooling ("Simple Context Compression: Mean-Pooling and Multi-Ratio Training")."""
 
 from __future__ import annotations

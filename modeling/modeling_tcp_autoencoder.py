@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TCP-AE, the traditional compression paradigm's autoencoder (GMSA, Appendix F and Figure 7)."""
 
 from __future__ import annotations

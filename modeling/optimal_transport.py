@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entropic optimal transport between the tokens of a window and its slots (ComprExIT, equation 11)."""
 
 from __future__ import annotations

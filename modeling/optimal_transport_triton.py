@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinkhorn's iterations of a window in one Triton kernel, on the chip from the first to the last.
 
 `optimal_transport.py` imports this file on a GPU when Triton is installed, and holds the same mathematics for tensors.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mean pooling of neighbouring token vectors into slots (mean pooling paper, equations 3 and 4)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Position ids of context, memory and text tokens in the default, uniform and enhanced layouts (EPL, section 3)."""
 
 from __future__ import annotations

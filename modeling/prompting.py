@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From texts to token ids: a document and a question look to a checkpoint as they did in its training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions that are compressed together with their context, and the memories that belong to them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explicit positions in T5's relative bias, and the positions of latents among their tokens (DeCAL, section 3)."""
 
 from __future__ import annotations

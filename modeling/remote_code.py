@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat code beside the weights, so that a checkpoint loads without this package.
 
 Code from the Hub can only import its siblings. The package's files import across folders

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An encoder-decoder's decoder behind a memory: its cross-attention reads slots."""
 
 from __future__ import annotations

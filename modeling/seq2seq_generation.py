@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`generate` of an encoder-decoder with a memory: the decoder's cross-attention reads slots."""
 
 from __future__ import annotations

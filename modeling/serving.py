@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server of the decoder alone takes in place of a prompt: slots and text as one sequence of embeddings."""
 
 from __future__ import annotations

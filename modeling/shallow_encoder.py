@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What GMSA and TCP-AE have in common: an encoder of a few layers, and training in two stages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token vectors into slots, window by window: what ComprExIT's transport and its ablations have in common."""
 
 from __future__ import annotations

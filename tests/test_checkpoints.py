@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoints in the repository: small, whole, and with the code of today."""
 
 from pathlib import Path

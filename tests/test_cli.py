@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: nearest names, help with examples, and compress and ask on a tiny model."""
 
 import io

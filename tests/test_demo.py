@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo on a tiny checkpoint, and its documents."""
 
 import json

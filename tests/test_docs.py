@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages in docs/ run as they stand: their Python, their commands and the files that they write down."""
 
 import json

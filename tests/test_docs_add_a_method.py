@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/add_a_method.md makes a method that works: its files and lines are put into a copy of the project and used."""
 
 import os

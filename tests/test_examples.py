@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example client, against a server that does with a request what vLLM does with it."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel and the editable install hold everything, and the root package stays light."""
 
 import importlib.metadata
@@ -163,3 +164,14 @@ def test_wheel_holds_every_file_and_works_in_a_clean_environment(
 def test_editable_install_works_in_a_clean_environment(source_copy: Path, clean_environment: Path, tmp_path: Path):
     install(clean_environment, "--editable", source_copy)
     check_install(clean_environment, source_copy, tmp_path / "elsewhere")
+
+
+def test_every_python_file_names_its_licence():
+    line = "# SPDX-License-Identifier: Apache-2.0\n"
+    files = [
+        path
+        for folder in (*FOLDERS.values(), "benchmarks", "examples", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(files) > 100
+    assert [path.name for path in files if not path.read_text(encoding="utf-8").startswith(line)] == []

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `upload` command: what it builds, what it refuses, and what it sends; no connection is ever opened."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fields of a recipe, and reading them from a YAML file and the command line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collators: examples of `CompressionDataset` become batches for a compressor, a full-context model, or both."""
 
 from __future__ import annotations

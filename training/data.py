@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data sources of a recipe: Hub data sets, local Parquet or JSONL files, and generated documents.
 
 A source is a mapping such as `{path: qa_squad_train.parquet, tasks: [question_answering], weight: 2}`. Rows have the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data and trainer of encoder-decoders: texts to denoise, questions in either place, and T5's decoder in the loss."""
 
 from __future__ import annotations

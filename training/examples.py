@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenized training examples of a compressor: a context, a prompt and a target, by index alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generated documents: plain-English records with questions whose answers stand in the text.
 
 Real text needs hours of training before two compressors can be told apart; these documents need minutes. Each one

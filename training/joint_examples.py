@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Examples of joint pretraining: the first half of a document is compressed, repeated, and continued with the rest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joint pretraining of memory-token methods: reconstruct and continue a document from the same slots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Language modelling for a small base model: text, copying, and documents with many questions each.
 
 A model of a few million parameters does not learn to look things up from plain text alone. It does from rows whose

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses over a vocabulary in bounded memory: a chunk of positions at a time, recomputed in backward."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon for the hidden matrices, AdamW for everything else, as one optimizer."""
 
 from __future__ import annotations

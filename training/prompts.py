@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompt templates: what stands between a context and the target, read from `prompts.yaml` or another such file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T5's span corruption: spans of a text become sentinels, the target says what stood there (DeCAL, section 4.1)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Going on from a checkpoint: with some fields of its configuration changed, or exactly where a run stopped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every trainer here does at each step: stop at a NaN loss, count what was cut, log context tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refusals that name the nearest right name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Task tokens such as [AE] and [LM] in a tokenizer: they are saved with it, and texts that name them stay texts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training a byte-level BPE tokenizer for a base model that starts from nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`context-compressors train RECIPE.yaml [--field value]`: everything that this project trains."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainers of a compressor: from the text itself, or from a teacher that reads the whole context."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of finished runs: storing them in a smaller floating-point type, and averaging those of several."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training step as one forward pass of the model that DDP, FSDP or DeepSpeed wraps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A base of a half type some of whose own weights train, and are therefore held in float32.
 
 The base computes in its own type all the same: a map's input and weight must have one type. Adapters and method parts

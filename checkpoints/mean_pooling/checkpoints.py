@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting from a base model, saving with code, loading, and the fingerprint of a model."""
 
 from __future__ import annotations

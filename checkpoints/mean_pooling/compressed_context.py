@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a compressor makes of a context: slots or key/values, with all that a decoder needs to read them."""
 
 from __future__ import annotations

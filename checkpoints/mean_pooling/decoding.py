@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots and text through the decoder's backbone, on the first pass and on every later one with a cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokenizer of contexts, where the encoder is another model than the decoder and reads other tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names for weights: a fingerprint that survives another floating-point type, and an exact checksum."""
 
 from __future__ import annotations

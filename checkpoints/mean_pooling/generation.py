@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`generate` with a memory: the context is compressed once, and its slots stand in the cache in front of the text."""
 
 from __future__ import annotations

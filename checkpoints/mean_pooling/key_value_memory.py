@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory as keys and values of every layer: recorded in the encoder, read by the decoder as a cache."""
 
 from __future__ import annotations

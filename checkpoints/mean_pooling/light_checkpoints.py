@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Light checkpoints: what differs from a named base model, laid over that base when it is loaded."""
 
 from __future__ import annotations

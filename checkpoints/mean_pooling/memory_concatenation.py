@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joining the memories of several documents into one (EPL, sections 3.1.1 and 3.2.2)."""
 
 from __future__ import annotations

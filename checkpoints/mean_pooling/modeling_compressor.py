@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base of every compressor: context in, slots out, and a decoder that reads slots and text as one sequence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots and text in one sequence: which place each of them takes, and which state belongs to which text token.
 
 Inside the backbone a row reads `[pads, slots, text]`: pads stand in front, since layers with a sliding window count

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pretrained language model's tensors inside a compressor: what may be taken over, and the taking."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every benchmark at toy size: complete result files, refusals, and what the numbers rest on."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of sizes counts what is saved, and the README shows it."""
 
 import importlib.util

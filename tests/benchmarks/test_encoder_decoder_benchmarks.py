@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks of encoder-decoders at toy size."""
 
 import importlib

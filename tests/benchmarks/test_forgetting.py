@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of what a decoder forgot, with tiny models, against scores of one sample at a time."""
 
 import importlib

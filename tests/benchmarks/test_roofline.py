@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The latency benchmark's settings of GMSA's tables, compiled decoding, and what its roofline rests on."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of the optimal transport at toy size: its result file, its refusals, and that all compute the same."""
 
 import importlib

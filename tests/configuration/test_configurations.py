@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations refuse wrong values when they are built, and come back from files as they were."""
 
 import re

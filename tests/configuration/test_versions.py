@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint says which code wrote it; older ones are brought up to date, newer ones are refused or warned about."""
 
 import json

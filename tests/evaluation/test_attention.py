@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of memory tokens: averaged over heads, drawn by layer, and refused where there is none."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERTScore with a tiny scorer, against a twin that matches tokens one by one."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The evaluation against a naive twin: one sample at a time, no padding, no batch."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations against numbers worked out by hand, and against what torch counts in real modules."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores against hand-made cases, the paper's own numbers, and the reference implementations."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures: files that are there, axes that read right, and no trace in matplotlib's global state."""
 
 import matplotlib

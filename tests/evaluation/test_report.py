@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Averages against the paper's own tables, and the report's file and table."""
 
 import getpass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots in numbers and pictures: exact small cases, what each method shows, and the command."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model cards: valid metadata, every number beside its bounds, and nothing left out."""
 
 import dataclasses

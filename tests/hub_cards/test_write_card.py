@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cards that are filled from a real, tiny run: training, evaluation, card."""
 
 import json

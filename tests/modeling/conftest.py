@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The test matrix of all methods: a new method joins by one entry in `METHODS`.
 
 A test asks for what it needs by the name of its argument: `method_case` (each method as it comes), `backbone_case` (on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A saved folder is all that anybody needs: not this package, not this directory, not the network."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed contexts: files that cannot be misread, rows, and memories of several documents joined."""
 
 import os

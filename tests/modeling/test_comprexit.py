@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ComprExIT alone: the paper's equations beside a naive twin, its worked numbers, segments and ablations."""
 
 import math

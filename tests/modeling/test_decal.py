@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeCAL against a second T5 that is written out by hand, against plain T5, and under padding, saving and questions."""
 
 import dataclasses

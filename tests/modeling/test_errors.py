@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every mistake has an error that names the value and what is allowed."""
 
 import dataclasses

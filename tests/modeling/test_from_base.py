@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting from a pretrained language model."""
 
 import json

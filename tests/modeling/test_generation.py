@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`generate` after a memory: with and without a cache, beams, samples, streams, and many questions of one document."""
 
 import pytest

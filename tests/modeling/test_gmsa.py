@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GMSA and TCP-AE alone: the paper's equations beside naive twins, the two stages, two models, and worked numbers."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A light checkpoint is a whole model as long as its base can be had, and says so when it cannot."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mean pooling alone: what the paper's equations and start values say."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory-token methods alone: what EPL's equation 1 and the compression-token baseline say, beside a naive twin."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinkhorn against naive loops, worked numbers of ComprExIT's equation 11, POT, and the Triton kernels."""
 
 import ast

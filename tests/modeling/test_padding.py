@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every row is the same alone, in a batch, and wherever its pads stand."""
 
 import pytest

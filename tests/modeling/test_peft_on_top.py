@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Somebody else's PEFT adapter on a compressor, and quantized bases."""
 
 import copy

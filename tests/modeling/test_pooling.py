@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mean pooling against a naive loop, and the worked numbers of the mean pooling paper's equations 3 and 4."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Position layouts against the tables of EPL, and their properties."""
 
 from fractions import Fraction

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where slots and text stand: chunks, position layouts, task tokens, BOS, and documents joined together."""
 
 import pytest

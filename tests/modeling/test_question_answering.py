@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pipeline "context-compression-qa": the same answers as `compress` and `generate`, however they are asked for."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is saved comes back: outputs, trainable set, types and code, for each class from one checkpoint."""
 
 import copy

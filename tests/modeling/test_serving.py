@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of embeddings: what a server of the plain decoder writes behind them is what the compressor writes."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stock `trl.SFTTrainer` trains every method on every base: no subclass, our collator only."""
 
 import json

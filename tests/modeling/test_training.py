@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What trains, with which gradients, and what the encoder sees."""
 
 import copy

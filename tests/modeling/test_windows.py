@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows, receivers and masses of ComprExIT: what holds for any lengths, ratio and window."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tokenizer, a language model and a compressor small enough to train in a second."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Started by `accelerate launch`: runs the train command several times, so that a test pays for one start only.
 
     distributed_worker.py ddp|fsdp RUNS.json

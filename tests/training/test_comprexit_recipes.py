@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of ComprExIT: the paper's tables, its two phases, its ablations and bounds."""
 
 import json

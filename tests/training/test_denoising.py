@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data, collator, trainer and recipes of encoder-decoders."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of GMSA and TCP-AE: the paper's tables, its two stages and its ablations."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of memory-token methods: the papers' tables, and the way from pretraining to questions."""
 
 import itertools

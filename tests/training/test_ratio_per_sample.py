@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ratio_mode: per_sample`: rows of one batch at different ratios, for every objective that compresses."""
 
 import pytest

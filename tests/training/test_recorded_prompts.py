@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trained checkpoint says what it was trained to read, and whoever asks it later takes that."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Span corruption against T5's own length arithmetic, fixtures and rules."""
 
 import copy
