@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from context_compressors import demo
 from context_compressors.configuration.configuration_icae import ICAEConfig
@@ -80,10 +81,12 @@ def test_steps_below_one_are_refused():
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
-def test_every_document_is_short_and_holds_an_answer_to_each_of_its_questions(path: Path):
+def test_every_document_is_of_the_length_trained_on_and_answers_its_questions(path: Path):
     text = path.read_text(encoding="utf-8")
     questions = json.loads((demo.DOCUMENTS / "questions.json").read_text(encoding="utf-8"))[path.stem]
-    assert 100 <= len(text.split()) <= 250
+    recipe = yaml.safe_load((demo.CHECKPOINT / "recipe.yaml").read_text(encoding="utf-8"))
+    tokens = AutoTokenizer.from_pretrained(demo.CHECKPOINT).tokenize(text.strip())
+    assert recipe["min_context_tokens"] <= len(tokens) <= recipe["max_context_tokens"]
     for question in questions:
         assert any(answer in text for answer in question["answers"]), question["question"]
 
