@@ -347,7 +347,7 @@ class Case:
     @property
     def marks(self) -> tuple:
         """In a developer's inner loop one method goes through nearly everything, the others as they come."""
-        is_quick = self.method is METHODS[0] and self.architecture in ("llama", "mistral", "gemma2")
+        is_quick = self.method is METHODS[0] and self.architecture in ("llama", "gemma2")
         is_quick = is_quick or self == Case(self.method)
         return () if is_quick else (pytest.mark.slow,)
 
