@@ -488,6 +488,11 @@ def _training_hours(log_history: Sequence[Mapping[str, Any]], resumed: bool) -> 
     return None if seconds is None or untimed else float(f"{seconds / 3600:.3g}")
 
 
+def _without_folder(value: Any) -> Any:
+    """A path on this machine by its last part alone; anything else as it is."""
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
 def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Path, resumed: bool) -> None:
     """Beside the checkpoint: the recipe as it was run, and what came of it."""
     recipe = {}
@@ -499,7 +504,7 @@ def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Pa
         if field.default is not dataclasses.MISSING and getattr(arguments[2], field.name) != field.default
     }
     # Where this machine keeps its files, and tokens, are nobody else's business.
-    shown = {name: value for name, value in (recipe | changed).items() if name not in _PRIVATE_FIELDS}
+    shown = {n: _without_folder(value) for n, value in (recipe | changed).items() if n not in _PRIVATE_FIELDS}
     plain = json.loads(json.dumps(shown, default=str))
     (output_dir / "recipe.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     history = trainer.state.log_history

@@ -259,6 +259,9 @@ def test_teacher_then_distillation_then_going_on(tmp_path, base_folder, lora):
     main([write_recipe(tmp_path, objective="teacher", **fields, **settings), "--output_dir", str(teacher)])
     recipe = write_recipe(tmp_path, objective="distillation", **fields, method_config={"compression_ratios": [2, 4]})
     main([recipe, "--teacher", str(teacher), "--output_dir", str(student)])
+    ran = (student / "recipe.yaml").read_text()
+    assert yaml.safe_load(ran)["teacher"] == teacher.name
+    assert str(tmp_path) not in ran
     trained = MeanPoolingForCausalLM.from_pretrained(student)
     assert trained.config.compression_ratios in ((2, 4), [2, 4])
     recipe = write_recipe(tmp_path, objective="compression", checkpoint=str(student))
