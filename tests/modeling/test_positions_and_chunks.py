@@ -75,7 +75,8 @@ def test_a_ratio_for_each_row_equals_separate_calls(variant_case, random_rows, p
     direct = model(
         text.expand(4, -1), context_input_ids=ids, context_attention_mask=mask, ratio=torch.tensor(ratios)
     ).logits
-    torch.testing.assert_close(direct, logits, atol=1e-4, rtol=0)
+    # Rounding goes with the size of the logits.
+    torch.testing.assert_close(direct, logits, atol=1e-5 * max(1.0, logits.abs().max().item()), rtol=0)
     for i, (row, ratio) in enumerate(zip(rows, ratios, strict=True)):
         alone = model.compress(row[None], ratio=ratio)
         found = slots(memory)[i, memory.attention_mask[i].bool()]
