@@ -4,6 +4,7 @@
     python benchmarks/small_scale.py --data DATA                      # mean pooling at ratio 4, three seeds
     python benchmarks/small_scale.py --data DATA --ratios 2 4 8 16    # one model for all four ratios
     python benchmarks/small_scale.py --data DATA --ratios 5 --method icae --config '{"position_layout": "enhanced"}'
+    python benchmarks/small_scale.py --data DATA --jobs benchmarks/small_scale_jobs.json   # a list of such runs
     python benchmarks/small_scale.py --seeds 0 --steps 50             # generated documents alone, and briefly
 
 DATA is a folder with the data files: SQuAD, NarrativeQA summaries and OpenStax. Reconstruction, continuation and
@@ -12,8 +13,11 @@ in training, beside the base itself without context and with the full context. A
 context. All methods see the same contexts, questions and targets. Where a method has task tokens, its text starts with
 them, and they take the place of the words that ask for a reconstruction (prompts "embedded", or --prompts).
 
-Every finished (method, configuration, ratios, seed) is a run in the result file and is not done again; runs of another
-budget are refused there. Scores are means over seeds, with the standard deviation. A run's `log` has the training loss
+A job file is a list of mappings with `method` and, where they differ from the command line, `config`, `ratios` and
+`prompts`; it is gone through once for each seed. With --lowest-first a model of several ratios is trained at its lowest
+one alone for a share of the steps: slots are read much sooner there. Every finished (method, configuration, ratios,
+seed) is a run in the result file and is not done again; runs of another budget are refused there. Several processes
+may write to one file. Scores are means over seeds, with the standard deviation. A run's `log` has the training loss
 and the reconstruction and continuation losses of held-out documents by step, for `context-compressors curves`.
 """
 
@@ -33,6 +37,7 @@ from typing import Any
 
 import torch
 from benchmark_tools import RESULTS, positive_int, write_json
+from filelock import FileLock
 from small_scale_data import prepare
 from small_scale_results import read_results, run_key, run_name, summarize, table
 from transformers import (
@@ -59,10 +64,13 @@ from context_compressors.training.trainers import CompressionTrainer
 
 BASE = Path(__file__).parent.parent / "checkpoints" / "base"
 _LORA = {"rank": 32, "alpha": 32}
+_WIDE_LORA = {"rank": 64, "alpha": 128}
 # Where a method's own defaults, which are made for large bases, are not taken.
 METHOD_CONFIGS: dict[str, dict[str, Any]] = {
     "mean_pooling": {"encoder_lora": _LORA, "decoder_lora": _LORA},
     "compression_tokens": {"encoder_lora": _LORA, "decoder_lora": _LORA},
+    "gmsa": {"encoder_lora": _WIDE_LORA},
+    "tcp_autoencoder": {"encoder_lora": _WIDE_LORA},
 }
 # Points of a run's log.
 _LOG_ENTRIES = 25
@@ -70,6 +78,7 @@ _LOG_ENTRIES = 25
 _CURVE_SAMPLES = 8
 _CURVE_TASKS = ("reconstruction", "continuation")
 _CONTINUATION_TOKENS = 64
+_JOB_FIELDS = ("method", "config", "ratios", "prompts")
 _EVALUATION_BATCH = 32
 # With task tokens: no words for a reconstruction, and questions in the one form that the small base knows.
 _TASK_TOKEN_PROMPTS = "embedded"
@@ -162,6 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--config", type=_fields, default={}, metavar="JSON", help="fields of the method's configuration")
     add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's, see above)")
     add("--ratios", nargs="+", type=positive_int, default=[4], metavar="R", help="ratios of the model (default: 4)")
+    add("--jobs", metavar="FILE", help="a list of runs (JSON), in place of --method, --config, --ratios and --prompts")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
     add("--base", default=str(BASE), metavar="FOLDER", help="the base language model (default: checkpoints/base)")
     add("--steps", type=positive_int, default=200, metavar="N", help="optimizer steps (default: 200)")
@@ -171,6 +181,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--muon-learning-rate", type=float, default=0.004, metavar="X", help="for matrices, with muon (default: 0.004)"
     )
     add("--learning-rate", type=float, default=2e-3, metavar="X", help="AdamW's (default: 2e-3)")
+    add("--ratio-mode", choices=("all", "random"), default="all", help="ratios of a step: all, or one (default: all)")
+    add(
+        "--lowest-first", type=_share, default=0.0, metavar="X", help="share of the steps at the lowest ratio (default: 0)"
+    )
     add("--context-tokens", type=positive_int, default=144, metavar="N", help="longest context (default: 144)")
     add(
         "--eval-samples",
@@ -198,6 +212,40 @@ def _fields(text: str) -> dict[str, Any]:
     return fields
 
 
+def _share(text: str) -> float:
+    """A number from 0 to below 1 from the command line."""
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 0 and less than 1")
+    return value
+
+
+def read_jobs(arguments: argparse.Namespace) -> list[argparse.Namespace]:
+    """The runs of a job file, or the one that the command line names; each with all arguments.
+
+    Raises:
+        ValueError: the file is none of this kind, or a job has an unknown field or method.
+    """
+    jobs: Any = [{}]
+    if arguments.jobs is not None:
+        try:
+            jobs = json.loads(Path(arguments.jobs).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--jobs {arguments.jobs} cannot be read: {error}") from error
+    if not isinstance(jobs, list) or not jobs or not all(isinstance(job, dict) for job in jobs):
+        raise ValueError(f"--jobs {arguments.jobs} must hold a list of mappings, one for each run")
+    found = []
+    for job in jobs:
+        for name in job:
+            check_choice(f"--jobs {arguments.jobs}", name, _JOB_FIELDS)
+        found.append(argparse.Namespace(**{**vars(arguments), **job}))
+        check_choice("--method", found[-1].method, METHODS)
+    return found
+
+
 def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What all runs of a result file have in common.
 
@@ -215,6 +263,8 @@ def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "optimizer": arguments.optimizer,
         "muon_learning_rate": arguments.muon_learning_rate,
         "learning_rate": arguments.learning_rate,
+        "ratio_mode": arguments.ratio_mode,
+        "lowest_first": arguments.lowest_first,
         "context_tokens": arguments.context_tokens,
         "eval_samples": arguments.eval_samples,
         "bleu_samples": arguments.bleu_samples,
@@ -223,6 +273,8 @@ def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def training_config(arguments: argparse.Namespace, seed: int, folder: Path, device: torch.device) -> TrainingConfig:
     """How all methods are trained."""
+    ratios = sorted(arguments.ratios)
+    schedule = [[0.0, ratios[:1]], [arguments.lowest_first, ratios]] if arguments.lowest_first else None
     return TrainingConfig(
         output_dir=str(folder / "trainer"),
         objective="compression",
@@ -234,6 +286,8 @@ def training_config(arguments: argparse.Namespace, seed: int, folder: Path, devi
         adam_beta2=0.95,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        ratio_mode=arguments.ratio_mode,
+        ratio_schedule=schedule,
         warmup_steps=min(50, arguments.steps // 10),
         train_sampling_strategy="sequential",
         logging_steps=max(1, arguments.steps // _LOG_ENTRIES),
@@ -354,30 +408,47 @@ def evaluate(
 
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Do the runs that are not in the result file yet, and write it after each."""
-    check_choice("--method", arguments.method, METHODS)
-    output = Path(arguments.output)
-    results = read_results(output, budget_of(arguments))
-    finished = {run_key(run) for run in results["runs"]}
-    given = {} if arguments.prompts is None else {"prompts": arguments.prompts}
-    name = run_name(arguments.method, {**arguments.config, **given})
-    missing = [seed for seed in arguments.seeds if (name, tuple(arguments.ratios), seed) not in finished]
+    output, budget = Path(arguments.output), budget_of(arguments)
+    jobs = [(job, seed) for seed in arguments.seeds for job in read_jobs(arguments)]
+    results = read_results(output, budget)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if all(_is_finished(job, seed, results) for job, seed in jobs):
+        return results
     with tempfile.TemporaryDirectory() as folder:
-        if missing:
-            tokenizer = AutoTokenizer.from_pretrained(arguments.base)
-            base = AutoModelForCausalLM.from_pretrained(arguments.base).to(device).eval()
-            sources, tests = prepare(arguments.data, tokenizer, arguments.context_tokens, Path(folder))
-        for seed in missing:
-            print(f"{name}, ratios {arguments.ratios}, seed {seed}", flush=True)
-            model, training, log = train(arguments, seed, sources, tests, Path(folder), tokenizer, device)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.base)
+        base = AutoModelForCausalLM.from_pretrained(arguments.base).to(device).eval()
+        sources, tests = prepare(arguments.data, tokenizer, arguments.context_tokens, Path(folder))
+        for job, seed in jobs:
+            if _is_finished(job, seed, read_results(output, budget)):
+                continue
+            print(f"{_name(job)}, ratios {job.ratios}, seed {seed}", flush=True)
+            model, training, log = train(job, seed, sources, tests, Path(folder), tokenizer, device)
             start = time.perf_counter()
-            rows = evaluate(arguments, model, base, tokenizer, tests)
-            run = {"name": name, "method": arguments.method, "config": arguments.config}
-            run |= {"ratios": list(arguments.ratios), "seed": seed, "prompts": prompts_of(arguments, model)}
+            rows = evaluate(job, model, base, tokenizer, tests)
+            run = {"name": _name(job), "method": job.method, "config": job.config}
+            run |= {"ratios": list(job.ratios), "seed": seed, "prompts": prompts_of(job, model)}
             run |= {"training": training, "log": log, "evaluation_seconds": time.perf_counter() - start}
-            results["runs"].append({**run, "environment": environment(), "rows": rows})
-            results["summary"] = summarize(results["runs"])
-            write_json(output, results)
+            results = _add_run(output, budget, {**run, "environment": environment(), "rows": rows})
+    return results
+
+
+def _name(job: argparse.Namespace) -> str:
+    return run_name(job.method, {**job.config, **({} if job.prompts is None else {"prompts": job.prompts})})
+
+
+def _is_finished(job: argparse.Namespace, seed: int, results: Mapping[str, Any]) -> bool:
+    return (_name(job), tuple(job.ratios), seed) in map(run_key, results["runs"])
+
+
+def _add_run(output: Path, budget: Mapping[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Add a run to what the file holds by now: other processes may have written to it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(output.with_name(f".{output.name}.lock")):
+        results = read_results(output, budget)
+        if run_key(run) not in map(run_key, results["runs"]):
+            results["runs"].append(run)
+        results["summary"] = summarize(results["runs"])
+        write_json(output, results)
     return results
 
 

@@ -417,6 +417,64 @@ def test_tokens_per_slot_count_what_short_contexts_waste(script, base: Path, tok
 
 
 @pytest.mark.slow
+def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(script, base: Path, tmp_path: Path):
+    jobs, output = tmp_path / "jobs.json", tmp_path / "small.json"
+    one = {"method": "comprexit", "config": {"gate_size": 8, "metric_size": 8}, "ratios": [2]}
+    jobs.write_text(json.dumps([one, {"method": "mean_pooling"}]), encoding="utf-8")
+    more = ("--jobs", str(jobs), "--ratios", "4", "2", "--ratio-mode", "random", "--lowest-first", "0.5")
+    assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", "1", *more)) == 0
+    results = json.loads(output.read_text(encoding="utf-8"))
+    assert [(run["name"], run["ratios"], run["seed"]) for run in results["runs"]] == [
+        ("comprexit, gate_size=8, metric_size=8", [2], 0),
+        ("mean_pooling", [4, 2], 0),
+        ("comprexit, gate_size=8, metric_size=8", [2], 1),
+        ("mean_pooling", [4, 2], 1),
+    ]
+    assert (results["budget"]["ratio_mode"], results["budget"]["lowest_first"]) == ("random", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "message"),
+    [
+        ("[", "cannot be read"),
+        ("[]", "a list of mappings"),
+        ('{"method": "icae"}', "a list of mappings"),
+        ('[{"ratio": [4]}]', "did you mean 'ratios'?"),
+        ('[{"method": "icea"}]', "unknown --method 'icea'"),
+    ],
+)
+def test_small_scale_refuses_jobs_that_are_none(
+    script, base: Path, tmp_path: Path, jobs: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "jobs.json").write_text(jobs, encoding="utf-8")
+    arguments = small_scale_arguments(base, tmp_path / "small.json", "--jobs", str(tmp_path / "jobs.json"))
+    assert script("small_scale").main(arguments) == 1
+    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        script("small_scale").main(["--lowest-first", "1"])
+
+
+def test_the_lowest_ratio_comes_first(script, tmp_path: Path):
+    small_scale = script("small_scale")
+
+    def schedule(*more: str) -> list | None:
+        arguments = small_scale.build_parser().parse_args(["--ratios", "8", "2", "4", *more])
+        return small_scale.training_config(arguments, 0, tmp_path, torch.device("cpu")).ratio_schedule
+
+    assert schedule() is None
+    assert schedule("--lowest-first", "0.4") == [[0.0, [2]], [0.4, [2, 4, 8]]]
+
+
+def test_the_jobs_of_this_repository_can_be_read(script):
+    small_scale = script("small_scale")
+    path = Path(small_scale.__file__).parent / "small_scale_jobs.json"
+    jobs = small_scale.read_jobs(small_scale.build_parser().parse_args(["--jobs", str(path)]))
+    names = [(small_scale._name(job), tuple(job.ratios)) for job in jobs]
+    assert len(set(names)) == len(names)
+    assert ("mean_pooling", (4,)) in names
+
+
+@pytest.mark.slow
 def test_small_scale_goes_on_where_it_stopped_and_keeps_to_one_budget(
     script, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
