@@ -14,10 +14,10 @@ context. All methods see the same contexts, questions and targets. Where a metho
 them, and they take the place of the words that ask for a reconstruction (prompts "embedded", or --prompts).
 
 A job file is a list of mappings with `method` and, where they differ from the command line, `config`, `ratios` and
-`prompts`; it is gone through once for each seed. With --lowest-first a model of several ratios is trained at its lowest
-one alone for a share of the steps: slots are read much sooner there. Every finished (method, configuration, ratios,
-seed) is a run in the result file and is not done again; runs of another budget are refused there. Several processes
-may write to one file. Scores are means over seeds, with the standard deviation. A run's `log` has the training loss
+`prompts`; it is gone through once for each seed. With --lowest-first a model of several ratios is trained at its
+lowest one alone for a share of the steps: slots are read much sooner there. Every finished (method, configuration,
+ratios, seed) is a run in the result file and is not done again; runs of another budget are refused there. Several
+processes may write to one file. Scores are means over seeds, with the standard deviation. A run's `log` has the training loss
 and the reconstruction and continuation losses of held-out documents by step, for `context-compressors curves`.
 """
 
@@ -197,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_share,
         default=0.0,
         metavar="X",
-        help="share of the steps at the lowest ratio (default: 0)",
+        help="share of steps at the lowest ratio (default: 0)",
     )
     add("--context-tokens", type=positive_int, default=144, metavar="N", help="longest context (default: 144)")
     add(
