@@ -17,15 +17,14 @@ A job file is a list of mappings with `method` and, where they differ from the c
 `prompts`; it is gone through once for each seed. With --lowest-first a model of several ratios is trained at its
 lowest one alone for a share of the steps: slots are read much sooner there. Every finished (method, configuration,
 ratios, seed) is a run in the result file and is not done again; runs of another budget are refused there. Several
-processes may write to one file. Scores are means over seeds, with the standard deviation. A run's `log` has the training loss
-and the reconstruction and continuation losses of held-out documents by step, for `context-compressors curves`.
+processes may write to one file. Scores are means over seeds, with the standard deviation. A run's `log` has the
+training loss and the reconstruction and continuation losses of held-out documents by step, for `context-compressors
+curves`.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
 import sys
 import tempfile
@@ -36,8 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_tools import RESULTS, positive_int, write_json
+from benchmark_tools import write_json
 from filelock import FileLock
+from small_scale_arguments import budget_of, build_parser, fields_of, read_jobs
 from small_scale_data import prepare
 from small_scale_results import read_results, run_key, run_name, summarize, table
 from transformers import (
@@ -54,36 +54,19 @@ from context_compressors.evaluation.report import environment, ratio_condition
 from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.training.arguments import OPTIMIZERS, ModelArguments, TrainingConfig
+from context_compressors.training.arguments import ModelArguments, TrainingConfig
 from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.data import context_start_ids, start_token_id, task_start_ids
 from context_compressors.training.examples import CompressionDataset
-from context_compressors.training.suggestions import check_choice
-from context_compressors.training.train import METHODS, load_compressor
+from context_compressors.training.train import load_compressor
 from context_compressors.training.trainers import CompressionTrainer
 
-BASE = Path(__file__).parent.parent / "checkpoints" / "base"
-_LORA = {"rank": 32, "alpha": 32}
-_WIDE_LORA = {"rank": 64, "alpha": 128}
-# Where a method's own defaults, which are made for large bases, are not taken. The small base does not read slots that
-# it was not tuned for, and adapters on its attention alone hardly learn: all methods but GMSA and its baseline, whose
-# first stage is defined by a frozen decoder, get the same adapters on both sides. ComprExIT has no encoder of its own.
-METHOD_CONFIGS: dict[str, dict[str, Any]] = {
-    "mean_pooling": {"encoder_lora": _LORA, "decoder_lora": _LORA},
-    "compression_tokens": {"encoder_lora": _LORA, "decoder_lora": _LORA},
-    "icae": {"encoder_lora": _LORA, "decoder_lora": _LORA},
-    "five_hundred_x": {"encoder_lora": _LORA, "decoder_lora": _LORA},
-    "comprexit": {"decoder_lora": _LORA},
-    "gmsa": {"encoder_lora": _WIDE_LORA},
-    "tcp_autoencoder": {"encoder_lora": _WIDE_LORA},
-}
 # Points of a run's log.
 _LOG_ENTRIES = 25
 # Held-out documents of each data set behind a point of the curves.
 _CURVE_SAMPLES = 8
 _CURVE_TASKS = ("reconstruction", "continuation")
 _CONTINUATION_TOKENS = 64
-_JOB_FIELDS = ("method", "config", "ratios", "prompts")
 _EVALUATION_BATCH = 32
 # With task tokens: no words for a reconstruction, and questions in the one form that the small base knows.
 _TASK_TOKEN_PROMPTS = "embedded"
@@ -150,11 +133,6 @@ def prompts_of(arguments: argparse.Namespace, model: PreTrainedModel) -> str | N
     return arguments.prompts or (_TASK_TOKEN_PROMPTS if task_start_ids(model.config) else None)
 
 
-def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fields of a model's configuration: this benchmark's for the method, and those that were given."""
-    return {**METHOD_CONFIGS.get(arguments.method, {}), **arguments.config}
-
-
 @torch.inference_mode()
 def tokens_per_slot(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]
@@ -168,121 +146,6 @@ def tokens_per_slot(
             tokens[index] += int(memory.num_context_tokens)
             slots[index] += int(memory.num_slots)
     return {ratio_condition(r): tokens[i] / slots[i] for i, r in enumerate(ratios)}
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--data", metavar="PATH", help="folder with the data files (default: generated documents alone)")
-    add("--method", default="mean_pooling", help=f"one of {', '.join(METHODS)} (default: mean_pooling)")
-    add("--config", type=_fields, default={}, metavar="JSON", help="fields of the method's configuration")
-    add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's, see above)")
-    add("--ratios", nargs="+", type=positive_int, default=[4], metavar="R", help="ratios of the model (default: 4)")
-    add("--jobs", metavar="FILE", help="a list of runs (JSON), in place of --method, --config, --ratios and --prompts")
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
-    add("--base", default=str(BASE), metavar="FOLDER", help="the base language model (default: checkpoints/base)")
-    add("--steps", type=positive_int, default=200, metavar="N", help="optimizer steps (default: 200)")
-    add("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per step (default: 8)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
-    add(
-        "--muon-learning-rate", type=float, default=0.004, metavar="X", help="for matrices, with muon (default: 0.004)"
-    )
-    add("--learning-rate", type=float, default=2e-3, metavar="X", help="AdamW's (default: 2e-3)")
-    add("--ratio-mode", choices=("all", "random"), default="all", help="ratios of a step: all, or one (default: all)")
-    add(
-        "--lowest-first",
-        type=_share,
-        default=0.0,
-        metavar="X",
-        help="share of steps at the lowest ratio (default: 0)",
-    )
-    add("--context-tokens", type=positive_int, default=144, metavar="N", help="longest context (default: 144)")
-    add(
-        "--eval-samples",
-        type=positive_int,
-        default=128,
-        metavar="N",
-        help="questions per data set; also texts to continue (default: 128)",
-    )
-    add(
-        "--bleu-samples", type=positive_int, default=24, metavar="N", help="reconstructions per data set (default: 24)"
-    )
-    add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
-    add("--output", metavar="FILE", default=str(RESULTS / "small_scale.json"), help="the result file, also read")
-    return parser
-
-
-def _fields(text: str) -> dict[str, Any]:
-    """Configuration fields from the command line."""
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(fields, dict) or "compression_ratios" in fields:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a mapping of fields, without the ratios (--ratios)")
-    return fields
-
-
-def _share(text: str) -> float:
-    """A number from 0 to below 1 from the command line."""
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be at least 0 and less than 1")
-    return value
-
-
-def read_jobs(arguments: argparse.Namespace) -> list[argparse.Namespace]:
-    """The runs of a job file, or the one that the command line names; each with all arguments.
-
-    Raises:
-        ValueError: the file is none of this kind, or a job has an unknown field or method.
-    """
-    jobs: Any = [{}]
-    if arguments.jobs is not None:
-        try:
-            jobs = json.loads(Path(arguments.jobs).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--jobs {arguments.jobs} cannot be read: {error}") from error
-    if not isinstance(jobs, list) or not jobs or not all(isinstance(job, dict) for job in jobs):
-        raise ValueError(f"--jobs {arguments.jobs} must hold a list of mappings, one for each run")
-    found = []
-    for job in jobs:
-        for name in job:
-            check_choice(f"--jobs {arguments.jobs}", name, _JOB_FIELDS)
-        found.append(argparse.Namespace(**{**vars(arguments), **job}))
-        check_choice("--method", found[-1].method, METHODS)
-    return found
-
-
-def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What all runs of a result file have in common.
-
-    Raises:
-        ValueError: the base is not there.
-    """
-    weights = Path(arguments.base) / "model.safetensors"
-    if not weights.is_file():
-        raise ValueError(f"there is no base language model in {arguments.base}: name its folder with --base")
-    return {
-        "base": hashlib.sha256(weights.read_bytes()).hexdigest()[:16],
-        "data": "generated" if arguments.data is None else "generated and real text",
-        "steps": arguments.steps,
-        "batch_size": arguments.batch_size,
-        "optimizer": arguments.optimizer,
-        "muon_learning_rate": arguments.muon_learning_rate,
-        "learning_rate": arguments.learning_rate,
-        "ratio_mode": arguments.ratio_mode,
-        "lowest_first": arguments.lowest_first,
-        "context_tokens": arguments.context_tokens,
-        "eval_samples": arguments.eval_samples,
-        "bleu_samples": arguments.bleu_samples,
-    }
 
 
 def training_config(arguments: argparse.Namespace, seed: int, folder: Path, device: torch.device) -> TrainingConfig:
@@ -467,7 +330,7 @@ def _add_run(output: Path, budget: Mapping[str, Any], run: dict[str, Any]) -> di
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser(__doc__).parse_args(argv)
     try:
         results = run_all(arguments)
     except ValueError as error:
