@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ class CompressedContext:
             needs them where it moves keys to later positions.
         question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
             `None` for memories that serve any question.
+        maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
 
     Raises:
         TypeError: A field has the wrong type or dtype.
@@ -59,6 +61,7 @@ class CompressedContext:
     position_layout: str = "default"
     inverse_frequencies: Tensor | None = None
     question_fingerprints: Tensor | None = None
+    maker: weakref.ref | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.key_values, Sequence):
@@ -69,6 +72,10 @@ class CompressedContext:
         self.num_context_tokens = self.num_context_tokens.long()
         if isinstance(self.ratio, Tensor):
             self.ratio = self.ratio.long()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A weak reference holds in its own process only.
+        return {**self.__dict__, "maker": None}
 
     def validate(self) -> None:
         """Check types, shapes and values of all fields.
@@ -301,7 +308,7 @@ class CompressedContext:
         self,
         tokenizer: PreTrainedTokenizerBase,
         messages: str | Sequence[Mapping[str, str]],
-        model: Any,
+        model: Any = None,
         encoding: str | None = None,
     ) -> Tensor | str:
         """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`).
@@ -309,21 +316,30 @@ class CompressedContext:
         Args:
             tokenizer: The tokenizer saved with the checkpoint.
             messages: A question, or messages with `role` and `content`; one message of the user is a question.
-            model: The compressor, whose embeddings the text gets.
+            model: The compressor, whose embeddings the text gets; the memory's maker if not given. A memory that was
+                loaded from a file has none.
             encoding: "base64" for the text that a request carries: the tensor as `torch.save` writes it, in base64.
 
         Returns:
             `(num_slots + num_text_tokens, hidden_size)`, or that text.
 
         Raises:
-            ValueError: More than one row, another model's memory, key/values, positions that are not contiguous (the
-                enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
+            ValueError: No model, more than one row, another model's memory, key/values, positions that are not
+                contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
         """
         # Most readers of memories never serve.
         from .serving import as_base64, prompt_embeds
 
         if encoding not in (None, "base64"):
             raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
+        if model is None:
+            model = None if self.maker is None else self.maker()
+        if model is None:
+            name = f"; it is {self.model_id}" if self.model_id else ""
+            raise ValueError(
+                "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
+                f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
+            )
         embeds = prompt_embeds(self, tokenizer, messages, model)
         return embeds if encoding is None else as_base64(embeds)
 

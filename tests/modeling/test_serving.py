@@ -3,6 +3,8 @@
 
 import base64
 import io
+import pickle
+import re
 
 import pytest
 import torch
@@ -121,6 +123,25 @@ def test_joined_and_reloaded_memories_are_served(model, memory, tiny_tokenizer, 
     embeds = joined.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
     expected = new_tokens(model, joined, message_ids(model.config, tiny_tokenizer, QUESTION))
     assert served_tokens(model.decoder_language_model(), embeds).equal(expected)
+
+
+def test_a_memory_knows_its_maker_until_it_leaves_the_process(model, memory, tiny_tokenizer, tmp_path):
+    embeds = memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
+    joined = CompressedContext.concatenate([memory, memory])
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = CompressedContext.load(tmp_path / "memory.safetensors")
+    for known in (memory, memory.rows(0), memory.to(torch.float64).to(torch.float32)):
+        assert known.to_prompt_embeds(tiny_tokenizer, QUESTION).equal(embeds)
+    for either in (joined, CompressedContext.concatenate([loaded, memory])):
+        expected = joined.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
+        assert either.to_prompt_embeds(tiny_tokenizer, QUESTION).equal(expected)
+    for unknown in (loaded, pickle.loads(pickle.dumps(memory))):
+        with pytest.raises(
+            ValueError,
+            match=re.escape(f"name it, to_prompt_embeds(tokenizer, messages, model); it is {model.model_id}"),
+        ):
+            unknown.to_prompt_embeds(tiny_tokenizer, QUESTION)
+        assert unknown.to_prompt_embeds(tiny_tokenizer, QUESTION, model).equal(embeds)
 
 
 def test_one_message_is_a_question_and_more_need_a_chat_template(model, memory, tiny_tokenizer):
