@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
-# One worker and one thread for each core: threads of several workers would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(VENV_PYTHON) -P -m pytest -n auto --dist worksteal
+PYTEST := $(VENV_PYTHON) -P -m pytest
 
 .PHONY: demo test test-fast lint format clean
 

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for all tests."""
 
+import os
 import sys
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Threads of several workers, and of the processes that they start, would wait for each other. Read by torch's
+    # first import.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -346,8 +346,8 @@ class Case:
 
     @property
     def marks(self) -> tuple:
-        """In a developer's inner loop one method goes through nearly everything, the others as they come."""
-        is_quick = self.method is METHODS[0] and self.architecture in ("llama", "gemma2")
+        """In a developer's inner loop one method goes through most of it, the others as they come."""
+        is_quick = self.method is METHODS[0] and self.variant in QUICK and self.architecture in ("llama", "gemma2")
         is_quick = is_quick or self == Case(self.method)
         return () if is_quick else (pytest.mark.slow,)
 
@@ -368,6 +368,8 @@ def cast_frozen(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
+# Of the first method's settings, those that have little in common.
+QUICK = ("easy", "chunks", "bos_first_enhanced", "task_tokens", "embeddings", "tied", "wide_encoder")
 METHOD_CASES = [Case(method) for method in METHODS]
 BACKBONE_CASES = [
     case.on(architecture=architecture, attention=attention)
