@@ -58,7 +58,7 @@ from context_compressors.training.arguments import ModelArguments, TrainingConfi
 from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.data import context_start_ids, start_token_id, task_start_ids
 from context_compressors.training.examples import CompressionDataset
-from context_compressors.training.train import load_compressor
+from context_compressors.training.loading import load_compressor
 from context_compressors.training.trainers import CompressionTrainer
 
 # Points of a run's log.

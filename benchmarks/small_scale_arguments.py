@@ -12,8 +12,8 @@ from typing import Any
 from benchmark_tools import RESULTS, positive_int
 
 from context_compressors.training.arguments import OPTIMIZERS
+from context_compressors.training.loading import METHODS
 from context_compressors.training.suggestions import check_choice
-from context_compressors.training.train import METHODS
 
 BASE = Path(__file__).parent.parent / "checkpoints" / "base"
 _LORA = {"rank": 32, "alpha": 32}

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result file of the small-scale benchmark: reading it, its summary over seeds, and the table."""
+"""The result file of the small-scale benchmark: reading it, its summary over seeds, and the tables.
+
+python benchmarks/small_scale_results.py                       # what all models reach at ratio 4
+python benchmarks/small_scale_results.py --ratio 5 --data-sets squad
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+from benchmark_tools import RESULTS, positive_int
 
 from context_compressors.evaluation.report import markdown_table, ratio_condition
 
@@ -93,11 +100,7 @@ def table(summary: Sequence[Mapping[str, Any]]) -> str:
         compressed = row["condition"] in [ratio_condition(ratio) for ratio in row["ratios"]]
         bound = "base" if row["prompts"] is None else f"base, {row['prompts']} prompts"
         name = f"{row['name']}, trained at {ratios}" if compressed else bound
-        cells = []
-        for task, metric, _ in COLUMNS:
-            score = row["scores"].get(f"{task}/{metric}")
-            spread = "" if score is None or score["std"] is None or not compressed else f" ± {score['std']:.2f}"
-            cells.append("-" if score is None else f"{score['mean']:.2f}{spread}")
+        cells = _cells(row["scores"], not compressed)
         rows.setdefault(
             (row["dataset"], name, row["condition"]),
             [row["dataset"], name, row["condition"], len(row["seeds"]), *cells],
@@ -107,3 +110,61 @@ def table(summary: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(
         header, sorted(rows.values(), key=lambda cells: (order.index(cells[0]), not cells[1].startswith("base")))
     )
+
+
+def ratio_table(summary: Sequence[Mapping[str, Any]], dataset: str, ratio: int) -> str:
+    """What every model that has a ratio reaches there on one data set, the best restoration first, under the bounds.
+
+    Args:
+        summary: as in a result file.
+        dataset: its name.
+        ratio: the compression ratio.
+
+    Raises:
+        ValueError: no model has scores there.
+    """
+    rows = [row for row in summary if row["dataset"] == dataset]
+    compressed = [row for row in rows if row["condition"] == ratio_condition(ratio)]
+    if not compressed:
+        raise ValueError(f"no run has scores on {dataset!r} at ratio {ratio}")
+    # Prompts decide what the bounds are asked: they stand once for each kind.
+    bounds = {(row["condition"], row["prompts"]): row for row in rows if row["condition"].endswith("_context")}
+    compressed.sort(key=lambda row: row["scores"]["reconstruction/loss"]["mean"])
+    body = []
+    for row in [*bounds.values(), *compressed]:
+        is_bound = row["condition"].endswith("_context")
+        name = row["condition"].replace("_", " ") if is_bound else row["name"]
+        if is_bound and row["prompts"] is not None:
+            name = f"{name}, {row['prompts']} prompts"
+        trained = "-" if is_bound else " ".join(map(str, row["ratios"]))
+        body.append([name, trained, len(row["seeds"]), *_cells(row["scores"], is_bound)])
+    return markdown_table(["model", "trained at", "seeds", *(title for *_, title in COLUMNS)], body)
+
+
+def _cells(scores: Mapping[str, Mapping[str, float | None]], is_bound: bool) -> list[str]:
+    cells = []
+    for task, metric, _ in COLUMNS:
+        score = scores.get(f"{task}/{metric}")
+        spread = "" if score is None or score["std"] is None or is_bound else f" ± {score['std']:.2f}"
+        cells.append("-" if score is None else f"{score['mean']:.2f}{spread}")
+    return cells
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--results", default=str(RESULTS / "small_scale.json"), metavar="FILE", help="the result file")
+    add("--ratio", type=positive_int, default=4, metavar="R", help="default: 4")
+    add("--data-sets", nargs="+", metavar="NAME", help="default: all of the file")
+    arguments = parser.parse_args(argv)
+    summary = json.loads(Path(arguments.results).read_text(encoding="utf-8"))["summary"]
+    for dataset in arguments.data_sets or dict.fromkeys(row["dataset"] for row in summary):
+        print(f"{dataset}, ratio {arguments.ratio}\n\n{ratio_table(summary, dataset, arguments.ratio)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

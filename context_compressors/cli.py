@@ -13,7 +13,7 @@ from .training.suggestions import nearest
 # name -> (module, function, one line of help); the modules are imported when they are called, since they load torch
 _COMMANDS = {
     "train": ("training.train", "main", "train a compressor (or a teacher, or a base model) as a recipe says"),
-    "evaluate": ("evaluation.evaluate", "main", "score a checkpoint beside no context and full context"),
+    "evaluate": ("evaluation.evaluate_command", "main", "score a checkpoint beside no context and full context"),
     "compress": ("commands", "compress_main", "read documents once, and keep each as a memory file"),
     "ask": ("commands", "ask_main", "answer questions from memory files or documents"),
     "analyse": ("evaluation.slot_analysis", "main", "measure and draw what slots are made of, and how alike they are"),

@@ -105,7 +105,12 @@ def ask_main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_compressor(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, device: str = "auto", dtype: str = "auto"
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    base_model: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a compressor and its tokenizer for inference; where texts say "[LM]" or such, these are characters.
 
@@ -115,6 +120,7 @@ def load_compressor(
         trust_remote_code: allow a checkpoint of a method that this package does not have to run its own code.
         device: where to put it; "auto" takes an accelerator if there is one.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
+        base_model: where the base of a light checkpoint is, Hub id or folder, if not where the checkpoint says.
 
     Raises:
         ValueError: no such checkpoint, no compressor, or one whose code is not trusted.
@@ -139,7 +145,8 @@ def load_compressor(
         raise ValueError(f"{name} has a method of its own, {method!r}: read its code, then pass --trust-remote-code")
     options = {"revision": revision, "trust_remote_code": not is_ours}
     auto_class = AutoModelForSeq2SeqLM if fields.get("is_encoder_decoder") else AutoModelForCausalLM
-    model = auto_class.from_pretrained(name, dtype=dtype, **options)
+    base = {} if base_model is None else {"base_model": base_model}
+    model = auto_class.from_pretrained(name, dtype=dtype, **options, **base)
     if device == "auto":
         device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(name, **options)
@@ -165,6 +172,9 @@ def _add_document_options(parser: argparse.ArgumentParser) -> None:
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit on the Hub")
     parser.add_argument(
+        "--base-model", help="Hub id or folder of a light checkpoint's base (default: as the checkpoint says)"
+    )
+    parser.add_argument(
         "--trust-remote-code",
         action="store_true",
         help="allow a checkpoint of a method that this package does not have to run its own code",
@@ -179,7 +189,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _load(arguments: argparse.Namespace) -> ContextCompressionQAPipeline:
     model, tokenizer = load_compressor(
-        arguments.model, arguments.revision, arguments.trust_remote_code, arguments.device, arguments.dtype
+        arguments.model,
+        arguments.revision,
+        arguments.trust_remote_code,
+        arguments.device,
+        arguments.dtype,
+        arguments.base_model,
     )
     return model.question_answering(tokenizer)
 

@@ -39,7 +39,8 @@ from .evaluation.report import (
 from .evaluation.samples import EvaluationDataset, load_dataset_source
 from .evaluation.settings import EvaluationSettings
 from .evaluation.task_text import default_prompts, text_ids
-from .hub_cards.cards import Score, TrainingData, TrainingRecord, model_card
+from .hub_cards.card_records import Score, TrainingData, TrainingRecord
+from .hub_cards.cards import model_card
 from .training.collators import CompressionCollator
 from .training.data import encode, task_start_ids
 from .training.examples import CompressionDataset

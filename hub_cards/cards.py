@@ -3,25 +3,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from .card_records import TASK_NAMES, Score, TrainingRecord
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _FOLDER = Path(__file__).parent
-_TASK_NAMES = {
-    "reconstruction": "Reconstruction",
-    "continuation": "Continuation",
-    "question_answering": "Question answering",
-    "summarisation": "Summarisation",
-}
 _HUB_TASKS = {"question_answering": "question-answering", "summarisation": "summarization"}
 
 
@@ -47,91 +41,6 @@ _OWN_FIELDS = {
 _QUESTION = 'tokenizer(question, return_tensors="pt")'
 # The task token takes BOS's place.
 _QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")'
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """One data set that the checkpoint was trained on.
-
-    Args:
-        name: what it is called.
-        licence: its licence.
-        hub_id: its repository on the Hub, if it has one.
-        note: what of it was used, such as "train split, 87,599 rows".
-    """
-
-    name: str
-    licence: str
-    hub_id: str | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class TrainingRecord:
-    """How the checkpoint was made.
-
-    Args:
-        data: all data sets; never empty.
-        steps: optimizer steps.
-        seeds: every seed, one for each run behind the scores.
-        hardware: what it was trained on, such as "1 x H200".
-        tokens: training tokens.
-        context_tokens: tokens of the compressed contexts, beside `tokens` of text.
-        hours: wall-clock hours.
-        recipe: the recipe's file.
-        versions: library versions by name.
-    """
-
-    data: Sequence[TrainingData]
-    steps: int
-    seeds: Sequence[int]
-    hardware: str
-    tokens: int | None = None
-    context_tokens: int | None = None
-    hours: float | None = None
-    recipe: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.data:
-            raise ValueError("a training record names at least one data set")
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
-        if not self.seeds:
-            raise ValueError("a training record names its seeds")
-        if not self.hardware.strip():
-            raise ValueError("a training record names its hardware")
-
-
-@dataclass(frozen=True)
-class Score:
-    """One number, with its two bounds beside it.
-
-    Args:
-        task: "reconstruction", "continuation", "question_answering" or "summarisation".
-        dataset: data set's name.
-        metric: metric's name, such as "exact match".
-        ratio: compression ratio; None for a model that reads the whole context as text.
-        value: with the compressed context, or with the whole one where there is no ratio.
-        no_context: the same questions with no context at all.
-        full_context: the same questions with the whole context.
-        split: data split; None where the data has none by name.
-    """
-
-    task: str
-    dataset: str
-    metric: str
-    ratio: int | None
-    value: float
-    no_context: float | None = None
-    full_context: float | None = None
-    split: str | None = "test"
-
-    def __post_init__(self) -> None:
-        if self.task not in _TASK_NAMES:
-            raise ValueError(f"task must be one of {', '.join(_TASK_NAMES)}, got {self.task!r}")
-        if not math.isfinite(self.value):
-            raise ValueError(f"score {self.metric!r} on {self.dataset!r} must be a finite number, got {self.value}")
 
 
 def method_text(model_type: str) -> str:
@@ -333,7 +242,7 @@ def score_table(scores: Sequence[Score]) -> str:
         # A model that does not compress reads the whole context.
         compressed = (score.value, score.full_context) if score.ratio is not None else (None, score.value)
         cells = [
-            _TASK_NAMES[score.task],
+            TASK_NAMES[score.task],
             f"{score.dataset} ({score.split})" if score.split else score.dataset,
             score.metric,
             "–" if score.ratio is None else str(score.ratio),
@@ -415,7 +324,7 @@ def _eval_results(scores: Sequence[Score]) -> list[EvalResult] | None:
     results = [
         EvalResult(
             task_type=_HUB_TASKS.get(score.task, "text-generation"),
-            task_name=_TASK_NAMES[score.task] if score.task in _HUB_TASKS else "Text generation",
+            task_name=TASK_NAMES[score.task] if score.task in _HUB_TASKS else "Text generation",
             dataset_type=score.dataset.lower().replace(" ", "_"),
             dataset_name=score.dataset,
             dataset_split=score.split,

@@ -19,7 +19,8 @@ from ..configuration.configuration_compressor import CompressorConfig
 from ..evaluation.report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition
 from ..training.arguments import read_recipe
 from ..training.data import DataSource
-from .cards import Score, TrainingData, TrainingRecord, language_model_card, model_card
+from .card_records import Score, TrainingData, TrainingRecord
+from .cards import language_model_card, model_card
 
 logger = logging.getLogger(__name__)
 

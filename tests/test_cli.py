@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import context_compressors
 from context_compressors import cli
@@ -21,6 +21,8 @@ from context_compressors.configuration.configuration_mean_pooling import MeanPoo
 from context_compressors.documents import Document, read_documents
 from context_compressors.modeling.compressed_context import CompressedContext
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.arguments import ModelArguments
+from context_compressors.training.loading import load_compressor
 from context_compressors.training.task_tokens import add_task_tokens, text_tokenizer
 
 TEXTS = {"first": "The mill stands by the river.", "second": "Nora keeps eleven bees, and Olaf none at all."}
@@ -346,6 +348,37 @@ def test_a_memory_file_and_its_document_give_the_same_answer(
     together = ask(capsys, model_folder, *memories, *question)
     assert together == ask(capsys, model_folder, memories[0], documents[1], *question)
     assert together not in answers
+
+
+def test_a_light_checkpoint_takes_its_base_from_the_folder_that_is_named(
+    llama: LlamaConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    torch.manual_seed(0)
+    base, light, whole = (str(tmp_path / name) for name in ("base", "light", "whole"))
+    AutoModelForCausalLM.from_config(llama).save_pretrained(base)
+    model = MeanPoolingForCausalLM.from_base(base, compression_ratios=(4,))
+    model.save_pretrained(light, include_base=False)
+    model.save_pretrained(whole)
+    for folder in (light, whole):
+        tokenizer.save_pretrained(folder)
+    question = (documents[0], "--question", "Where is it?")
+    assert ask(capsys, light, *question, "--base-model", base) == ask(capsys, whole, *question)
+    assert cli.main(["ask", light, *question]) == 1
+    assert "leaves out the weights" in capsys.readouterr().err
+    report = tmp_path / "report.json"
+    arguments = ["evaluate", light, "--data", "generated", "--documents", "2", "--tasks", "reconstruction"]
+    arguments += ["--context-tokens", "16", "--output", str(report)]
+    assert cli.main([*arguments, "--base-model", base]) == 0
+    assert report.is_file()
+    fields = {"method": "mean_pooling", "checkpoint": light}
+    trained = load_compressor(ModelArguments(**fields, checkpoint_base=base))
+    assert trained.get_input_embeddings().weight.equal(model.get_input_embeddings().weight)
+    with pytest.raises(ValueError, match="checkpoint_base goes with a checkpoint"):
+        load_compressor(ModelArguments(base=base, checkpoint_base=base))
 
 
 def test_questions_come_from_the_option_or_line_by_line(

@@ -43,6 +43,7 @@ class ModelArguments:
         encoder: folder or Hub id of another language model that encodes, for a method with an encoder of its own.
         encoder_revision: revision of `encoder` on the Hub.
         checkpoint: a compressor checkpoint to go on from, instead of `base`.
+        checkpoint_base: where the base of a light `checkpoint` is, folder or Hub id, if not where it says.
         checkpoint_config: configuration fields that the checkpoint goes on with instead of its own, e.g.
             `{training_stage: keft}`; its weights must fit them.
         model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`, or with the
@@ -63,6 +64,7 @@ class ModelArguments:
     encoder: str | None = field(default=None, metadata={"help": "folder or Hub id of another model that encodes"})
     encoder_revision: str | None = field(default=None, metadata={"help": "revision of the encoder on the Hub"})
     checkpoint: str | None = field(default=None, metadata={"help": "compressor checkpoint to go on from"})
+    checkpoint_base: str | None = field(default=None, metadata={"help": "where the base of a light checkpoint is"})
     checkpoint_config: dict | str | None = field(default=None, metadata={"help": "what changes in the checkpoint"})
     model_config: dict | str | None = field(default=None, metadata={"help": "configuration of a new language model"})
     tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id of the tokenizer"})
@@ -105,6 +107,7 @@ class DataArguments:
             gmsa.
         context_prefix: text in front of the contexts of questions and summaries, which counts as part of them.
         canonical_prompts: the first template of each task only.
+        first_answer: the first answer of each question only; else one of them is drawn.
         max_context_tokens: contexts are cut to so many tokens (counted in the log).
         min_context_tokens: shortest window of a plain text, and shortest generated document.
         max_target_tokens: targets are cut to so many tokens (counted in the log).
@@ -132,6 +135,7 @@ class DataArguments:
     prompts: str | None = field(default=None, metadata={"help": "file of prompt templates, or a packaged name"})
     context_prefix: str = field(default="", metadata={"help": "text in front of contexts of questions and summaries"})
     canonical_prompts: bool = field(default=False, metadata={"help": "the first template of each task only"})
+    first_answer: bool = field(default=False, metadata={"help": "the first answer of each question only"})
     max_context_tokens: int = field(default=1024, metadata={"help": "longest context in tokens"})
     min_context_tokens: int = field(default=32, metadata={"help": "shortest text window in tokens"})
     max_target_tokens: int = field(default=256, metadata={"help": "longest target in tokens"})

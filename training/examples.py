@@ -112,6 +112,7 @@ class CompressionDataset(Dataset):
         max_target_tokens: longest target; a reconstructed context is short enough for its target to fit.
         questions_per_example: questions asked one after the other about one context.
         canonical_prompts: the first template of each task only.
+        first_answer: the first answer of each question only; else one of them is drawn.
         prompts: file of prompt templates, or the name of a packaged one; "default" when `None`.
         context_prefix: text in front of the contexts of questions and summaries, e.g. a heading; it is part of the
             context, and its tokens count in `max_context_tokens`.
@@ -142,6 +143,7 @@ class CompressionDataset(Dataset):
         max_target_tokens: int = 256,
         questions_per_example: int = 1,
         canonical_prompts: bool = False,
+        first_answer: bool = False,
         prompts: str | None = None,
         context_prefix: str = "",
         length_schedule: Sequence[Sequence[float]] | None = None,
@@ -171,6 +173,7 @@ class CompressionDataset(Dataset):
         self.max_context_tokens, self.min_context_tokens = max_context_tokens, min_context_tokens
         self.max_target_tokens, self.questions_per_example = max_target_tokens, questions_per_example
         self.canonical_prompts, self.prompts, self.overlong_contexts = canonical_prompts, prompts, overlong_contexts
+        self.first_answer = first_answer
         self.prefix_ids = prefix_ids(tokenizer, context_prefix)
         if len(self.prefix_ids) >= max_context_tokens:
             raise ValueError(
@@ -311,8 +314,11 @@ class CompressionDataset(Dataset):
             return self._example(task, ids.tolist(), [("", source.value("summary", row))], limit, identifier, rng)
         others = [other for other in source.rows_of_text[int(source.text_of_row[row])] if other != row]
         rows = [row, *rng.sample(others, min(len(others), self.questions_per_example - 1))]
-        pairs = [(source.value("question", r), rng.choice(source.value("answers", r))) for r in rows]
+        pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
         return self._question_example(ids.tolist(), pairs, limit, identifier, rng)
+
+    def _answer(self, answers: Sequence[str], rng: random.Random) -> str:
+        return answers[0] if self.first_answer else rng.choice(answers)
 
     def _room(self, task: str, limit: int) -> int:
         """Tokens that a context's text may have, beside its prefix or the EOS that ends its reconstruction."""

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,20 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import yaml
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     set_seed,
 )
-from transformers.trainer import TRAINER_STATE_NAME
 
-from ..evaluation.report import environment
 from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
 from ..modeling.prompting import context_end_ids
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe
@@ -36,7 +27,6 @@ from .denoising import (
     DenoisingDataset,
     Seq2SeqCollator,
     Seq2SeqCompressionTrainer,
-    new_encoder_decoder,
 )
 from .examples import CompressionDataset
 from .joint_examples import JointDataset
@@ -47,70 +37,16 @@ from .language_modeling import (
     LanguageModelingRows,
     LanguageModelingTrainer,
 )
+from .loading import load_compressor, load_tokenizer, new_language_model, pretrained_language_model
 from .prompts import load_prompts
 from .retrieval import RetrievalTrainer, build_retrieval_trainer
+from .run_record import latest_checkpoint, write_summary
 from .span_corruption import SpanCorruptionCollator, add_sentinel_tokens
-from .stages import changed_config, check_resumed
+from .stages import check_resumed
 from .suggestions import check_choice
-from .task_tokens import add_task_tokens, check_task_tokens, text_tokenizer
-from .tokenizer import train_tokenizer
+from .task_tokens import text_tokenizer
 from .trainers import CompressionTrainer, DistillationTrainer, TeacherTrainer
 from .weight_files import store_weights_as
-
-METHODS = {
-    "mean_pooling": "MeanPoolingForCausalLM",
-    "compression_tokens": "CompressionTokensForCausalLM",
-    "icae": "ICAEForCausalLM",
-    "five_hundred_x": "FiveHundredXForCausalLM",
-    "comprexit": "ComprExITForCausalLM",
-    "gmsa": "GMSAForCausalLM",
-    "tcp_autoencoder": "TCPAutoencoderForCausalLM",
-    "decal": "DeCALForConditionalGeneration",
-}
-
-
-def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: int) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the recipe names, or train the one that it describes."""
-    if model_args.train_tokenizer is not None and model_args.tokenizer is None:
-        sources = data_args.parsed_sources()
-        return train_tokenizer(sources, data_args.data_dir, **{"seed": seed, **model_args.train_tokenizer})
-    name = model_args.tokenizer or model_args.checkpoint or model_args.base
-    if name is None:
-        raise ValueError("give a tokenizer, a base, a checkpoint, or train_tokenizer settings")
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    fields = dict(model_args.model_config)
-    if "model_type" not in fields:
-        raise ValueError("model_config needs a model_type, e.g. llama")
-    config = AutoConfig.for_model(
-        fields.pop("model_type"),
-        **{
-            "vocab_size": len(tokenizer),
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            **fields,
-        },
-    )
-    return AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, model_args.dtype), attn_implementation=model_args.attn_implementation
-    )
-
-
-def _pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:
-    if model_args.base is None:
-        raise ValueError("give a base: folder or Hub id of the language model to start from")
-    return AutoModelForCausalLM.from_pretrained(
-        model_args.base,
-        revision=model_args.base_revision or "main",
-        dtype=getattr(torch, model_args.dtype),
-        attn_implementation=model_args.attn_implementation,
-    )
 
 
 def build_language_modeling(
@@ -123,9 +59,9 @@ def build_language_modeling(
         raise ValueError(f"language_modeling needs max_steps: its rows never end (got {args.max_steps})")
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
     if model_args.base is not None:
-        model = _pretrained_language_model(model_args)
+        model = pretrained_language_model(model_args)
     else:
-        model = _new_language_model(model_args, tokenizer)
+        model = new_language_model(model_args, tokenizer)
     rows = LanguageModelingRows(
         data_args.parsed_sources(),
         tokenizer,
@@ -174,6 +110,7 @@ def build_compression_dataset(
         max_target_tokens=data_args.max_target_tokens,
         questions_per_example=data_args.questions_per_example,
         canonical_prompts=data_args.canonical_prompts,
+        first_answer=data_args.first_answer,
         prompts=data_args.prompts,
         context_prefix=data_args.context_prefix,
         length_schedule=data_args.length_schedule if name == "sources" else None,
@@ -283,7 +220,7 @@ def _data_arguments(
 def build_teacher(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> TeacherTrainer:
     """Trainer of the full-context teacher: the base with LoRA (`teacher_lora`) or with all its weights."""
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
-    model = _pretrained_language_model(model_args)
+    model = pretrained_language_model(model_args)
     peft_config = None
     if model_args.teacher_lora is not None:
         from peft import LoraConfig
@@ -301,61 +238,6 @@ def build_teacher(model_args: ModelArguments, data_args: DataArguments, args: Tr
         )
     arguments = _data_arguments(data_args, args, tokenizer, "full_context")
     return TeacherTrainer(model=model, peft_config=peft_config, **arguments)
-
-
-def load_compressor(
-    model_args: ModelArguments,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    model_class: type[PreTrainedModel] | None = None,
-) -> PreTrainedModel:
-    """The compressor to train: a checkpoint to go on from, or a new one on a base.
-
-    Args:
-        model_args: names the method and where the weights come from.
-        tokenizer: gets the method's task tokens, whose ids a new compressor takes; a checkpoint's must be in it. The
-            ids behind the base's vocabulary are taken when `None`.
-        model_class: the method's class to build; the one that generates when `None`.
-
-    Raises:
-        ValueError: fields that do not go together, or a tokenizer that does not know the checkpoint's task tokens.
-    """
-    check_choice("method", model_args.method, METHODS)
-    given = [name for name in ("base", "checkpoint", "model_config") if getattr(model_args, name) is not None]
-    if len(given) != 1 or (given == ["model_config"] and model_args.method != "decal"):
-        raise ValueError(
-            "give either base (a new compressor) or checkpoint (one to go on from), or for decal model_config (a new "
-            f"encoder-decoder), got {given}"
-        )
-    if model_class is None:
-        module = importlib.import_module(f"..modeling.modeling_{model_args.method}", __package__)
-        model_class = getattr(module, METHODS[model_args.method])
-    loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
-    loading = {name: value for name, value in loading.items() if value is not None}
-    fields = dict(model_args.method_config or {})
-    if model_args.checkpoint is not None:
-        if fields:
-            raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
-        if model_args.checkpoint_config:
-            config = model_class.config_class.from_pretrained(model_args.checkpoint)
-            loading["config"] = changed_config(config, model_args.checkpoint_config)
-        model = model_class.from_pretrained(model_args.checkpoint, **loading)
-        if tokenizer is not None:
-            check_task_tokens(tokenizer, model.config.task_token_ids)
-        return model
-    if model_args.checkpoint_config:
-        raise ValueError("checkpoint_config goes with a checkpoint; of a new compressor give method_config")
-    if model_args.model_config is not None:
-        return new_encoder_decoder(model_class, model_args.model_config, fields, tokenizer, loading)
-    if model_args.base_revision is not None:
-        loading["revision"] = model_args.base_revision
-    for name in ("encoder", "encoder_revision"):
-        if getattr(model_args, name) is not None:
-            loading[name] = getattr(model_args, name)
-    if tokenizer is not None:
-        # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
-        names = tuple(model_class.config_class(**fields).task_token_ids)
-        fields["task_token_ids"] = add_task_tokens(tokenizer, names)
-    return model_class.from_base(model_args.base, **loading, **fields)
 
 
 def build_compression(
@@ -447,82 +329,6 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     return build.get(args.objective, build_compression)(model_args, data_args, args)
 
 
-_PRIVATE_FIELDS = ("data_dir", "output_dir", "logging_dir", "hub_token", "resume_from_checkpoint")
-
-
-def latest_checkpoint(output_dir: str) -> str | None:
-    """The newest complete checkpoint of a run, or `None`; one that a kill left half written is passed over."""
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
-    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-        # The Trainer writes its state last.
-        try:
-            json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        return str(folder)
-    return None
-
-
-def _device_name(args: TrainingConfig) -> str:
-    """What the run computes on, such as "2 x NVIDIA H200" or a CPU's name and its number of threads."""
-    if args.device.type == "cuda":
-        return f"{args.world_size} x {torch.cuda.get_device_name(args.device)}"
-    hardware = environment()
-    threads = hardware["torch_threads"]
-    return f"{hardware['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _over_all_parts(log_history: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """A quantity that grows over a run and starts anew when it is resumed, added up; `None` when it is not logged."""
-    values = [entry[name] for entry in log_history if name in entry]
-    if not values:
-        return None
-    return sum(value for value, later in zip(values, [*values[1:], 0], strict=True) if later < value)
-
-
-def _training_hours(log_history: Sequence[Mapping[str, Any]], resumed: bool) -> float | None:
-    """Wall-clock hours of a run, all its parts together when it was resumed; `None` when the log does not tell."""
-    seconds = _over_all_parts(log_history, "train_runtime")
-    # Only where tokens are counted does every entry show the clock; elsewhere the parts before the last are not timed.
-    untimed = resumed and any("loss" in entry and "train_runtime" not in entry for entry in log_history)
-    return None if seconds is None or untimed else float(f"{seconds / 3600:.3g}")
-
-
-def _without_folder(value: Any) -> Any:
-    """A path on this machine by its last part alone; anything else as it is."""
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
-
-
-def _write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Path, resumed: bool) -> None:
-    """Beside the checkpoint: the recipe as it was run, and what came of it."""
-    recipe = {}
-    for group in arguments[:2]:
-        recipe |= {name: value for name, value in dataclasses.asdict(group).items() if value is not None}
-    changed = {
-        field.name: getattr(arguments[2], field.name)
-        for field in dataclasses.fields(arguments[2])
-        if field.default is not dataclasses.MISSING and getattr(arguments[2], field.name) != field.default
-    }
-    # Where this machine keeps its files, and tokens, are nobody else's business.
-    shown = {n: _without_folder(value) for n, value in (recipe | changed).items() if n not in _PRIVATE_FIELDS}
-    plain = json.loads(json.dumps(shown, default=str))
-    (output_dir / "recipe.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-    history = trainer.state.log_history
-    summary = {
-        "steps": trainer.state.global_step,
-        "input_tokens": trainer.state.num_input_tokens_seen,
-        # Each process counts its own.
-        "context_tokens": _over_all_parts(history, "num_context_tokens") if trainer.args.world_size == 1 else None,
-        "seed": trainer.args.seed,
-        "hours": _training_hours(history, resumed),
-        "device": _device_name(trainer.args),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "log": history[-20:],
-    }
-    (output_dir / "training_summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the train command; returns the exit status."""
     arguments = parse_recipe(list(sys.argv[1:] if argv is None else argv))
@@ -540,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (Path(args.output_dir) / "training_args.bin").unlink(missing_ok=True)
         if args.save_dtype is not None:
             store_weights_as(getattr(torch, args.save_dtype), Path(args.output_dir))
-        _write_summary(trainer, arguments, Path(args.output_dir), resumed=resume is not None)
+        write_summary(trainer, arguments, Path(args.output_dir), resumed=resume is not None)
     return 0
 
 

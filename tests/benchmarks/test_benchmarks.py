@@ -548,6 +548,30 @@ def test_bounds_stand_once_for_each_kind_of_prompts(script):
     ]
 
 
+def test_the_table_of_one_ratio_has_the_best_restoration_first(script, tmp_path: Path, capsys):
+    def run(name: str, seed: int, loss: float, ratios: list[int]) -> dict:
+        rows = [
+            {"dataset": "d", "task": "reconstruction", "condition": condition, "metrics": {"loss": value}}
+            for condition, value in (("no_context", 9.0), ("full_context", 0.5), ("ratio=4", loss))
+        ]
+        return {"name": name, "prompts": None, "ratios": ratios, "seed": seed, "rows": rows}
+
+    results, file = script("small_scale_results"), tmp_path / "small.json"
+    runs = [run("a", 0, 3.0, [4]), run("a", 1, 4.0, [4]), run("b", 0, 2.0, [2, 4])]
+    file.write_text(json.dumps({"summary": results.summarize(runs)}), encoding="utf-8")
+    assert results.main(["--results", str(file)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [(row[0], row[1], row[2], row[5]) for row in cells] == [
+        ("no context", "-", "2", "9.00"),
+        ("full context", "-", "2", "0.50"),
+        ("b", "2 4", "1", "2.00"),
+        ("a", "4", "2", "3.50 ± 0.71"),
+    ]
+    with pytest.raises(ValueError, match="no run has scores on 'd' at ratio 5"):
+        results.main(["--results", str(file), "--ratio", "5"])
+
+
 def test_windows_end_between_sentences_and_keep_the_limit(script, tokenizer: PreTrainedTokenizerFast):
     windows = script("small_scale_data").windows
     text = "One two. Three four? " + "Too long for any window, this one is. " + "Five! Six seven."

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from context_compressors.evaluation import model_shapes
 from context_compressors.evaluation.model_shapes import method_config
-from context_compressors.training.train import METHODS
+from context_compressors.training.loading import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from context_compressors.evaluation import metrics
-from context_compressors.evaluation.evaluate import evaluate_model, main, model_label
+from context_compressors.evaluation.evaluate import evaluate_model, model_label
+from context_compressors.evaluation.evaluate_command import main
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
 from context_compressors.evaluation.settings import EvaluationSettings

@@ -31,7 +31,7 @@ from context_compressors.evaluation.flops import (
 )
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, config_of, named_config
 from context_compressors.modeling.modeling_decal import DeCALModel
-from context_compressors.training import train
+from context_compressors.training import loading
 
 # Equations 9 and 10 by hand: parts at 3,253 tokens, and the whole layer at 1, 407, 814 and 3,253.
 LAYERS = {
@@ -285,7 +285,7 @@ def test_answers_read_slots_or_find_them_in_the_cache():
 
 
 def test_every_method_has_a_count():
-    assert set(METHODS) == {*train.METHODS, "decal"}
+    assert set(METHODS) == {*loading.METHODS, "decal"}
     assert methods_of(named_config("t5-v1.1-large")) == ("decal",)
     assert set(methods_of(llama())) == set(METHODS) - {"decal"}
     with pytest.raises(ValueError, match="no count of operations for 'llama'"):

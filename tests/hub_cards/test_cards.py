@@ -21,17 +21,15 @@ from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
+from context_compressors.hub_cards.card_records import Score, TrainingData, TrainingRecord
 from context_compressors.hub_cards.cards import (
-    Score,
-    TrainingData,
-    TrainingRecord,
     language_model_card,
     method_text,
     model_card,
     score_table,
 )
+from context_compressors.training.loading import METHODS
 from context_compressors.training.task_tokens import add_task_tokens
-from context_compressors.training.train import METHODS
 
 RECORD = TrainingRecord(
     data=[

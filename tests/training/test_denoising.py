@@ -275,6 +275,8 @@ def test_fine_tuning_holds_section_4_2_1(task, tmp_path):
     assert (model.checkpoint, model.method_config, model.model_config) == ("C", None, None)
     placement = {"question_placement": "encoder"} if task == "question_answering" else None
     assert model.checkpoint_config == placement
+    # "The (first) answer is the target" (section 4.2.1).
+    assert data.first_answer == (task == "question_answering")
 
 
 def test_autoencoding_holds_section_4_2_3(tmp_path):

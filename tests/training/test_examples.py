@@ -109,6 +109,19 @@ def test_prompts_vary_unless_canonical(tokenizer, folder):
     assert len(fixed) == 1
 
 
+def test_an_answer_is_drawn_unless_the_first_is_asked_for(tokenizer, tmp_path):
+    answers = ["seven", "eleven", "twelve"]
+    row = {"context": "Nora keeps bees.", "question": "How many?", "answers": answers}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "qa.parquet")
+
+    def targets(**fields) -> set[str]:
+        dataset = make(tokenizer, str(tmp_path), {"path": "qa.parquet", "tasks": ["question_answering"]}, **fields)
+        return {tokenizer.decode(dataset[i]["target_ids"], skip_special_tokens=True).strip() for i in range(40)}
+
+    assert targets() == set(answers)
+    assert targets(first_answer=True) == {"seven"}
+
+
 def test_several_questions_about_one_context(tokenizer, folder):
     for source in ({**QUESTIONS, "tasks": ["question_answering"]}, {**GENERATED, "tasks": ["question_answering"]}):
         example = make(tokenizer, folder, source, questions_per_example=3)[1]

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context-compressors evaluate MODEL --data SOURCE ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+
+from ..training.prompts import TASKS
+from ..training.suggestions import check_choice, nearest
+from .evaluate import can_compress, evaluate_model, model_label
+from .plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
+from .report import MAIN_METRICS, EvaluationReport
+from .samples import load_dataset_source
+from .settings import DEFAULT_TASKS, EvaluationSettings
+
+_EXAMPLES = """\
+examples:
+  # Generated documents and a file, at two ratios, ten samples each:
+  context-compressors evaluate my-compressor --data generated squad_dev.parquet --ratios 4 8 --max-samples 10
+
+  # Two groups of data sets against a fine-tuned teacher, with a result file and pictures:
+  context-compressors evaluate my-compressor --teacher my-teacher --data squad=rajpurkar/squad@validation \\
+      --out-of-domain quail_dev.parquet --tasks question_answering --output results.json --plots plots
+
+  # Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
+  context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
+      --context-tokens 256 --reconstruction-bleu
+
+  # Restoration as GMSA measures it: the original context beside the slots, at three lengths:
+  context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction --reconstruction-bleu \\
+      --restoration-lengths 128 256 512 --bert-score-model scorers/roberta-large --bert-score-layer 17
+
+  # The plain language model that a compressor stands on:
+  context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
+"""
+
+
+def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[EvaluationReport] = ()) -> list[Path]:
+    """Draw each task's main metric by ratio, the domain gap where there are two domains, and by model size.
+
+    Args:
+        report: what to draw.
+        folder: where the pictures go; made when it is not there.
+        others: reports of other models; with any, quality by model size is drawn, too.
+
+    Returns:
+        The files, PNG.
+    """
+    folder = Path(folder)
+    paths = []
+    for task in report.tasks():
+        metric = MAIN_METRICS[task]
+        paths.append(plot_quality_by_ratio([report], task, metric, folder / f"{task}_by_ratio.png"))
+        if report.datasets(task, "in") and report.datasets(task, "out"):
+            paths.append(plot_domain_gap([report], task, metric, folder / f"{task}_domain_gap.png"))
+        if others:
+            path = folder / f"{task}_by_model_size.png"
+            paths.append(plot_quality_by_model_size([report, *others], task, metric, path))
+    return paths
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses an unknown option with the nearest right one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        for name in unknown:
+            if name.startswith("-"):
+                self.error(f"unknown option {name.partition('=')[0]}{nearest(name, self._option_string_actions)}")
+        return known, unknown
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `context-compressors evaluate`."""
+    parser = _Parser(
+        prog="context-compressors evaluate",
+        description="Score a compressor without context, with full context, and at every ratio; or a plain language "
+        "model without context and with full context.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", help="Hub id or folder of the compressor or plain language model")
+    source = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:one_hop or generated:two_hop"
+    add(
+        "--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {source}; NAME=SOURCE names one"
+    )
+    add("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise")
+    add("--data-dir", metavar="FOLDER", help="folder that the files are relative to")
+    add("--tasks", nargs="+", default=list(DEFAULT_TASKS), metavar="TASK", help=f"among {', '.join(TASKS)}")
+    add("--ratios", nargs="+", type=int, metavar="R", help="compression ratios (default: the checkpoint's own)")
+    add("--teacher", metavar="MODEL", help="language model of the bounds (default: the compressor's own decoder)")
+    add("--base-model", metavar="MODEL", help="base of a light checkpoint (default: where the checkpoint says)")
+    add("--zero-shot", action="store_true", help="also score the base language model with the adapters off")
+    add("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)")
+    add("--batch-size", type=int, default=8, metavar="B", help="samples per batch (default: 8)")
+    add("--max-new-tokens", type=int, metavar="N", help="most tokens to write (default: answers 32, summaries 128)")
+    add("--context-tokens", type=int, default=256, metavar="N", help="window of reconstruction and continuation")
+    add("--continuation-tokens", type=int, default=64, metavar="N", help="tokens to continue with (default: 64)")
+    add("--documents", type=int, default=100, metavar="N", help="number of generated documents (default: 100)")
+    add("--document-tokens", type=int, default=128, metavar="N", help="length of generated documents (default: 128)")
+    add("--reconstruction-bleu", action="store_true", help="also write reconstructions; BLEU, ROUGE, prefix match")
+    add("--restoration-lengths", nargs="+", type=int, metavar="N", help="windows of exactly N tokens to reconstruct")
+    add("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too")
+    add("--bert-score-layer", type=int, metavar="L", help="layer of the scorer model (default: its last)")
+    add("--answer-perplexity", action="store_true", help="also score each question's first answer token by token")
+    add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
+    add("--context-prefix", default="", metavar="TEXT", help="in front of the contexts of questions and summaries")
+    add("--bounds-only", action="store_true", help="score a compressor without context and with full context only")
+    add("--max-context-tokens", type=int, metavar="N", help="longest context (default: what the model can read)")
+    add("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them")
+    add("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left")
+    add("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for")
+    add("--output", metavar="FILE", help="write the report as JSON")
+    add("--plots", metavar="FOLDER", help="write pictures of the report")
+    add("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size")
+    add("--seed", type=int, default=0, help="draws samples, windows and generated documents (default: 0)")
+    add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
+    add("--dtype", default="auto", help='"auto" (as saved, the default), "float32", "bfloat16" or "float16"')
+    add("--trust-remote-code", action="store_true", help="run the code that a Hub repository brings")
+    return parser
+
+
+def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings:
+    """The evaluation's options from the parsed command line; raises `ValueError` for a value that is not allowed."""
+    fields: dict[str, Any] = {
+        name: getattr(arguments, name) for name in EvaluationSettings.__dataclass_fields__ if name in arguments
+    }
+    fields["tasks"] = tuple(arguments.tasks)
+    for name in ("ratios", "restoration_lengths"):
+        values = getattr(arguments, name)
+        fields[name] = None if values is None else tuple(values)
+    del fields["max_new_tokens"]
+    if arguments.max_new_tokens is not None:
+        fields["max_new_tokens"] = dict.fromkeys(("question_answering", "summarisation"), arguments.max_new_tokens)
+    return EvaluationSettings(**fields)
+
+
+def _load(name: str, arguments: argparse.Namespace, base_model: str | None = None) -> PreTrainedModel:
+    # Importing the models registers them, so that our own checkpoints need no remote code.
+    from .. import modeling  # noqa: F401
+
+    check_choice("dtype", arguments.dtype, ("auto", "float32", "bfloat16", "float16"))
+    config = AutoConfig.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
+    base = {} if base_model is None else {"base_model": base_model}
+    model = (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_pretrained(
+        name, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code, **base
+    )
+    return model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `context-compressors evaluate`; returns the exit status."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if not arguments.data and not arguments.out_of_domain:
+        parser.error("give at least one data set with --data or --out-of-domain")
+    try:
+        settings = settings_from_arguments(arguments)
+        others = [EvaluationReport.load(path) for path in arguments.compare_with]
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
+        datasets = [
+            load_dataset_source(
+                source,
+                tokenizer,
+                domain=domain,
+                data_dir=arguments.data_dir,
+                seed=arguments.seed,
+                num_documents=arguments.documents,
+                document_tokens=arguments.document_tokens,
+            )
+            for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
+            for source in sources
+        ]
+        if arguments.plots and settings.bounds_only:
+            raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
+        model = _load(arguments.model, arguments, arguments.base_model)
+        if arguments.plots and not can_compress(model):
+            raise ValueError(
+                f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
+            )
+        report = evaluate_model(
+            model,
+            tokenizer,
+            datasets,
+            settings,
+            teacher=None if arguments.teacher is None else _load(arguments.teacher, arguments),
+            model_name=model_label(arguments.model),
+        )
+        # Scores on generated documents mean nothing without their length.
+        report.settings["document_tokens"] = arguments.document_tokens
+    except (OSError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.output:
+        report.save(arguments.output)
+    paths = write_plots(report, arguments.plots, others) if arguments.plots else []
+    print(report.to_markdown())
+    for path in [*([arguments.output] if arguments.output else []), *paths]:
+        print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

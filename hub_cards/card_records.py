@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a card tells of a checkpoint: its data, its training and its scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+TASK_NAMES = {
+    "reconstruction": "Reconstruction",
+    "continuation": "Continuation",
+    "question_answering": "Question answering",
+    "summarisation": "Summarisation",
+}
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """One data set that the checkpoint was trained on.
+
+    Args:
+        name: what it is called.
+        licence: its licence.
+        hub_id: its repository on the Hub, if it has one.
+        note: what of it was used, such as "train split, 87,599 rows".
+    """
+
+    name: str
+    licence: str
+    hub_id: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """How the checkpoint was made.
+
+    Args:
+        data: all data sets; never empty.
+        steps: optimizer steps.
+        seeds: every seed, one for each run behind the scores.
+        hardware: what it was trained on, such as "1 x H200".
+        tokens: training tokens.
+        context_tokens: tokens of the compressed contexts, beside `tokens` of text.
+        hours: wall-clock hours.
+        recipe: the recipe's file.
+        versions: library versions by name.
+    """
+
+    data: Sequence[TrainingData]
+    steps: int
+    seeds: Sequence[int]
+    hardware: str
+    tokens: int | None = None
+    context_tokens: int | None = None
+    hours: float | None = None
+    recipe: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("a training record names at least one data set")
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if not self.seeds:
+            raise ValueError("a training record names its seeds")
+        if not self.hardware.strip():
+            raise ValueError("a training record names its hardware")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number, with its two bounds beside it.
+
+    Args:
+        task: "reconstruction", "continuation", "question_answering" or "summarisation".
+        dataset: data set's name.
+        metric: metric's name, such as "exact match".
+        ratio: compression ratio; None for a model that reads the whole context as text.
+        value: with the compressed context, or with the whole one where there is no ratio.
+        no_context: the same questions with no context at all.
+        full_context: the same questions with the whole context.
+        split: data split; None where the data has none by name.
+    """
+
+    task: str
+    dataset: str
+    metric: str
+    ratio: int | None
+    value: float
+    no_context: float | None = None
+    full_context: float | None = None
+    split: str | None = "test"
+
+    def __post_init__(self) -> None:
+        if self.task not in TASK_NAMES:
+            raise ValueError(f"task must be one of {', '.join(TASK_NAMES)}, got {self.task!r}")
+        if not math.isfinite(self.value):
+            raise ValueError(f"score {self.metric!r} on {self.dataset!r} must be a finite number, got {self.value}")

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer and the model that a recipe names."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from .arguments import DataArguments, ModelArguments
+from .denoising import new_encoder_decoder
+from .stages import changed_config
+from .suggestions import check_choice
+from .task_tokens import add_task_tokens, check_task_tokens
+from .tokenizer import train_tokenizer
+
+METHODS = {
+    "mean_pooling": "MeanPoolingForCausalLM",
+    "compression_tokens": "CompressionTokensForCausalLM",
+    "icae": "ICAEForCausalLM",
+    "five_hundred_x": "FiveHundredXForCausalLM",
+    "comprexit": "ComprExITForCausalLM",
+    "gmsa": "GMSAForCausalLM",
+    "tcp_autoencoder": "TCPAutoencoderForCausalLM",
+    "decal": "DeCALForConditionalGeneration",
+}
+
+
+def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: int) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the recipe names, or train the one that it describes."""
+    if model_args.train_tokenizer is not None and model_args.tokenizer is None:
+        sources = data_args.parsed_sources()
+        return train_tokenizer(sources, data_args.data_dir, **{"seed": seed, **model_args.train_tokenizer})
+    name = model_args.tokenizer or model_args.checkpoint or model_args.base
+    if name is None:
+        raise ValueError("give a tokenizer, a base, a checkpoint, or train_tokenizer settings")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    fields = dict(model_args.model_config)
+    if "model_type" not in fields:
+        raise ValueError("model_config needs a model_type, e.g. llama")
+    config = AutoConfig.for_model(
+        fields.pop("model_type"),
+        **{
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            **fields,
+        },
+    )
+    return AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, model_args.dtype), attn_implementation=model_args.attn_implementation
+    )
+
+
+def pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:
+    if model_args.base is None:
+        raise ValueError("give a base: folder or Hub id of the language model to start from")
+    return AutoModelForCausalLM.from_pretrained(
+        model_args.base,
+        revision=model_args.base_revision or "main",
+        dtype=getattr(torch, model_args.dtype),
+        attn_implementation=model_args.attn_implementation,
+    )
+
+
+def load_compressor(
+    model_args: ModelArguments,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    model_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
+    """The compressor to train: a checkpoint to go on from, or a new one on a base.
+
+    Args:
+        model_args: names the method and where the weights come from.
+        tokenizer: gets the method's task tokens, whose ids a new compressor takes; a checkpoint's must be in it. The
+            ids behind the base's vocabulary are taken when `None`.
+        model_class: the method's class to build; the one that generates when `None`.
+
+    Raises:
+        ValueError: fields that do not go together, or a tokenizer that does not know the checkpoint's task tokens.
+    """
+    check_choice("method", model_args.method, METHODS)
+    given = [name for name in ("base", "checkpoint", "model_config") if getattr(model_args, name) is not None]
+    if len(given) != 1 or (given == ["model_config"] and model_args.method != "decal"):
+        raise ValueError(
+            "give either base (a new compressor) or checkpoint (one to go on from), or for decal model_config (a new "
+            f"encoder-decoder), got {given}"
+        )
+    if model_class is None:
+        module = importlib.import_module(f"..modeling.modeling_{model_args.method}", __package__)
+        model_class = getattr(module, METHODS[model_args.method])
+    loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
+    loading = {name: value for name, value in loading.items() if value is not None}
+    fields = dict(model_args.method_config or {})
+    if model_args.checkpoint is not None:
+        if fields:
+            raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
+        if model_args.checkpoint_config:
+            config = model_class.config_class.from_pretrained(model_args.checkpoint)
+            loading["config"] = changed_config(config, model_args.checkpoint_config)
+        if model_args.checkpoint_base is not None:
+            loading["base_model"] = model_args.checkpoint_base
+        model = model_class.from_pretrained(model_args.checkpoint, **loading)
+        if tokenizer is not None:
+            check_task_tokens(tokenizer, model.config.task_token_ids)
+        return model
+    if model_args.checkpoint_config:
+        raise ValueError("checkpoint_config goes with a checkpoint; of a new compressor give method_config")
+    if model_args.checkpoint_base:
+        raise ValueError("checkpoint_base goes with a checkpoint; a new compressor starts from its base")
+    if model_args.model_config is not None:
+        return new_encoder_decoder(model_class, model_args.model_config, fields, tokenizer, loading)
+    if model_args.base_revision is not None:
+        loading["revision"] = model_args.base_revision
+    for name in ("encoder", "encoder_revision"):
+        if getattr(model_args, name) is not None:
+            loading[name] = getattr(model_args, name)
+    if tokenizer is not None:
+        # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
+        names = tuple(model_class.config_class(**fields).task_token_ids)
+        fields["task_token_ids"] = add_task_tokens(tokenizer, names)
+    return model_class.from_base(model_args.base, **loading, **fields)
