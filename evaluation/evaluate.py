@@ -214,6 +214,11 @@ def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int]
 def _conditions(
     model: PreTrainedModel, teacher: PreTrainedModel | None, ratios: list[int], settings: EvaluationSettings
 ) -> list[Condition]:
+    if settings.task_tokens_in_bounds and (teacher is not None or not getattr(model.config, "task_token_ids", None)):
+        raise ValueError(
+            "task_tokens_in_bounds (--task-tokens-in-bounds) is for a compressor with task tokens, without a teacher: "
+            "nothing else has embeddings for them"
+        )
     if teacher is not None and teacher.config.get_text_config().vocab_size < model.config.vocab_size:
         raise ValueError(
             f"the teacher's vocabulary of {teacher.config.get_text_config().vocab_size} tokens is smaller than the "
@@ -226,8 +231,11 @@ def _conditions(
                 "own, with `compression='none'`"
             )
         return [Condition(NO_CONTEXT, model), *(Condition(ratio_condition(ratio), model, ratio) for ratio in ratios)]
-    reader = model if teacher is None else teacher
-    conditions = [Condition(NO_CONTEXT, reader), Condition(FULL_CONTEXT, reader, with_context=True)]
+    reader, starts = model if teacher is None else teacher, settings.task_tokens_in_bounds
+    conditions = [
+        Condition(NO_CONTEXT, reader, task_token=starts),
+        Condition(FULL_CONTEXT, reader, with_context=True, task_token=starts),
+    ]
     if settings.zero_shot:
         base = model.base_language_model
         conditions += [

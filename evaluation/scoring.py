@@ -36,6 +36,8 @@ class Condition:
         model: the model that reads and writes.
         ratio: compress at this ratio; `None` for the conditions without compression.
         with_context: without compression: whether the context stands in front of the prompt, in words.
+        task_token: without compression: whether the method's task token stands in front of the prompt, behind the
+            context.
         active: makes the context manager to run the model in.
     """
 
@@ -43,6 +45,7 @@ class Condition:
     model: PreTrainedModel
     ratio: int | None = None
     with_context: bool = False
+    task_token: bool = False
     active: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -206,6 +209,10 @@ class Scorer:
     def _prompt(self, condition: Condition, task: str, sample: Sample) -> list[int]:
         if condition.ratio is not None:
             return [self.task_start_ids.get(task, self.start_token_id), *sample.prompt_ids]
+        if condition.task_token and task in self.task_start_ids:
+            # As the collator has it in training (EPL, Appendix D).
+            context = [*context_start_ids(self.tokenizer), *sample.context_ids] if condition.with_context else []
+            return [*context, self.task_start_ids[task], *sample.prompt_ids]
         return [self.start_token_id, *(sample.context_ids if condition.with_context else ()), *sample.prompt_ids]
 
     def _pad(self, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,6 +39,8 @@ class EvaluationSettings:
         zero_shot: also score the base language model, adapters off, with full context and without.
         bounds_only: score a compressor without context and with full context only, such as a prompt-tuned bound, whose
             learned tokens `context_prefix` names.
+        task_tokens_in_bounds: in the two bounds, too, a text starts with the compressor's own task token, as in EPL's
+            FullContext and NoContext, where only these tokens train.
         max_context_tokens: most tokens of a context, prefix included; as many as the model has positions for when
             `None`.
         truncate_context: cut contexts that do not fit, and count them, instead of raising.
@@ -67,6 +69,7 @@ class EvaluationSettings:
     context_prefix: str = ""
     zero_shot: bool = False
     bounds_only: bool = False
+    task_tokens_in_bounds: bool = False
     max_context_tokens: int | None = None
     truncate_context: bool = False
     truncation_side: str = "right"

@@ -19,6 +19,8 @@ from context_compressors.evaluation.samples import EvaluationDataset, SampleBuil
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.task_text import text_ids
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.collators import CompressionCollator
+from context_compressors.training.data import task_start_ids
 from context_compressors.training.prompts import load_prompts
 from context_compressors.training.task_tokens import add_task_tokens, text_tokenizer
 
@@ -390,6 +392,33 @@ def test_bounds_alone_are_the_bounds(model, tokenizer):
     for row in report.rows:
         expected = whole.score("tiny", RECONSTRUCTION, row.condition, "perplexity")
         assert row.metrics["perplexity"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", ["no_context", "full_context"])
+def test_bounds_whose_task_tokens_were_trained_read_what_training_reads(token_model, mode):
+    tokenizer = make_tokenizer()
+    add_task_tokens(tokenizer)
+    report = run(token_model, tokenizer, tasks=(RECONSTRUCTION,), bounds_only=True, task_tokens_in_bounds=True)
+    assert report.settings["task_tokens_in_bounds"]
+    plain, starts = text_tokenizer(tokenizer), task_start_ids(token_model.config)
+    collator = CompressionCollator.from_tokenizer(plain, mode=mode, task_start_ids=starts)
+    total, count = 0.0, 0
+    for row in ROWS:
+        ids = encode(plain, row["context"])
+        example = {"context_ids": ids, "prompt_ids": [], "target_ids": [*ids, tokenizer.eos_token_id]}
+        batch = collator([{**example, "task": RECONSTRUCTION}])
+        assert starts[RECONSTRUCTION] in batch["input_ids"][0].tolist()
+        with torch.no_grad():
+            loss = token_model(**batch).loss
+        total, count = total + float(loss) * (len(ids) + 1), count + len(ids) + 1
+    assert report.score("tiny", RECONSTRUCTION, mode, "perplexity") == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+def test_task_tokens_in_bounds_need_a_model_that_has_them(model, token_model, tokenizer):
+    message = "task_tokens_in_bounds .* is for a compressor with task tokens, without a teacher"
+    for teacher, reader in ((None, model), (make_base(tokenizer, 1), token_model), (None, make_base(tokenizer, 1))):
+        with pytest.raises(ValueError, match=message):
+            run(reader, tokenizer, teacher=teacher, tasks=(RECONSTRUCTION,), task_tokens_in_bounds=True)
 
 
 def test_learned_tokens_of_a_prefix_reach_the_full_context_and_documents_have_none(token_model, monkeypatch):

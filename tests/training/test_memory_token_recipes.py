@@ -259,7 +259,8 @@ def test_embedded_recipes_train(method, joint, base_folder, tmp_path):
     options = ["--base", str(base_folder), "--max_steps", "1", "--save_strategy", "no", "--use_cpu", "true"]
     trainer = build_trainer(*parse_recipe([*files, *options, "--output_dir", str(tmp_path / "out")]))
     config = trainer.model.config
-    assert config.decoder_lora == (None if method != "compression_tokens" else config.encoder_lora)
+    # The small base reads no slots that it was not tuned for.
+    assert config.decoder_lora == config.encoder_lora
     if method != "compression_tokens":
         # Every context of these recipes, BOS included, is one chunk.
         assert trainer.args.objective == ("joint" if joint else "compression")
