@@ -4,21 +4,20 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .memory_checks import check_memory_fields
 from .memory_concatenation import concatenate_memories
 from .memory_file import read_memory_file, write_memory_file
-from .position_layout import POSITION_LAYOUTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 KeyValues = tuple[tuple[Tensor, Tensor], ...]
 
@@ -43,6 +42,7 @@ class CompressedContext:
             needs them where it moves keys to later positions.
         question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
             `None` for memories that serve any question.
+        maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
 
     Raises:
         TypeError: A field has the wrong type or dtype.
@@ -59,6 +59,7 @@ class CompressedContext:
     position_layout: str = "default"
     inverse_frequencies: Tensor | None = None
     question_fingerprints: Tensor | None = None
+    maker: weakref.ref | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.key_values, Sequence):
@@ -70,6 +71,10 @@ class CompressedContext:
         if isinstance(self.ratio, Tensor):
             self.ratio = self.ratio.long()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A weak reference holds in its own process only.
+        return {**self.__dict__, "maker": None}
+
     def validate(self) -> None:
         """Check types, shapes and values of all fields.
 
@@ -77,27 +82,7 @@ class CompressedContext:
             TypeError: A field has the wrong type or dtype.
             ValueError: The shapes do not fit together, or a value is out of range.
         """
-        if (self.embeddings is None) == (self.key_values is None):
-            raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
-        carrier_shape = self._validated_embeddings() if self.key_values is None else self._validated_key_values()
-        self._validate_integers("attention_mask", self.attention_mask, carrier_shape)
-        self._validate_integers("position_ids", self.position_ids, carrier_shape)
-        self._validate_integers("num_context_tokens", self.num_context_tokens, carrier_shape[:1])
-        if self.question_fingerprints is not None:
-            self._validate_integers("question_fingerprints", self.question_fingerprints, carrier_shape[:1])
-        if isinstance(self.ratio, Tensor):
-            self._validate_integers("ratio", self.ratio, carrier_shape[:1])
-        elif isinstance(self.ratio, bool) or not isinstance(self.ratio, int):
-            raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {self.ratio!r}")
-        elif self.ratio < 1:
-            raise ValueError(f"ratio must be 1 or more, got {self.ratio}")
-        if not isinstance(self.model_id, str):
-            raise TypeError(f"model_id must be a string, got {self.model_id!r}")
-        if self.position_layout not in POSITION_LAYOUTS:
-            raise ValueError(
-                f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {self.position_layout!r}"
-            )
-        self._validate_values()
+        check_memory_fields(self)
 
     @property
     def carrier(self) -> str:
@@ -301,7 +286,7 @@ class CompressedContext:
         self,
         tokenizer: PreTrainedTokenizerBase,
         messages: str | Sequence[Mapping[str, str]],
-        model: Any,
+        model: Any = None,
         encoding: str | None = None,
     ) -> Tensor | str:
         """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`).
@@ -309,21 +294,30 @@ class CompressedContext:
         Args:
             tokenizer: The tokenizer saved with the checkpoint.
             messages: A question, or messages with `role` and `content`; one message of the user is a question.
-            model: The compressor, whose embeddings the text gets.
+            model: The compressor, whose embeddings the text gets; the memory's maker if not given. A memory that was
+                loaded from a file has none.
             encoding: "base64" for the text that a request carries: the tensor as `torch.save` writes it, in base64.
 
         Returns:
             `(num_slots + num_text_tokens, hidden_size)`, or that text.
 
         Raises:
-            ValueError: More than one row, another model's memory, key/values, positions that are not contiguous (the
-                enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
+            ValueError: No model, more than one row, another model's memory, key/values, positions that are not
+                contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
         """
         # Most readers of memories never serve.
         from .serving import as_base64, prompt_embeds
 
         if encoding not in (None, "base64"):
             raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
+        if model is None:
+            model = None if self.maker is None else self.maker()
+        if model is None:
+            name = f"; it is {self.model_id}" if self.model_id else ""
+            raise ValueError(
+                "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
+                f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
+            )
         embeds = prompt_embeds(self, tokenizer, messages, model)
         return embeds if encoding is None else as_base64(embeds)
 
@@ -372,71 +366,6 @@ class CompressedContext:
                 raise ValueError(
                     f"the memory holds values up to {largest:.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
                 )
-
-    def _validated_embeddings(self) -> tuple[int, int]:
-        _check_float_tensor("embeddings", self.embeddings, 3, "(batch_size, num_slots, hidden_size)")
-        if self.inverse_frequencies is not None:
-            raise ValueError("inverse_frequencies belong to key_values, embeddings have none")
-        return tuple(self.embeddings.shape[:2])
-
-    def _validated_key_values(self) -> tuple[int, int]:
-        layers = self.key_values
-        if not isinstance(layers, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in layers):
-            raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
-        if not layers:
-            raise ValueError("key_values must have at least one layer")
-        for tensor in self._carrier_tensors():
-            _check_float_tensor("key_values", tensor, 4, "(batch_size, num_key_value_heads, num_slots, head_dim)")
-        found = {(tuple(tensor.shape), tensor.dtype) for tensor in self._carrier_tensors()}
-        if len(found) > 1:
-            raise ValueError(f"key_values must have one shape and dtype in all layers, got {sorted(map(str, found))}")
-        batch_size, _, length, head_dim = layers[0][0].shape
-        if self.inverse_frequencies is not None and self.inverse_frequencies.shape != (head_dim / 2,):
-            raise ValueError(
-                f"inverse_frequencies must have shape ({head_dim // 2},), half of the head dimension, "
-                f"got {tuple(self.inverse_frequencies.shape)}"
-            )
-        return batch_size, length
-
-    def _validate_integers(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
-            raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
-        if tuple(tensor.shape) != tuple(shape):
-            raise ValueError(
-                f"{name} must have shape {tuple(shape)} to fit the {self.carrier}, got {tuple(tensor.shape)}"
-            )
-
-    def _validate_values(self) -> None:
-        integers = [self.attention_mask, self.position_ids, self.num_context_tokens]
-        integers += [self.ratio] if isinstance(self.ratio, Tensor) else []
-        devices = {tensor.device for tensor in self._carrier_tensors() + integers}
-        if len(devices) > 1:
-            raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
-        if self.attention_mask.is_meta:
-            return
-        mask = self.attention_mask.long()
-        # One device synchronisation for all four.
-        is_not_binary = ((mask != 0) & (mask != 1)).any()
-        has_gap = (mask[:, 1:] > mask[:, :-1]).any()
-        is_negative = (self.num_context_tokens < 0).any()
-        is_ratio_low = (torch.as_tensor(self.ratio, device=mask.device) < 1).any()
-        flags = torch.stack([is_not_binary, has_gap, is_negative, is_ratio_low]).tolist()
-        reasons = (
-            "attention_mask must hold ones and zeros",
-            "attention_mask must have the real slots of each row first, the padding slots after them",
-            "num_context_tokens must be zero or more",
-            "ratio must be 1 or more in every row",
-        )
-        for flag, reason in zip(flags, reasons, strict=True):
-            if flag:
-                raise ValueError(reason)
-
-
-def _check_float_tensor(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise TypeError(f"{name} must be floating-point tensors, got {getattr(tensor, 'dtype', repr(tensor))}")
-    if tensor.dim() != dimensions:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
 
 
 def _key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:

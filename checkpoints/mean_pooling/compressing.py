@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,6 +91,8 @@ class CompressingMixin:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
             ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
             memories = self._compress(input_ids, attention_mask, ratios, allow_untrained_ratio)
+        for memory in memories:
+            memory.maker = weakref.ref(self)
         if not self.training:
             # While a model trains its weights change, and so would the name of its memories.
             for memory in memories:

@@ -58,6 +58,7 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
         position_ids=position_ids,
         num_context_tokens=total_tokens,
         ratio=_common_ratio(memories, total_tokens, mask.sum(dim=1)),
+        maker=next((memory.maker for memory in memories if memory.maker is not None), None),
     )
 
 
