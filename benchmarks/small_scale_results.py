@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmark_tools import RESULTS, positive_int
 
-from context_compressors.evaluation.report import markdown_table, ratio_condition
+from context_compressors.evaluation.report import FULL_CONTEXT, markdown_table, ratio_condition
 
 COLUMNS = (
     ("reconstruction", "tokens_per_slot", "tokens per slot"),
@@ -128,10 +128,12 @@ def ratio_table(summary: Sequence[Mapping[str, Any]], dataset: str, ratio: int) 
     if not compressed:
         raise ValueError(f"no run has scores on {dataset!r} at ratio {ratio}")
     # Prompts decide what the bounds are asked: they stand once for each kind.
-    bounds = {(row["condition"], row["prompts"]): row for row in rows if row["condition"].endswith("_context")}
+    found = sorted((row for row in rows if row["condition"].endswith("_context")), key=lambda row: len(row["seeds"]))
+    bounds = {(row["condition"], row["prompts"]): row for row in found}
     compressed.sort(key=lambda row: row["scores"]["reconstruction/loss"]["mean"])
     body = []
-    for row in [*bounds.values(), *compressed]:
+    order = sorted(bounds, key=lambda bound: (bound[1] or "", bound[0] == FULL_CONTEXT))
+    for row in [*(bounds[bound] for bound in order), *compressed]:
         is_bound = row["condition"].endswith("_context")
         name = row["condition"].replace("_", " ") if is_bound else row["name"]
         if is_bound and row["prompts"] is not None:

@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import json
 import math
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -570,6 +571,16 @@ def test_the_table_of_one_ratio_has_the_best_restoration_first(script, tmp_path:
     ]
     with pytest.raises(ValueError, match="no run has scores on 'd' at ratio 5"):
         results.main(["--results", str(file), "--ratio", "5"])
+
+
+def test_the_page_of_results_has_the_tables_of_the_result_file(script):
+    results, folder = script("small_scale_results"), Path(script("small_scale_results").RESULTS)
+    summary = json.loads((folder / "small_scale.json").read_text(encoding="utf-8"))["summary"]
+    page = (folder / "small_scale.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^### (\S+), ratio (\d+)\n\n(\|.*?)\n\n", page + "\n", re.DOTALL | re.MULTILINE)
+    assert len(shown) > 2
+    for dataset, ratio, table in shown:
+        assert table == results.ratio_table(summary, dataset, int(ratio)), (dataset, ratio)
 
 
 def test_windows_end_between_sentences_and_keep_the_limit(script, tokenizer: PreTrainedTokenizerFast):
