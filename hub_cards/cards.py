@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,7 @@ def model_card(
     model_id: str,
     summary: str | None = None,
     scores_note: str | None = None,
+    pictures: Mapping[str, str] | None = None,
     license: str = "apache-2.0",
     language: str | Sequence[str] = "en",
 ) -> str:
@@ -81,6 +82,7 @@ def model_card(
         model_id: repository or folder that the snippet loads.
         summary: what it is, in a sentence or two; made from the configuration when None.
         scores_note: how the scores were measured, in sentences under their table.
+        pictures: file beside the card -> what it shows; they stand under the scores.
         license: licence of the weights, as the Hub writes it.
         language: ISO 639-1 code or codes.
 
@@ -106,7 +108,7 @@ def model_card(
         metadata,
         training,
         scores,
-        scores_note,
+        "\n\n".join(filter(None, [scores_note, *(f"![{text}]({name})" for name, text in (pictures or {}).items())])),
         limits,
         model_id=model_id,
         summary=summary or _default_summary(config),

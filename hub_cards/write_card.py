@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ..arguments import NearestNameParser
 from ..configuration.configuration_compressor import CompressorConfig
-from ..evaluation.report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition
+from ..evaluation.plots import plot_quality_by_ratio
+from ..evaluation.report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, ratio_condition
 from ..training.arguments import read_recipe
 from ..training.data import DataSource
-from .card_records import Score, TrainingData, TrainingRecord
+from .card_records import TASK_NAMES, Score, TrainingData, TrainingRecord
 from .cards import language_model_card, model_card
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ def write_card(
     license: str = "apache-2.0",
 ) -> Path:
     """Write `README.md` of a checkpoint folder from its configuration, its training's record, and its scores.
+
+    Of a compressor with several ratios the folder gets pictures of quality by ratio, too, which the card shows.
 
     Args:
         folder: what `context-compressors train` made: a compressor or a plain language model with `recipe.yaml` and
@@ -95,7 +98,8 @@ def write_card(
     if compresses:
         if config.base_model_name_or_path:
             config.base_model_name_or_path = _shown_name(config.base_model_name_or_path)
-        text = model_card(config, training, scores, limits, summary=summary, **fields)
+        pictures = {} if report is None else _pictures(report, folder)
+        text = model_card(config, training, scores, limits, summary=summary, pictures=pictures, **fields)
     else:
         summary = summary or (
             f"A language model of {num_parameters:,} parameters ({config.model_type}), trained on the data below: "
@@ -107,6 +111,16 @@ def write_card(
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _pictures(report: EvaluationReport, folder: Path) -> dict[str, str]:
+    """Draw each task by ratio; what was drawn, by file."""
+    drawn = {}
+    for task in report.tasks():
+        if len(report.ratios(task)) > 1:
+            path = plot_quality_by_ratio([report], task, MAIN_METRICS[task], folder / f"{task}_by_ratio.png")
+            drawn[path.name] = f"{TASK_NAMES[task]} by compression ratio"
+    return drawn
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,20 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
             assert rows[task_name, dataset, shown, str(ratio)] == [f"{value:.2f}" for value in expected]
     # Questions on one data set, both others on two; questions have two main metrics, and there are two ratios.
     assert sum(key[3:] in (("2",), ("4",)) for key in rows) == 2 * (2 + 2 + 2)
+
+
+def test_a_compressors_card_shows_quality_by_ratio(root: Path):
+    text = write_card(root / "compressor", [root / "compressor.json"], LIMITS).read_text()
+    shown = dict(re.findall(r"^!\[(.+)\]\((\w+\.png)\)$", text.partition("## Training")[0], re.MULTILINE))
+    assert shown == {
+        f"{name} by compression ratio": f"{name.lower().replace(' ', '_')}_by_ratio.png"
+        for name in ("Question answering", "Reconstruction", "Continuation")
+    }
+    pictures = {name: (root / "compressor" / name).read_bytes() for name in shown.values()}
+    assert all(content.startswith(b"\x89PNG") for content in pictures.values())
+    # A repository that is built again must have the same bytes.
+    write_card(root / "compressor", [root / "compressor.json"], LIMITS)
+    assert pictures == {name: (root / "compressor" / name).read_bytes() for name in shown.values()}
 
 
 def test_a_compressors_card_holds_its_training(root: Path):
