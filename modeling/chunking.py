@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .compressed_context import KeyValues
 from .position_layout import decoder_position_ids
-from .splicing import right_padded
+from .splicing import right_padded, take_places
 
 Slots = Tensor | KeyValues
 
@@ -89,7 +89,7 @@ def join(slots: Slots, slot_mask: Tensor, chunks_per_row: int) -> tuple[Slots, T
     num_slots = int(slot_mask.sum(dim=1).max())
     order = slot_mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
     if isinstance(slots, Tensor):
-        joined = slots.reshape(batch_size, -1, slots.shape[-1]).take_along_dim(order[:, :, None], dim=1)
+        joined = take_places(slots.reshape(batch_size, -1, slots.shape[-1]), order)
     else:
         joined = tuple(tuple(_join_heads(states, batch_size, order) for states in pair) for pair in slots)
     return joined, slot_mask.gather(1, order)
@@ -99,7 +99,7 @@ def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
     """`join` for the keys or values of one layer."""
     heads, head_dim = states.shape[1], states.shape[3]
     rows = states.reshape(batch_size, -1, *states.shape[1:]).transpose(1, 2)
-    return rows.reshape(batch_size, heads, -1, head_dim).take_along_dim(order[:, None, :, None], dim=2)
+    return take_places(rows.reshape(batch_size, heads, -1, head_dim), order, dim=2)
 
 
 def memory_position_ids(slot_mask: Tensor, chunks: Chunks, slot_counts: Tensor, layout: str, carrier: str) -> Tensor:

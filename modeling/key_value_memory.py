@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .compressed_context import CompressedContext, KeyValues
+from .splicing import take_places
 
 # Frequencies that do not depend on the length of the sequence, so that keys can be rotated on.
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)
@@ -28,14 +29,14 @@ class KeyValueRecorder(DynamicCache):
 
     def __init__(self, places: Tensor):
         super().__init__()
-        self._places = places[:, None, :, None]
+        self._places = places
         self._recorded: dict[int, tuple[Tensor, Tensor]] = {}
         self._is_open = True
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Note a layer's rotated keys and values, `(batch_size, num_heads, num_places, head_dim)`."""
         # Gradient checkpointing runs this a second time and has to find the same operations.
-        chosen = tuple(states.take_along_dim(self._places, dim=2) for states in (key_states, value_states))
+        chosen = tuple(take_places(states, self._places, dim=2) for states in (key_states, value_states))
         if self._is_open:
             self._recorded[layer_idx] = chosen
         return key_states, value_states
@@ -97,8 +98,8 @@ def aligned_right(memory: CompressedContext) -> KeyValues:
     mask = memory.attention_mask
     if bool(mask.all()):
         return memory.key_values
-    order = mask.argsort(dim=1, stable=True)[:, None, :, None]
-    return tuple(tuple(part.take_along_dim(order, dim=2) for part in pair) for pair in memory.key_values)
+    order = mask.argsort(dim=1, stable=True)
+    return tuple(tuple(take_places(part, order, dim=2) for part in pair) for pair in memory.key_values)
 
 
 def filled_cache(key_values: KeyValues, cache: Cache | None, use_cache: bool) -> Cache:

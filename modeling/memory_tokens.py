@@ -16,7 +16,7 @@ from .inputs import check_context_length, check_mask, check_ratios, check_token_
 from .key_value_memory import sliding_window
 from .modeling_compressor import CompressorModel, CompressorPreTrainedModel
 from .position_layout import encoder_memory_ids
-from .splicing import SplicedSequence, reads_falling_ids_as_packed, splice
+from .splicing import SplicedSequence, reads_falling_ids_as_packed, splice, take_places
 
 # Implementations that take a mask with a value for every pair of places.
 _PAIRWISE_MASKS = ("eager", "sdpa")
@@ -42,7 +42,7 @@ class MemoryRows:
 
     def read(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The memory tokens' states of each ratio, `(num_chunks, num_slots, hidden_size)`, and their mask."""
-        states = states.take_along_dim(self.places[:, :, None], dim=1)
+        states = take_places(states, self.places)
         return [
             (states[:, first : first + mask.shape[1]].masked_fill(mask[:, :, None] == 0, 0), mask)
             for first, mask in self.groups

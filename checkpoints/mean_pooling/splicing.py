@@ -36,14 +36,30 @@ class SplicedSequence:
             joined = torch.nn.functional.pad(joined, (0,) * 2 * (joined.dim() - 2) + (1, 0))
         if self.order is None:
             return joined
-        order = self.order.reshape(self.order.shape + (1,) * (joined.dim() - 2))
-        return joined.take_along_dim(order, dim=1)
+        return take_places(joined, self.order)
 
     def text_states(self, states: Tensor) -> Tensor:
         """The states `(batch_size, num_text_tokens, hidden_size)` that belong to the text tokens."""
         if self.order is None:
             return states[:, states.shape[1] - self.text_places.shape[1] :]
-        return states.take_along_dim(self.text_places[:, :, None], dim=1)
+        return take_places(states, self.text_places)
+
+
+def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:
+    """Whole vectors from some places of each row; like `take_along_dim`, and several times as fast.
+
+    Args:
+        states: `(batch_size, ..., num_places, ...)`.
+        places: `(batch_size, num_taken)`, from 0 on.
+        dim: which dimension of `states` has the places.
+
+    Returns:
+        `(batch_size, ..., num_taken, ...)`.
+    """
+    shape, sizes = [1] * states.dim(), list(states.shape)
+    shape[0], shape[dim] = places.shape
+    sizes[dim] = places.shape[1]
+    return states.gather(dim, places.reshape(shape).expand(sizes))
 
 
 def splice(

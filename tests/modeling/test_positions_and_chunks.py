@@ -6,6 +6,7 @@ import torch
 
 from context_compressors.modeling.compressed_context import CompressedContext
 from context_compressors.modeling.position_layout import decoder_position_ids, encoder_position_ids
+from context_compressors.modeling.splicing import take_places
 
 PAD, BOS = 0, 1
 AE, LM = 128, 129
@@ -32,6 +33,19 @@ class Seen:
         width = kwargs["position_ids"].shape[1]
         rows = zip(kwargs["position_ids"], kwargs["attention_mask"][:, -width:].bool(), strict=True)
         return [positions[mask].tolist() for positions, mask in rows]
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(1, (3, 6)), (1, (3, 6, 4)), (2, (3, 2, 6, 4))])
+def test_vectors_are_taken_from_the_places_of_each_row(dim, shape):
+    states = torch.randn(shape, requires_grad=True)
+    places = torch.tensor([[5, 0], [2, 2], [0, 4]])
+    taken = take_places(states, places, dim)
+    rows = [row.index_select(dim - 1, at) for row, at in zip(states, places, strict=True)]
+    naive = torch.stack(rows)
+    assert torch.equal(taken, naive)
+    upstream = torch.randn_like(taken)
+    (gradient,), (expected,) = (torch.autograd.grad(out, states, upstream) for out in (taken, naive))
+    torch.testing.assert_close(gradient, expected)
 
 
 def needs_embeddings(case):
