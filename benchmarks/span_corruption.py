@@ -4,6 +4,7 @@
     python benchmarks/span_corruption.py --data DATA                         # all six models, three seeds
     python benchmarks/span_corruption.py --data DATA --models t5 decal_2x    # two of them
     python benchmarks/span_corruption.py --seeds 0 --steps 20                # generated documents alone, and briefly
+    python benchmarks/span_corruption.py --data DATA --save PRETRAINED       # for decal_fine_tuning.py
 
 DATA is a folder with the data files: texts of Standard Ebooks and OpenStax, whose held-out documents are the test. The
 models are those of Tables 1 and 5: the T5 baseline, DeCAL 2x, 4x and 8x, AttnPool 2x, and DeCAL 2x without token
@@ -34,6 +35,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from context_compressors import DeCALForConditionalGeneration
 from context_compressors.evaluation.report import environment, markdown_table
 from context_compressors.training.arguments import OPTIMIZERS, TrainingConfig
+from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.denoising import DenoisingDataset, Seq2SeqCompressionTrainer, new_encoder_decoder
 from context_compressors.training.span_corruption import SpanCorruption, SpanCorruptionCollator, add_sentinel_tokens
 from context_compressors.training.suggestions import check_choice
@@ -70,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--layers", type=positive_int, default=3, metavar="L", help="of encoder and of decoder (default: 3)")
     add("--learning-rate", type=float, default=3e-3, metavar="R", help="of AdamW's part (default: 3e-3)")
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
+    add("--save", metavar="FOLDER", help="keep the trained models, as FOLDER/seed_S/NAME (default: they are not kept)")
     add("--test-texts", type=positive_int, default=400, metavar="N", help="texts of the test (default: 400)")
     add("--output", default=str(RESULTS / "span_corruption.json"), metavar="FILE", help="where the JSON goes")
     return parser
@@ -111,8 +114,9 @@ def train(
     arguments: argparse.Namespace,
     tokenizer: PreTrainedTokenizerBase,
     data: DenoisingDataset,
-    collator: SpanCorruptionCollator,
+    collator: CompressionCollator,
     seed: int,
+    objective: str = "denoising",
 ) -> dict[str, Any]:
     """Train a model for the budget; how long it took, and its last loss."""
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +124,7 @@ def train(
         warmup = min(50, arguments.steps // 4)
         args = TrainingConfig(
             output_dir=folder,
-            objective="denoising",
+            objective=objective,
             per_device_train_batch_size=arguments.batch_size,
             max_steps=arguments.steps,
             optimizer=arguments.optimizer,
@@ -174,13 +178,13 @@ def test(
     return {"accuracy": 100 * correct / total, "loss": loss / total}
 
 
-def read_results(path: Path, budget: Mapping[str, Any]) -> dict[str, Any]:
+def read_results(path: Path, budget: Mapping[str, Any], benchmark: str = "span_corruption") -> dict[str, Any]:
     """The result file, or an empty one.
 
     Raises:
         ValueError: it is no result file of this benchmark, or its runs had another budget.
     """
-    empty = {"format_version": 1, "benchmark": "span_corruption", "budget": dict(budget), "runs": [], "summary": []}
+    empty = {"format_version": 1, "benchmark": benchmark, "budget": dict(budget), "runs": [], "summary": []}
     if not path.is_file():
         return empty
     try:
@@ -248,6 +252,10 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             run = {"model": name, "config": MODELS[name], "seed": seed, "parameters": model.num_parameters()}
             run |= train(model, arguments, tokenizer, training, collator, seed)
             run |= test(model, held_out, collator, arguments.batch_size)
+            if arguments.save is not None:
+                folder = Path(arguments.save) / f"seed_{seed}" / name
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
             results["runs"].append({**run, "environment": environment()})
             results["summary"] = summarize(results["runs"])
             write_json(output, results)

@@ -71,3 +71,30 @@ def test_encoder_cost_has_a_row_for_each_model_and_ratio(script, tmp_path):
     assert rows[0]["relative"] == 1
     assert output.with_suffix(".png").stat().st_size > 1000
     assert encoder_cost.main(["--d-model", "60"]) == 1
+
+
+@pytest.mark.slow
+def test_fine_tuning_goes_on_from_what_span_corruption_has_kept(script, tokenizer_folder, tmp_path, capsys):
+    pretrained, output = tmp_path / "pretrained", tmp_path / "results.json"
+    toy = ["--tokenizer", tokenizer_folder, "--steps", "2", "--batch-size", "2", "--inputs-length", "24"]
+    toy += ["--hidden-size", "32", "--layers", "1", "--test-texts", "3", "--seeds", "0"]
+    toy += ["--output", str(tmp_path / "spans.json")]
+    script("span_corruption").main([*toy, "--models", "t5", "decal_4x", "--save", str(pretrained)])
+    decal_fine_tuning = script("decal_fine_tuning")
+    names = ["t5", "decal_4x", *decal_fine_tuning.FROM_BASELINE]
+    toy = [str(pretrained), "--steps", "2", "--text-steps", "1", "--batch-size", "2", "--context-tokens", "120"]
+    toy += ["--test-questions", "3", "--seeds", "0", "--output", str(output)]
+    assert decal_fine_tuning.main([*toy, "--models", *names]) == 0
+    results = json.loads(output.read_text())
+    runs = {run["model"]: run for run in results["runs"]}
+    assert list(runs) == names
+    assert [name for name in names if "text" in runs[name]["training"]] == ["ccproxy_2x", "autoencoding_2x"]
+    weights = {name: run["pretrained"] for name, run in runs.items()}
+    assert weights["t5"] == weights["ccproxy_2x"] != weights["decal_4x"]
+    conditions = [row["condition"] for row in runs["decal_4x"]["rows"]]
+    assert conditions == ["no_context", "ratio=4"]
+    found = {(row["model"], row["context"]) for row in results["summary"]}
+    assert found == {(name, context) for name in names for context in ("none", "compressed")}
+    assert all(row["answer_perplexity"]["mean"] > 1 for row in results["summary"])
+    assert decal_fine_tuning.main([*toy, "--models", "decal_2x"]) == 1
+    assert "span_corruption.py --save" in capsys.readouterr().err

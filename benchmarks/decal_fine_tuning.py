@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of DeCAL and what its paper compares with it, fine-tuned alike on questions (Tables 2, 3 and 5).
+
+    python benchmarks/span_corruption.py --data DATA --save PRETRAINED
+    python benchmarks/decal_fine_tuning.py PRETRAINED --data DATA                       # all nine models, three seeds
+    python benchmarks/decal_fine_tuning.py PRETRAINED --data DATA --seeds 0 --models t5 decal_2x
+
+PRETRAINED is a folder of models that span_corruption.py has trained. Those with a name of their own there are tuned as
+they are. Three start from its T5 baseline: `ccproxy_2x` and `autoencoding_2x` (DeCAL 2x) learn autoencoding and
+continuation first, in a share of the pretraining's steps (--text-steps), and `fine_tune_only_2x` compresses from its
+first question on. The T5 baseline reads its context whole: it is the bound.
+
+All models see the same questions in the same order, on windows that hold the answer: of generated documents, SQuAD and
+NarrativeQA summaries, and without --data of generated documents alone. They are tested on documents that are not in
+training: exact match and F1 of what they write, and the perplexity of the right answer's tokens, EOS included, which
+tells models apart that hardly answer yet. As in the paper the question stands in front of its context in the encoder;
+without context it stands there alone.
+
+Every finished (model, seed) is a run in the result file and is not done again; runs of another budget are refused
+there. Scores are means over seeds, with the standard deviation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from benchmark_tools import RESULTS, positive_int, write_json
+from small_scale_data import prepare
+from span_corruption import read_results, train
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from context_compressors import DeCALForConditionalGeneration
+from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.report import NO_CONTEXT, environment, markdown_table
+from context_compressors.evaluation.samples import EvaluationDataset
+from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.modeling.prompting import context_end_ids
+from context_compressors.training.arguments import OPTIMIZERS
+from context_compressors.training.denoising import Seq2SeqCollator
+from context_compressors.training.examples import CompressionDataset
+from context_compressors.training.stages import changed_config
+from context_compressors.training.suggestions import check_choice
+
+_BASELINE = "t5"
+PRETRAINED = ("t5", "decal_2x", "decal_4x", "decal_8x", "attention_pooling_2x", "decal_2x_no_pooling")
+_CCPROXY = {"latent_placement": "appended", "latent_pooling": False, "encoder_attention": "causal"}
+# Started from the T5 baseline: fields of the configuration, and whether autoencoding and continuation come first.
+FROM_BASELINE: dict[str, tuple[dict[str, Any], bool]] = {
+    "ccproxy_2x": ({**_CCPROXY, "compression_ratios": [2]}, True),
+    "autoencoding_2x": ({"compression_ratios": [2]}, True),
+    "fine_tune_only_2x": ({"compression_ratios": [2]}, False),
+}
+MODELS = (*PRETRAINED, *FROM_BASELINE)
+METRICS = ("answer_perplexity", "exact_match", "f1")
+# As in the paper: a question stands in front of its context, and is compressed with it.
+_QUESTION_PLACEMENT = "encoder"
+_DATA_SEED = 0
+_BUDGET = ("steps", "text_steps", "batch_size", "context_tokens", "learning_rate", "optimizer", "test_questions")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("pretrained", metavar="PRETRAINED", help="folder that span_corruption.py --save has written")
+    add("--data", metavar="FOLDER", help="folder with the data files (default: generated documents alone)")
+    add("--models", nargs="+", default=list(MODELS), metavar="NAME", help=f"among {', '.join(MODELS)}")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
+    add("--steps", type=positive_int, default=300, metavar="N", help="of fine-tuning (default: 300)")
+    add("--text-steps", type=positive_int, default=80, metavar="N", help="of autoencoding (default: 80)")
+    add("--batch-size", type=positive_int, default=16, metavar="B", help="contexts in a step (default: 16)")
+    add("--context-tokens", type=positive_int, default=64, metavar="N", help="longest context (default: 64)")
+    add("--learning-rate", type=float, default=1e-3, metavar="R", help="of AdamW's part (default: 1e-3)")
+    add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
+    add("--test-questions", type=positive_int, default=200, metavar="N", help="per data set (default: 200)")
+    add("--output", default=str(RESULTS / "decal_fine_tuning.json"), metavar="FILE", help="where the JSON goes")
+    return parser
+
+
+def load(name: str, folder: Path) -> PreTrainedModel:
+    """A model as fine-tuning, or what comes before it, finds it.
+
+    Raises:
+        ValueError: there is no such checkpoint in the folder.
+    """
+    source = folder / (name if name in PRETRAINED else _BASELINE)
+    if not (source / "config.json").is_file():
+        raise ValueError(f"{source} is not there: train it with span_corruption.py --save")
+    loading = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    if name in PRETRAINED:
+        config = DeCALForConditionalGeneration.config_class.from_pretrained(source)
+        config = changed_config(config, {"question_placement": _QUESTION_PLACEMENT})
+        return DeCALForConditionalGeneration.from_pretrained(source, config=config, **loading)
+    fields = {**FROM_BASELINE[name][0], "question_placement": _QUESTION_PLACEMENT}
+    return DeCALForConditionalGeneration.from_base(str(source), **loading, **fields)
+
+
+def examples(
+    sources: Sequence[Mapping[str, Any]],
+    tasks: Sequence[str],
+    arguments: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> CompressionDataset:
+    """Training examples of some tasks, the same for every model and seed; sources that have none are left out."""
+    kept = []
+    for source in sources:
+        asked = [task for task in tasks if task in source["tasks"]]
+        if asked:
+            kept.append({**source, "tasks": asked})
+    return CompressionDataset(
+        kept,
+        tokenizer,
+        arguments.steps * arguments.batch_size,
+        data_dir=str(folder),
+        max_context_tokens=arguments.context_tokens,
+        min_context_tokens=min(16, arguments.context_tokens),
+        max_target_tokens=arguments.context_tokens + 1,
+        canonical_prompts=True,
+        overlong_contexts="skip",
+        seed=_DATA_SEED,
+    )
+
+
+def fine_tune(
+    name: str,
+    model: PreTrainedModel,
+    arguments: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Mapping[str, Any]],
+    folder: Path,
+    seed: int,
+) -> dict[str, Any]:
+    """Train a model on questions, and on its text before that where it learns some; time and last loss by stage."""
+    collator = Seq2SeqCollator.from_tokenizer(
+        tokenizer,
+        question_placement=model.config.question_placement,
+        context_end_ids=context_end_ids(tokenizer),
+    )
+    stages = {"questions": (("question_answering",), arguments.steps)}
+    if name in FROM_BASELINE and FROM_BASELINE[name][1]:
+        stages = {"text": (("reconstruction", "continuation"), arguments.text_steps), **stages}
+    outcome = {}
+    for stage, (tasks, steps) in stages.items():
+        budget = argparse.Namespace(**{**vars(arguments), "steps": steps})
+        data = examples(sources, tasks, budget, tokenizer, folder)
+        outcome[stage] = train(model, budget, tokenizer, data, collator, seed, "compression")
+    return outcome
+
+
+def evaluate(
+    model: PreTrainedModel,
+    arguments: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    tests: Sequence[EvaluationDataset],
+) -> list[dict[str, Any]]:
+    """Scores by data set and condition, without context and at the model's ratio."""
+    settings = EvaluationSettings(
+        tasks=("question_answering",),
+        max_samples=arguments.test_questions,
+        batch_size=50,
+        max_new_tokens={"question_answering": 16, "summarisation": 1},
+        answer_perplexity=True,
+    )
+    return [asdict(row) for row in evaluate_model(model.eval(), tokenizer, tests, settings).rows]
+
+
+def summarize(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each data set and model, and one for it without context: mean and deviation over the seeds."""
+    found: dict[tuple[str, str, bool], list[tuple[int, Mapping[str, float]]]] = {}
+    for run in runs:
+        for row in run["rows"]:
+            key = (row["dataset"], run["model"], row["condition"] == NO_CONTEXT)
+            found.setdefault(key, []).append((run["seed"], row["metrics"]))
+    summary = []
+    for (dataset, name, is_bound), scores in found.items():
+        entry: dict[str, Any] = {"dataset": dataset, "model": name, "context": "none" if is_bound else "compressed"}
+        entry["seeds"] = sorted(seed for seed, _ in scores)
+        for metric in METRICS:
+            values = [metrics[metric] for _, metrics in scores]
+            entry[metric] = {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None}
+        summary.append(entry)
+    return sorted(summary, key=lambda row: (row["dataset"], row["context"], row["answer_perplexity"]["mean"]))
+
+
+def table(summary: Sequence[Mapping[str, Any]]) -> str:
+    """The summary as Markdown."""
+    rows = []
+    for row in summary:
+        cells = [
+            f"{row[metric]['mean']:.2f}" + ("" if row[metric]["std"] is None else f" ± {row[metric]['std']:.2f}")
+            for metric in METRICS
+        ]
+        rows.append([row["dataset"], row["model"], row["context"], len(row["seeds"]), *cells])
+    return markdown_table(["data set", "model", "context", "seeds", "answer perplexity", "EM", "F1"], rows)
+
+
+def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Do what is not in the result file yet; returns its content.
+
+    Raises:
+        ValueError: an unknown model, a missing checkpoint or data file, or runs of another budget.
+    """
+    for name in arguments.models:
+        check_choice("model", name, MODELS)
+    pretrained, output = Path(arguments.pretrained), Path(arguments.output)
+    checkpoints = {seed: pretrained / f"seed_{seed}" for seed in arguments.seeds}
+    for name in arguments.models:
+        for folder in checkpoints.values():
+            load(name, folder)
+    budget = {name: getattr(arguments, name) for name in _BUDGET}
+    budget |= {"data": "generated" if arguments.data is None else "generated and real text"}
+    results = read_results(output, budget, "decal_fine_tuning")
+    with tempfile.TemporaryDirectory() as work:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoints[arguments.seeds[0]] / _BASELINE)
+        sources, tests = prepare(arguments.data, tokenizer, arguments.context_tokens, Path(work))
+        tests = [test for test in tests if "question_answering" in test.tasks()]
+        for seed, folder in checkpoints.items():
+            for name in arguments.models:
+                if (name, seed) in [(run["model"], run["seed"]) for run in results["runs"]]:
+                    continue
+                print(f"{name}, seed {seed}", flush=True)
+                set_seed(seed)
+                model = load(name, folder)
+                run: dict[str, Any] = {"model": name, "seed": seed, "pretrained": _fingerprint(name, folder)}
+                run["training"] = fine_tune(name, model, arguments, tokenizer, sources, Path(work), seed)
+                run["rows"] = evaluate(model, arguments, tokenizer, tests)
+                results["runs"].append({**run, "environment": environment()})
+                results["summary"] = summarize(results["runs"])
+                write_json(output, results)
+    return results
+
+
+def _fingerprint(name: str, folder: Path) -> str:
+    """Which weights a run started from."""
+    weights = folder / (name if name in PRETRAINED else _BASELINE) / "model.safetensors"
+    return hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        results = run_all(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{table(results['summary'])}\n\nruns are in {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
