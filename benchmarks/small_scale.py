@@ -6,12 +6,15 @@
     python benchmarks/small_scale.py --data DATA --ratios 5 --method icae --config '{"position_layout": "enhanced"}'
     python benchmarks/small_scale.py --data DATA --jobs benchmarks/small_scale_jobs.json   # a list of such runs
     python benchmarks/small_scale.py --seeds 0 --steps 50             # generated documents alone, and briefly
+    python benchmarks/small_scale.py --data DATA --tasks reconstruction --restoration-lengths 64 128 256
 
 DATA is a folder with the data files: SQuAD, NarrativeQA summaries and OpenStax. Reconstruction, continuation and
 question answering are trained together on contexts of at most --context-tokens, and tested on documents that are not
 in training, beside the base itself without context and with the full context. A question's answer always stands in its
 context. All methods see the same contexts, questions and targets. Where a method has task tokens, its text starts with
-them, and they take the place of the words that ask for a reconstruction (prompts "embedded", or --prompts).
+them, and they take the place of the words that ask for a reconstruction (prompts "embedded", or --prompts). --tasks
+leaves tasks out; with reconstruction alone it is GMSA's first stage, and tests may be of lengths beyond the trained
+ones (--restoration-lengths).
 
 A job file is a list of mappings with `method` and, where they differ from the command line, `config`, `ratios` and
 `prompts`; it is gone through once for each seed. With --lowest-first a model of several ratios is trained at its
@@ -192,7 +195,7 @@ def train(
     fields = {**fields_of(arguments), "compression_ratios": list(arguments.ratios)}
     model = load_compressor(ModelArguments(base=arguments.base, method=arguments.method, method_config=fields))
     dataset = CompressionDataset(
-        sources,
+        _with_tasks(sources, arguments.tasks),
         tokenizer,
         arguments.steps * arguments.batch_size,
         data_dir=str(folder),
@@ -218,14 +221,14 @@ def train(
     prompts = prompts_of(arguments, model)
     samples = {
         task: [s for test in tests for s in held_out(tokenizer, test, arguments.context_tokens, prompts, task)]
-        for task in _CURVE_TASKS
+        for task in _curve_tasks(arguments)
     }
     curves = _HeldOutCurves(model, tokenizer, samples)
     trainer.add_callback(curves)
     start = time.perf_counter()
     outcome = trainer.train()
     log = [
-        {name: entry[name] for name in ("step", "loss", *(f"{task}_loss" for task in _CURVE_TASKS))}
+        {name: entry[name] for name in ("step", "loss", *(f"{task}_loss" for task in samples))}
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
@@ -238,6 +241,16 @@ def train(
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
     return model, used, log
+
+
+def _with_tasks(sources: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> list[dict[str, Any]]:
+    """The sources that serve some of the tasks, for these alone."""
+    kept = [{**source, "tasks": [task for task in source["tasks"] if task in tasks]} for source in sources]
+    return [source for source in kept if source["tasks"]]
+
+
+def _curve_tasks(arguments: argparse.Namespace) -> list[str]:
+    return [task for task in _CURVE_TASKS if task in arguments.tasks]
 
 
 def evaluate(
@@ -260,6 +273,8 @@ def evaluate(
         ("reconstruction", arguments.bleu_samples),
         ("continuation", arguments.eval_samples),
     ):
+        if task not in arguments.tasks:
+            continue
         settings = EvaluationSettings(
             tasks=(task,),
             max_samples=samples,
@@ -268,6 +283,7 @@ def evaluate(
             context_tokens=arguments.context_tokens,
             continuation_tokens=_CONTINUATION_TOKENS,
             reconstruction_bleu=task == "reconstruction",
+            restoration_lengths=arguments.restoration_lengths and tuple(arguments.restoration_lengths),
             prompts=prompts,
         )
         report = evaluate_model(model, tokenizer, tests, settings, teacher=base)
@@ -275,7 +291,7 @@ def evaluate(
             metrics = dict(row.metrics)
             if "perplexity" in metrics:
                 metrics["loss"] = math.log(metrics["perplexity"])
-            if task == "reconstruction" and row.condition in densities[row.dataset]:
+            if task == "reconstruction" and row.condition in densities.get(row.dataset, {}):
                 metrics["tokens_per_slot"] = densities[row.dataset][row.condition]
             metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             rows.append({**asdict(row), "metrics": metrics})
@@ -293,7 +309,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(arguments.base)
         base = AutoModelForCausalLM.from_pretrained(arguments.base).to(device).eval()
-        sources, tests = prepare(arguments.data, tokenizer, arguments.context_tokens, Path(folder))
+        sources, tests = prepare(arguments.data, tokenizer, _document_tokens(arguments), Path(folder))
         for job, seed in jobs:
             if _is_finished(job, seed, read_results(output, budget)):
                 continue
@@ -306,6 +322,12 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             run |= {"training": training, "log": log, "evaluation_seconds": time.perf_counter() - start}
             results = _add_run(output, budget, {**run, "environment": environment(), "rows": rows})
     return results
+
+
+def _document_tokens(arguments: argparse.Namespace) -> int:
+    """Longest document: windows of exactly some length need longer ones, and are cut anywhere."""
+    lengths = arguments.restoration_lengths
+    return arguments.context_tokens if lengths is None else 2 * max(arguments.context_tokens, *lengths)
 
 
 def _name(job: argparse.Namespace) -> str:

@@ -30,6 +30,7 @@ METHOD_CONFIGS: dict[str, dict[str, Any]] = {
     "gmsa": {"encoder_lora": _WIDE_LORA},
     "tcp_autoencoder": {"encoder_lora": _WIDE_LORA},
 }
+TASKS = ("question_answering", "reconstruction", "continuation")
 _JOB_FIELDS = ("method", "config", "ratios", "prompts")
 
 
@@ -72,6 +73,14 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     add(
         "--bleu-samples", type=positive_int, default=24, metavar="N", help="reconstructions per data set (default: 24)"
+    )
+    add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="trained and tested (default: all three)")
+    add(
+        "--restoration-lengths",
+        nargs="+",
+        type=positive_int,
+        metavar="N",
+        help="test reconstruction on texts of exactly so many tokens (default: of at most --context-tokens)",
     )
     add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
     add("--output", metavar="FILE", default=str(RESULTS / "small_scale.json"), help="the result file, also read")
@@ -132,7 +141,7 @@ def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
     weights = Path(arguments.base) / "model.safetensors"
     if not weights.is_file():
         raise ValueError(f"there is no base language model in {arguments.base}: name its folder with --base")
-    return {
+    budget = {
         "base": hashlib.sha256(weights.read_bytes()).hexdigest()[:16],
         "data": "generated" if arguments.data is None else "generated and real text",
         "steps": arguments.steps,
@@ -146,6 +155,12 @@ def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "eval_samples": arguments.eval_samples,
         "bleu_samples": arguments.bleu_samples,
     }
+    # Only where they were asked for: files of before have runs with all tasks.
+    if set(arguments.tasks) != set(TASKS):
+        budget["tasks"] = sorted(arguments.tasks)
+    if arguments.restoration_lengths is not None:
+        budget["restoration_lengths"] = arguments.restoration_lengths
+    return budget
 
 
 def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:

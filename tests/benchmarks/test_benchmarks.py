@@ -342,6 +342,21 @@ def test_small_scale_scores_every_data_set_beside_the_bounds(
 
 
 @pytest.mark.slow
+def test_small_scale_restores_texts_of_several_lengths(script, base: Path, tmp_path: Path):
+    output = tmp_path / "small.json"
+    more = ["--tasks", "reconstruction", "--restoration-lengths", "24", "40", "--context-tokens", "32", "--seeds", "0"]
+    assert script("small_scale").main(small_scale_arguments(base, output, *more)) == 0
+    results = json.loads(output.read_text(encoding="utf-8"))
+    assert (results["budget"]["tasks"], results["budget"]["restoration_lengths"]) == (["reconstruction"], [24, 40])
+    (run,) = results["runs"]
+    assert {row["task"] for row in run["rows"]} == {"reconstruction"}
+    assert {row["dataset"] for row in run["rows"]} == {"generated, 24 tokens", "generated, 40 tokens"}
+    assert set(run["log"][0]) == {"step", "loss", "reconstruction_loss"}
+    # No row of another set of tasks may come beside it.
+    assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "1")) == 1
+
+
+@pytest.mark.slow
 def test_small_scale_gives_task_tokens_their_prompts_and_all_methods_the_same_tokens(
     script, base: Path, tmp_path: Path
 ):
