@@ -70,6 +70,25 @@ class TrainingRecord:
 
 
 @dataclass(frozen=True)
+class RetrievalScore:
+    """How well a retrieval checkpoint ranks a collection at one ratio, and what the ratio saves.
+
+    Args:
+        dataset: the collection's name.
+        ratio: tokens per vector, of queries and documents.
+        ndcg_at_10: nDCG@10 in percent.
+        bm25: nDCG@10 of BM25 on the same collection, in percent.
+        storage_saving: tokens of the documents for each vector of the index.
+    """
+
+    dataset: str
+    ratio: int
+    ndcg_at_10: float
+    bm25: float | None = None
+    storage_saving: float | None = None
+
+
+@dataclass(frozen=True)
 class Score:
     """One number, with its two bounds beside it.
 

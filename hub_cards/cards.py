@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .card_records import TASK_NAMES, Score, TrainingRecord
+from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,6 +38,7 @@ _OWN_FIELDS = {
     "compression": "Slots are made by",
     "question_placement": "A question is read by",
 }
+_NOT_MEASURED = "Not measured."
 _QUESTION = 'tokenizer(question, return_tensors="pt")'
 # The task token takes BOS's place.
 _QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")'
@@ -107,7 +108,7 @@ def model_card(
         "compressor_template.md",
         metadata,
         training,
-        scores,
+        score_table(scores),
         "\n\n".join(filter(None, [scores_note, *(f"![{text}]({name})" for name, text in (pictures or {}).items())])),
         limits,
         model_id=model_id,
@@ -120,6 +121,91 @@ def model_card(
         auto_class="AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM",
         method=method_text(config.model_type),
     )
+
+
+def retrieval_card(
+    config: PreTrainedConfig,
+    training: TrainingRecord,
+    scores: Sequence[RetrievalScore],
+    limits: Sequence[str],
+    *,
+    model_id: str,
+    summary: str | None = None,
+    scores_note: str | None = None,
+    license: str = "apache-2.0",
+    language: str | Sequence[str] = "en",
+) -> str:
+    """Write the card of a compressor that ranks documents by several vectors each.
+
+    Args:
+        config: the configuration of a checkpoint that `AutoModelForTextEncoding` loads.
+        training: how the checkpoint was made.
+        scores: its rankings, each beside BM25's.
+        limits: what it cannot do, one sentence each; never empty.
+        model_id: repository or folder that the snippet loads.
+        summary: what it is, in a sentence or two; made from the configuration when `None`.
+        scores_note: how the scores were measured, in sentences under their table.
+        license: licence of the weights, as the Hub writes it.
+        language: ISO 639-1 code or codes.
+
+    Returns:
+        the text of `README.md`, which starts with YAML metadata.
+
+    Raises:
+        ValueError: no limits are named, or a score's ratio is none of the checkpoint's.
+    """
+    ratios = tuple(config.compression_ratios)
+    for score in scores:
+        if score.ratio not in ratios:
+            raise ValueError(f"the score on {score.dataset!r} has ratio {score.ratio}; the checkpoint has {ratios}")
+    metadata = _metadata(model_id, training, [], license, language)
+    metadata.pipeline_tag = "feature-extraction"
+    metadata.tags = ["context-compression", "late-interaction", _method(config).replace(" ", "-")]
+    metadata.eval_results = [
+        EvalResult(
+            task_type="text-retrieval",
+            task_name="Text retrieval",
+            dataset_type=score.dataset.lower().replace(" ", "_"),
+            dataset_name=score.dataset,
+            metric_type="ndcg_at_10",
+            metric_name=f"nDCG@10, ratio {score.ratio}",
+            metric_value=round(score.ndcg_at_10, 4),
+        )
+        for score in scores
+    ] or None
+    return _fill(
+        "retrieval_template.md",
+        metadata,
+        training,
+        retrieval_table(scores),
+        scores_note,
+        limits,
+        model_id=model_id,
+        summary=summary
+        or (
+            f"A retrieval model ({_method(config)}): queries and documents become one vector for every "
+            f"{_listed(ratios)} tokens, compared by Chamfer similarity (MaxSim)."
+        ),
+        facts=_facts(config),
+        ratio=str(ratios[0]),
+        method=method_text(config.model_type),
+    )
+
+
+def retrieval_table(scores: Sequence[RetrievalScore]) -> str:
+    """A Markdown table of rankings, each beside BM25's.
+
+    Args:
+        scores: the rows, in order.
+    """
+    if not scores:
+        return _NOT_MEASURED
+    lines = ["| data | ratio | nDCG@10 | BM25 | index, times smaller |", "| --- | ---: | ---: | ---: | ---: |"]
+    for score in scores:
+        numbers = [score.ndcg_at_10, score.bm25, score.storage_saving]
+        cells = [score.dataset, str(score.ratio), *("–" if n is None else f"{n:.1f}" for n in numbers)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def language_model_card(
@@ -167,7 +253,7 @@ def language_model_card(
         "language_model_template.md",
         metadata,
         training,
-        scores,
+        score_table(scores),
         scores_note,
         limits,
         model_id=model_id,
@@ -198,7 +284,7 @@ def _fill(
     template: str,
     metadata: ModelCardData,
     training: TrainingRecord,
-    scores: Sequence[Score],
+    scores: str,
     scores_note: str | None,
     limits: Sequence[str],
     **fields: str,
@@ -207,7 +293,7 @@ def _fill(
         raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
     text = Template((_FOLDER / template).read_text(encoding="utf-8")).substitute(
         title=_title(fields["model_id"]),
-        scores="\n\n".join(filter(None, [score_table(scores), scores_note])),
+        scores="\n\n".join(filter(None, [scores, scores_note])),
         training=_training(training),
         limits="\n".join(f"- {limit}" for limit in limits),
         **fields,
@@ -235,7 +321,7 @@ def score_table(scores: Sequence[Score]) -> str:
         scores: the rows, in order.
     """
     if not scores:
-        return "Not measured."
+        return _NOT_MEASURED
     lines = [
         "| task | data | metric | ratio | no context | compressed | full context |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: |",
@@ -256,12 +342,15 @@ def score_table(scores: Sequence[Score]) -> str:
 
 def _default_summary(config: PreTrainedConfig) -> str:
     base = f" on {config.base_model_name_or_path}" if config.base_model_name_or_path else ""
-    *first, last = map(str, config.compression_ratios)
-    ratios = f"{', '.join(first)} or {last}" if first else last
     return (
         f"A soft context compressor ({_method(config)}){base}: it reads a long context once, keeps {_kept(config)} "
-        f"for every {ratios} tokens, and answers from those."
+        f"for every {_listed(config.compression_ratios)} tokens, and answers from those."
     )
+
+
+def _listed(ratios: Sequence[int]) -> str:
+    *first, last = map(str, ratios)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _kept(config: PreTrainedConfig) -> str:

@@ -20,8 +20,9 @@ from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, ratio_condition
 from ..training.arguments import read_recipe
 from ..training.data import DataSource
-from .card_records import TASK_NAMES, Score, TrainingData, TrainingRecord
-from .cards import language_model_card, model_card
+from ..training.retrieval_data import RetrievalSource
+from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingData, TrainingRecord
+from .cards import language_model_card, model_card, retrieval_card
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ _METRICS = {
     "continuation": {"perplexity": "perplexity"},
 }
 _NOT_STATED = "not stated"
+# What benchmarks/retrieval.py ranks.
+_COLLECTION = "SciFact"
 
 _EXAMPLES = """\
 examples:
@@ -61,7 +64,8 @@ def write_card(
     Args:
         folder: what `context-compressors train` made: a compressor or a plain language model with `recipe.yaml` and
             `training_summary.json`.
-        reports: evaluations of the checkpoint, or their files; the card says "Not measured." without any.
+        reports: evaluations of the checkpoint, or their files; of a retrieval checkpoint, files of
+            `benchmarks/retrieval.py`. The card says "Not measured." without any.
         limits: what it cannot do, one sentence each; never empty.
         summary: what it is, in a sentence or two; made from the configuration when `None`.
         model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
@@ -81,6 +85,8 @@ def write_card(
     folder = Path(folder)
     config = _read_config(folder)
     training = _training_record(folder, recipe, hardware)
+    if _is_retrieval(config):
+        return _write_retrieval_card(folder, config, training, reports, limits, summary, model_id, license)
     report = _merged(reports)
     compresses = isinstance(config, CompressorConfig)
     num_parameters = _num_parameters(config)
@@ -108,9 +114,75 @@ def write_card(
         text = language_model_card(
             config, training, scores, limits, summary=summary, num_parameters=num_parameters, **fields
         )
+    return _written(folder, text)
+
+
+def _written(folder: Path, text: str) -> Path:
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _is_retrieval(config: PreTrainedConfig) -> bool:
+    """Whether a checkpoint ranks documents, and writes no answers."""
+    return "AutoModelForTextEncoding" in (getattr(config, "auto_map", None) or {})
+
+
+def _write_retrieval_card(
+    folder: Path,
+    config: PreTrainedConfig,
+    training: TrainingRecord,
+    results: Sequence[EvaluationReport | str | Path],
+    limits: Sequence[str],
+    summary: str | None,
+    model_id: str | None,
+    license: str,
+) -> Path:
+    """`write_card` for a checkpoint that `AutoModelForTextEncoding` loads."""
+    scores, notes = [], []
+    for file in results:
+        if isinstance(file, EvaluationReport):
+            raise ValueError(f"{folder} is a retrieval checkpoint: its scores are a file of benchmarks/retrieval.py")
+        found, note = _retrieval_scores(Path(file), folder.resolve().name)
+        scores += found
+        notes.append(note)
+    text = retrieval_card(
+        config,
+        training,
+        scores,
+        limits,
+        model_id=model_id or _shown_name(str(folder)),
+        summary=summary,
+        scores_note=" ".join(dict.fromkeys(notes)) or None,
+        license=license,
+    )
+    return _written(folder, text)
+
+
+def _retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:
+    """A checkpoint's rows of a result file of `benchmarks/retrieval.py`, and how they were measured."""
+    _check_file(path, "benchmarks/retrieval.py writes it")
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        rows, settings = results["rows"], results["settings"]
+        floor = next((row["ndcg_at_10"] for row in rows if row["model"] == "BM25"), None)
+        own = [row for row in rows if row["model"] == name]
+        scores = [
+            RetrievalScore(_COLLECTION, row["document_ratio"], row["ndcg_at_10"], floor, row["storage_saving"])
+            for row in own
+        ]
+        lengths = settings["max_query_tokens"], settings["max_document_tokens"]
+        queries = sorted({row["queries"] for row in own})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a result file of benchmarks/retrieval.py: {error!r}") from error
+    if not own:
+        models = list(dict.fromkeys(row["model"] for row in rows))
+        raise ValueError(f"{path} has no row of {name!r}; it has {models}")
+    note = (
+        f"{', '.join(f'{number:,}' for number in queries)} test queries of at most {lengths[0]} tokens, documents of "
+        f"at most {lengths[1]}, each scored with every query; both sides at one ratio."
+    )
+    return scores, note
 
 
 def _pictures(report: EvaluationReport, folder: Path) -> dict[str, str]:
@@ -177,20 +249,28 @@ def _training_record(folder: Path, recipe: str | None, hardware: str | None) -> 
     )
 
 
-def _sources(recipe: str) -> list[DataSource]:
+def _sources(recipe: str) -> list[DataSource | RetrievalSource]:
     try:
         entries = read_recipe(recipe).get("sources")
     except yaml.YAMLError as error:
         raise ValueError(f"{recipe} is not a recipe: {error}") from error
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{recipe} has no list of sources: a card names what the checkpoint was trained on")
-    return [DataSource.from_mapping(entry) for entry in entries]
+    return [
+        (RetrievalSource if isinstance(entry, dict) and "corpus" in entry else DataSource).from_mapping(entry)
+        for entry in entries
+    ]
 
 
-def _training_data(source: DataSource, given: DataSource | None) -> TrainingData:
+def _training_data(source: DataSource | RetrievalSource, given: DataSource | RetrievalSource | None) -> TrainingData:
     if given is not None:
         missing = {name: getattr(given, name) for name in ("licence", "hub_id", "title") if not getattr(source, name)}
         source = replace(source, **missing)
+    if isinstance(source, RetrievalSource):
+        corpus = source.corpus
+        title = source.title or corpus.name or Path(str(corpus.path)).stem
+        note = "queries, and the documents that answer them"
+        return TrainingData(title, source.licence or _NOT_STATED, source.hub_id or corpus.name, note)
     parts = [", ".join(task.replace("_", " ") for task in dict.fromkeys(source.tasks))]
     if source.name is not None:
         parts.insert(0, f"{source.split} split")
@@ -295,7 +375,13 @@ def _parser() -> NearestNameParser:
     )
     add = parser.add_argument
     add("folder", help="checkpoint folder, with recipe.yaml and training_summary.json")
-    add("--scores", nargs="+", default=[], metavar="FILE", help="reports of `context-compressors evaluate --output`")
+    add(
+        "--scores",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="reports of `context-compressors evaluate --output`, or of benchmarks/retrieval.py",
+    )
     add("--limit", action="append", required=True, metavar="TEXT", help="what it cannot do; once for each sentence")
     add("--summary", metavar="TEXT", help="what it is, in a sentence or two (default: made from the configuration)")
     add("--model-id", metavar="NAME", help="repository or folder that the snippet loads (default: the folder)")

@@ -81,6 +81,11 @@ class RetrievalSource:
     hub_id: str | None = None
     title: str | None = None
 
+    @property
+    def label(self) -> str:
+        """The name to show: its corpus'."""
+        return self.corpus.label
+
     @classmethod
     def from_mapping(cls, mapping: Any) -> RetrievalSource:
         """Build a source from a recipe's entry; an unknown or missing key raises `ValueError`."""

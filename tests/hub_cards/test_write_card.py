@@ -322,3 +322,68 @@ def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main([str(root / "compressor")])
     assert "--limit" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a retrieval checkpoint of two steps, and a result file in the form of benchmarks/retrieval.py."""
+    root = tmp_path_factory.mktemp("retrieval")
+    tables = {
+        "corpus": [{"id": str(n), "text": f"The mill number {n} stands by the river."} for n in range(4)],
+        "queries": [{"id": str(n), "query": f"Where is mill {n}?"} for n in range(4)],
+        "relevance": [{"query_id": str(n), "doc_id": str(n)} for n in range(4)],
+    }
+    for name, rows in tables.items():
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shape = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    recipe = {
+        "objective": "denoising",
+        "method": "decal",
+        "train_tokenizer": {"vocab_size": 300, "num_texts": 20},
+        "model_config": shape,
+        "method_config": {"compression_ratios": [2]},
+        "sources": [{"generated": True, "tasks": [CONTINUATION], "weight": 1}],
+    }
+    assert train([write_recipe(root / "decal.yaml", **recipe), "--output_dir", str(root / "pretrained")]) == 0
+    source = {name: {"path": f"{name}.jsonl"} for name in tables}
+    recipe = {"objective": "retrieval", "method": "decal", "checkpoint": str(root / "pretrained")}
+    recipe["sources"] = [{**source, "title": "Mills", "licence": "CC0 1.0", "hub_id": "org/mills"}]
+    recipe["include_num_input_tokens_seen"] = False
+    recipe = write_recipe(root / "mills.yaml", **recipe)
+    assert train([recipe, "--data_dir", str(root), "--output_dir", str(root / "ranker")]) == 0
+    rows = [
+        {"model": "BM25", "query_ratio": None, "document_ratio": None, "ndcg_at_10": 61.25, "queries": 4},
+        {"model": "ranker", "document_ratio": 2, "ndcg_at_10": 41.5, "queries": 4, "storage_saving": 1.96},
+        {"model": "other", "document_ratio": 2, "ndcg_at_10": 99.0, "queries": 4, "storage_saving": 1.96},
+    ]
+    settings = {"max_query_tokens": 64, "max_document_tokens": 512}
+    (root / "retrieval.json").write_text(json.dumps({"settings": settings, "rows": rows}))
+    return root
+
+
+def test_a_retrieval_checkpoints_card_stands_beside_bm25_and_its_snippet_runs(
+    retrieval: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(retrieval)
+    path = write_card("ranker", ["retrieval.json"], LIMITS, recipe="mills.yaml")
+    text = path.read_text()
+    assert ["SciFact", "2", "41.5", "61.2", "2.0"] in table_rows(text)
+    assert "99.0" not in text
+    data = ModelCard.load(path).data
+    assert (data.pipeline_tag, data.datasets) == ("feature-extraction", ["org/mills"])
+    assert data.eval_results[0].metric_value == 41.5
+    assert "[Mills](https://huggingface.co/datasets/org/mills) | CC0 1.0 |" in text
+    names = run_snippet(text, queries=["Where is mill 1?"], documents=["The mill number 1.", "The river."])
+    assert names["scores"].shape == (1, 2)
+    assert "Not measured." in write_card("ranker", [], LIMITS).read_text()
+    (retrieval / "elsewhere").mkdir()
+    with pytest.raises(ValueError, match=r"no row of 'elsewhere'.*ranker"):
+        write_card(copy_of(retrieval / "ranker", retrieval / "elsewhere"), ["retrieval.json"], LIMITS)
+
+
+def test_other_scores_are_refused_on_a_retrieval_card(retrieval: Path, report: EvaluationReport, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"benchmarks/retrieval\.py"):
+        write_card(retrieval / "ranker", [report], LIMITS)
+    (tmp_path / "wrong.json").write_text('{"rows": [{}], "settings": {}}')
+    with pytest.raises(ValueError, match="not a result file"):
+        write_card(retrieval / "ranker", [tmp_path / "wrong.json"], LIMITS)

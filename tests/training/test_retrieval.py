@@ -265,7 +265,7 @@ def test_recipes_hold_the_papers_numbers():
     assert args.objective == "retrieval"
     assert args.max_steps * args.per_device_train_batch_size * 8 == 12_000_000
     assert (model.model_config, model.method_config, model.checkpoint) == (None, None, "x")
-    assert RetrievalSource.from_mapping(data.sources[0]).corpus.name == "sentence-transformers/msmarco"
+    assert RetrievalSource.from_mapping(data.sources[0]).corpus.name == "mteb/msmarco"
     small = parse_recipe(["embedded/decal.yaml", "decal/small/retrieval.yaml", *given])
     assert small[2].objective == "retrieval"
     source = RetrievalSource.from_mapping(small[1].sources[0])
