@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import tempfile
 import time
@@ -59,7 +60,7 @@ from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.training.arguments import ModelArguments, TrainingConfig
 from context_compressors.training.collators import CompressionCollator
-from context_compressors.training.data import context_start_ids, start_token_id, task_start_ids
+from context_compressors.training.data import context_start_ids, encode, start_token_id, task_start_ids
 from context_compressors.training.examples import CompressionDataset
 from context_compressors.training.loading import load_compressor
 from context_compressors.training.trainers import CompressionTrainer
@@ -310,11 +311,16 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         tokenizer = AutoTokenizer.from_pretrained(arguments.base)
         base = AutoModelForCausalLM.from_pretrained(arguments.base).to(device).eval()
         sources, tests = prepare(arguments.data, tokenizer, _document_tokens(arguments), Path(folder))
+        tests = [test for test in tests if _is_long_enough(test, tokenizer, arguments)]
         for job, seed in jobs:
             if _is_finished(job, seed, read_results(output, budget)):
                 continue
             print(f"{_name(job)}, ratios {job.ratios}, seed {seed}", flush=True)
             model, training, log = train(job, seed, sources, tests, Path(folder), tokenizer, device)
+            if arguments.save is not None:
+                kept = Path(arguments.save) / f"seed_{seed}" / _folder_name(job)
+                model.save_pretrained(kept)
+                tokenizer.save_pretrained(kept)
             start = time.perf_counter()
             rows = evaluate(job, model, base, tokenizer, tests)
             run = {"name": _name(job), "method": job.method, "config": job.config, "fields": fields_of(job)}
@@ -330,8 +336,27 @@ def _document_tokens(arguments: argparse.Namespace) -> int:
     return arguments.context_tokens if lengths is None else 2 * max(arguments.context_tokens, *lengths)
 
 
+def _is_long_enough(
+    test: EvaluationDataset, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace
+) -> bool:
+    """Whether a data set has texts for every length that is asked for, as many as are scored."""
+    if arguments.restoration_lengths is None:
+        return True
+    texts = dict.fromkeys(example.get("text", example.get("context")) for example in test.examples)
+    longest = max(arguments.restoration_lengths)
+    enough = sum(len(encode(tokenizer, text)) >= longest for text in texts) >= arguments.bleu_samples
+    if not enough:
+        print(f"{test.name} is left out: it has too few texts of {longest} tokens", flush=True)
+    return enough
+
+
 def _name(job: argparse.Namespace) -> str:
     return run_name(job.method, {**job.config, **({} if job.prompts is None else {"prompts": job.prompts})})
+
+
+def _folder_name(job: argparse.Namespace) -> str:
+    """A run's name in letters, digits and underscores."""
+    return re.sub(r"\W+", "_", " ".join([_name(job), "ratios", *map(str, job.ratios)])).strip("_")
 
 
 def _is_finished(job: argparse.Namespace, seed: int, results: Mapping[str, Any]) -> bool:

@@ -83,6 +83,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         help="test reconstruction on texts of exactly so many tokens (default: of at most --context-tokens)",
     )
     add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
+    add("--save", metavar="FOLDER", help="keep the trained models, as FOLDER/seed_S/RUN (default: they are not kept)")
     add("--output", metavar="FILE", default=str(RESULTS / "small_scale.json"), help="the result file, also read")
     return parser
 

@@ -154,6 +154,10 @@ def _draw_document(tokenizer: PreTrainedTokenizerBase, rng: random.Random, num_t
                 raise
 
 
+# A text of one token has nothing to predict from.
+_SHORTEST_TEXT = 2
+
+
 @dataclass(frozen=True)
 class SampleBuilder:
     """Makes the samples of a task, and keeps each within the model's positions.
@@ -185,7 +189,7 @@ class SampleBuilder:
     prompts: str | Mapping[str, str] | None = None
     context_prefix: str = ""
     truncation_side: str = "right"
-    min_text_tokens: int = 2
+    min_text_tokens: int = _SHORTEST_TEXT
 
     @cached_property
     def prefix_ids(self) -> list[int]:
@@ -200,22 +204,32 @@ class SampleBuilder:
         """
         if task not in dataset.tasks():
             raise ValueError(f"data set {dataset.name!r} cannot serve {task}; its columns allow {dataset.tasks()}")
-        examples = _examples_of(task, dataset)
+        examples = self._long_enough(task, _examples_of(task, dataset), dataset.name)
         if max_samples is not None and max_samples < len(examples):
             rng = random.Random(f"{self.seed}/{dataset.name}/{task}")
             examples = [examples[index] for index in sorted(rng.sample(range(len(examples)), max_samples))]
         rng = random.Random(f"{self.seed}/{dataset.name}/{task}/windows")
         samples = [self._sample(task, example, rng) for example in examples]
         kept = [sample for sample in samples if sample is not None]
-        if len(kept) < len(samples):
-            left_out, least = len(samples) - len(kept), self.min_text_tokens
-            logger.warning("%s: %d texts of less than %d tokens left out", dataset.name, left_out, least)
-        if not kept:
-            raise ValueError(f"data set {dataset.name!r} has no text of {self.min_text_tokens} tokens for {task}")
+        self._check_left_out(task, dataset.name, len(samples) - len(kept), len(kept))
         fitted = [self._fit(task, sample, dataset.name) for sample in kept]
         if truncated := sum(sample.truncated for sample in fitted):
             logger.warning("%s, %s: %d of %d contexts truncated", dataset.name, task, truncated, len(fitted))
         return fitted
+
+    def _long_enough(self, task: str, examples: Sequence[Mapping[str, Any]], name: str) -> Sequence[Mapping[str, Any]]:
+        """What samples may be drawn from, where windows have a length of their own."""
+        if task not in ("reconstruction", "continuation") or self.min_text_tokens <= _SHORTEST_TEXT:
+            return examples
+        kept = [e for e in examples if len(encode(self.tokenizer, e["text"])) >= self.min_text_tokens]
+        self._check_left_out(task, name, len(examples) - len(kept), len(kept))
+        return kept
+
+    def _check_left_out(self, task: str, name: str, num_left_out: int, num_kept: int) -> None:
+        if num_left_out:
+            logger.warning("%s: %d texts of less than %d tokens left out", name, num_left_out, self.min_text_tokens)
+        if not num_kept:
+            raise ValueError(f"data set {name!r} has no text of {self.min_text_tokens} tokens for {task}")
 
     def build_by_length(
         self, dataset: EvaluationDataset, task: str, lengths: Sequence[int] | None, max_samples: int | None = None

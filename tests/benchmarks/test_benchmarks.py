@@ -14,7 +14,14 @@ import pyarrow.parquet
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerState
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerState,
+)
 
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset
@@ -345,7 +352,11 @@ def test_small_scale_scores_every_data_set_beside_the_bounds(
 def test_small_scale_restores_texts_of_several_lengths(script, base: Path, tmp_path: Path):
     output = tmp_path / "small.json"
     more = ["--tasks", "reconstruction", "--restoration-lengths", "24", "40", "--context-tokens", "32", "--seeds", "0"]
+    more += ["--save", str(tmp_path / "kept")]
     assert script("small_scale").main(small_scale_arguments(base, output, *more)) == 0
+    kept = tmp_path / "kept" / "seed_0" / "mean_pooling_ratios_4"
+    assert AutoModelForCausalLM.from_pretrained(kept).config.compression_ratios == (4,)
+    assert len(AutoTokenizer.from_pretrained(kept)) == len(AutoTokenizer.from_pretrained(base))
     results = json.loads(output.read_text(encoding="utf-8"))
     assert (results["budget"]["tasks"], results["budget"]["restoration_lengths"]) == (["reconstruction"], [24, 40])
     (run,) = results["runs"]
