@@ -309,6 +309,15 @@ def test_restoration_at_several_lengths_takes_whole_windows(model, tokenizer):
         run(model, tokenizer, rows, tasks=(RECONSTRUCTION,), restoration_lengths=(64,))
 
 
+def test_restorations_are_drawn_from_texts_that_are_long_enough(tokenizer, caplog):
+    long = ["0123456789" * 4, "9876543210" * 4]
+    data = EvaluationDataset("tiny", [{"text": text} for text in [*(f"short {n}" for n in range(20)), *long]])
+    ((_, _, samples),) = builder(tokenizer).build_by_length(data, RECONSTRUCTION, (32,), max_samples=2)
+    texts = [tokenizer.decode(sample.context_ids) for sample in samples]
+    assert [text in source for text, source in zip(texts, long, strict=True)] == [True, True]
+    assert "20 texts of less than 32 tokens left out" in caplog.text
+
+
 def test_answers_are_scored_token_by_token_when_asked_for(model, tokenizer):
     assert "answer_perplexity" not in run(model, tokenizer, tasks=(QA,)).metric_names(QA)
     report = run(model, tokenizer, tasks=(QA,), answer_perplexity=True)
