@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples of an evaluation: sources, prompts, windows, and what is cut from long contexts."""
+
+import json
+
+import pytest
+from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode, run
+
+from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
+from context_compressors.evaluation.task_text import text_ids
+from context_compressors.training.prompts import load_prompts
+
+
+def builder(tokenizer, max_positions=512, **options):
+    options = {"max_new_tokens": {QA: 6, SUMMARISATION: 6}, "context_tokens": 8, "continuation_tokens": 4, **options}
+    return SampleBuilder(tokenizer, max_positions, **options)
+
+
+def test_restoration_at_several_lengths_takes_whole_windows(model, tokenizer):
+    rows = [{"text": "abcdefghijklmnop"}, {"text": "a short one"}, {"text": "0123456789" * 4}]
+    report = run(model, tokenizer, rows, tasks=(RECONSTRUCTION, CONTINUATION), restoration_lengths=(8, 16))
+    assert report.datasets(RECONSTRUCTION) == ["tiny, 8 tokens", "tiny, 16 tokens"]
+    assert report.datasets(CONTINUATION) == ["tiny"]
+    samples = {row.dataset: row.num_samples for row in report.rows if row.task == RECONSTRUCTION}
+    assert samples == {"tiny, 8 tokens": 3, "tiny, 16 tokens": 2}
+    data = EvaluationDataset("tiny", rows)
+    work = builder(tokenizer).build_by_length(data, RECONSTRUCTION, (8, 16))
+    assert [{len(sample.context_ids) for sample in built} for _, _, built in work] == [{8}, {16}]
+    with pytest.raises(ValueError, match="data set 'tiny, 64 tokens' has no text of 64 tokens for reconstruction"):
+        run(model, tokenizer, rows, tasks=(RECONSTRUCTION,), restoration_lengths=(64,))
+
+
+def test_restorations_are_drawn_from_texts_that_are_long_enough(tokenizer, caplog):
+    long = ["0123456789" * 4, "9876543210" * 4]
+    data = EvaluationDataset("tiny", [{"text": text} for text in [*(f"short {n}" for n in range(20)), *long]])
+    ((_, _, samples),) = builder(tokenizer).build_by_length(data, RECONSTRUCTION, (32,), max_samples=2)
+    texts = [tokenizer.decode(sample.context_ids) for sample in samples]
+    assert [text in source for text, source in zip(texts, long, strict=True)] == [True, True]
+    assert "20 texts of less than 32 tokens left out" in caplog.text
+
+
+def test_the_text_of_a_task_is_its_start_and_its_first_prompt(model, token_model, tokenizer):
+    ae, lm = token_model.config.task_token_ids.values()
+    question = encode(tokenizer, "### Question: Who?\n### Answer:")
+    assert text_ids(token_model.config, tokenizer, RECONSTRUCTION) == [ae]
+    assert text_ids(token_model.config, tokenizer, CONTINUATION) == [lm]
+    assert text_ids(token_model.config, tokenizer, QA, "Who?") == [lm, *question]
+    plain = encode(tokenizer, "\nQuestion: Who?\nAnswer:")
+    assert text_ids(token_model.config, tokenizer, QA, "Who?", "default") == [lm, *plain]
+    assert text_ids(model.config, tokenizer, QA, "Who?") == [tokenizer.bos_token_id, *plain]
+
+
+def test_several_summaries_of_a_context_are_references_of_one_sample(tokenizer, model):
+    rows = [
+        {"context": "a b c", "summary": "a"},
+        {"context": "d e f", "summary": "d"},
+        {"context": "a b c", "summary": "b"},
+    ]
+    report = run(model, tokenizer, rows, tasks=(SUMMARISATION,))
+    assert {row.num_samples for row in report.rows} == {2}
+    samples = builder(tokenizer).build(EvaluationDataset("tiny", rows), SUMMARISATION)
+    assert [sample.references for sample in samples] == [["a", "b"], ["d"]]
+
+
+def test_every_condition_gets_the_first_template(tokenizer):
+    sample = builder(tokenizer).build(EvaluationDataset("tiny", ROWS[:1]), QA)[0]
+    template = load_prompts()[QA][0]
+    assert tokenizer.decode(sample.prompt_ids) == template.replace("{question}", ROWS[0]["question"])
+    assert tokenizer.decode(sample.context_ids) == ROWS[0]["context"]
+
+
+def test_a_prefix_stands_in_front_of_contexts_with_questions_only(tokenizer):
+    data = EvaluationDataset("tiny", ROWS[:1])
+    with_prefix = builder(tokenizer, context_prefix="# Text\n")
+    assert tokenizer.decode(with_prefix.build(data, QA)[0].context_ids) == f"# Text\n{ROWS[0]['context']}"
+    assert tokenizer.decode(with_prefix.build(data, RECONSTRUCTION)[0].context_ids) in ROWS[0]["context"]
+
+
+def test_samples_are_drawn_by_the_seed(tokenizer):
+    data = EvaluationDataset("tiny", [{"text": f"text number {index}"} for index in range(50)])
+    drawn = [builder(tokenizer, seed=seed).build(data, RECONSTRUCTION, 5) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == 5
+
+
+def test_short_texts_are_divided_for_continuation(tokenizer):
+    data = EvaluationDataset("tiny", [{"text": "abcdef"}, {"text": "xy"}, {"text": "z"}])
+    samples = builder(tokenizer).build(data, CONTINUATION)
+    parts = [(tokenizer.decode(sample.context_ids), tokenizer.decode(sample.target_ids)) for sample in samples]
+    assert parts == [("abcd", "ef<eos>"), ("x", "y<eos>")]
+
+
+def test_contexts_that_do_not_fit_are_refused(model, tokenizer):
+    rows = [*ROWS, {"context": "x" * 600, "question": "What?", "answers": ["x"]}]
+    with pytest.raises(ValueError, match=r"a context of 600 tokens.*positions leave \d+ .*--truncate-context"):
+        run(model, tokenizer, rows, tasks=(QA,))
+
+
+def test_truncation_is_counted(model, tokenizer):
+    rows = [*ROWS, {"context": "x" * 600, "question": "What?", "answers": ["x"]}]
+    report = run(model, tokenizer, rows, tasks=(QA,), truncate_context=True)
+    assert {(row.num_samples, row.num_truncated) for row in report.rows} == {(4, 1)}
+
+
+@pytest.mark.parametrize("task", [QA, RECONSTRUCTION, CONTINUATION])
+def test_truncated_samples_fill_the_positions_exactly(tokenizer, task):
+    text = "0123456789" * 30
+    data = EvaluationDataset("tiny", [{"context": text, "question": "?", "answers": ["1"]}])
+    cut = builder(tokenizer, 100, context_tokens=200, truncate_context=True).build(data, task)[0]
+    tail = max(len(cut.target_ids), 6 if task == QA else 0)
+    used = 1 + len(cut.context_ids) + len(cut.prompt_ids) + tail
+    # A reconstruction grows by two tokens for one of context.
+    assert used in ((99, 100) if task == RECONSTRUCTION else (100,))
+    assert cut.truncated
+    if task == RECONSTRUCTION:
+        assert cut.target_ids == [*cut.context_ids, tokenizer.eos_token_id]
+        assert cut.references == [tokenizer.decode(cut.context_ids)]
+
+
+def test_contexts_keep_within_the_encoder(tokenizer):
+    data = EvaluationDataset("tiny", ROWS[:1])
+    with pytest.raises(ValueError, match="leave 10 tokens for the context"):
+        builder(tokenizer, None, max_context_tokens=10).build(data, QA)
+    cut = builder(tokenizer, 512, max_context_tokens=10, truncate_context=True).build(data, QA)[0]
+    assert tokenizer.decode(cut.context_ids) == ROWS[0]["context"][:10]
+
+
+@pytest.mark.parametrize("prefix", ["", "# Text\n"])
+def test_contexts_lose_their_beginning_on_request_behind_the_prefix(tokenizer, prefix):
+    rows = [{**ROWS[0], "summary": "Ada's cat."}]
+    data = EvaluationDataset("tiny", rows)
+    options = {"max_context_tokens": 10 + len(prefix), "context_prefix": prefix, "truncate_context": True}
+    for side, kept in (("right", rows[0]["context"][:10]), ("left", rows[0]["context"][-10:])):
+        for task in (QA, SUMMARISATION):
+            cut = builder(tokenizer, 512, truncation_side=side, **options).build(data, task)[0]
+            assert (tokenizer.decode(cut.context_ids), cut.truncated) == (prefix + kept, True)
+    # Of a text, the end is continued and the beginning repeated, whichever side is cut.
+    options = {"max_context_tokens": 4, "truncate_context": True}
+    for side in ("right", "left"):
+        cut = builder(tokenizer, 512, truncation_side=side, **options).build(data, RECONSTRUCTION)[0]
+        window = builder(tokenizer).build(data, RECONSTRUCTION)[0]
+        assert (cut.context_ids, cut.target_ids[:-1]) == (window.context_ids[:4], window.context_ids[:4])
+        cut = builder(tokenizer, 512, truncation_side=side, **options).build(data, CONTINUATION)[0]
+        assert cut.context_ids == builder(tokenizer).build(data, CONTINUATION)[0].context_ids[-4:]
+
+
+def test_a_longest_context_is_kept_under_every_condition_and_counted(model, tokenizer):
+    options = {"tasks": (QA,), "max_context_tokens": 21}
+    with pytest.raises(ValueError, match=r"max_context_tokens and the model's positions leave 21 tokens"):
+        run(model, tokenizer, **options)
+    report = run(model, tokenizer, **options, truncate_context=True, truncation_side="left")
+    assert {(row.num_samples, row.num_truncated) for row in report.rows} == {(3, 2)}
+    short = [{**row, "context": row["context"][-21:]} for row in ROWS]
+    expected = run(model, tokenizer, short, tasks=(QA,))
+    assert [row.metrics for row in report.rows] == [row.metrics for row in expected.rows]
+
+
+def test_answers_may_be_a_list_a_string_or_a_squad_mapping(tokenizer):
+    forms = (["a", "b"], "a", {"text": ["a", "b"], "answer_start": [0, 1]})
+    data = EvaluationDataset("tiny", [{"context": "a b", "question": "?", "answers": form} for form in forms])
+    assert [sample.references for sample in builder(tokenizer).build(data, QA)] == [["a", "b"], ["a"], ["a", "b"]]
+    for empty in ([], {"text": []}, None):
+        data = EvaluationDataset("tiny", [{"context": "a b", "question": "?", "answers": empty}])
+        with pytest.raises(ValueError, match="data set 'tiny' has a question without answers"):
+            builder(tokenizer).build(data, QA)
+
+
+def test_prompts_that_leave_no_room_are_refused_even_with_truncation(tokenizer):
+    data = EvaluationDataset("tiny", ROWS)
+    with pytest.raises(ValueError, match="ask for fewer new tokens"):
+        builder(tokenizer, 20, truncate_context=True).build(data, QA)
+
+
+def test_sources_are_files_and_generated_documents(tokenizer, qa_file, tmp_path):
+    data = load_dataset_source("qa_rows.parquet", tokenizer, data_dir=str(tmp_path), domain="out")
+    assert (data.name, data.domain, list(data.examples)) == ("qa_rows", "out", ROWS)
+    assert data.tasks() == (QA, CONTINUATION, RECONSTRUCTION)
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"text": "one"}) + "\n" + json.dumps({"text": "two"}) + "\n")
+    named = load_dataset_source("books=plain.jsonl", tokenizer, data_dir=str(tmp_path))
+    assert (named.name, named.tasks()) == ("books", (CONTINUATION, RECONSTRUCTION))
+
+
+def test_generated_documents_come_from_the_test_split_by_hops(tokenizer):
+    options = {"num_documents": 3, "document_tokens": 300}
+    both = load_dataset_source("generated", tokenizer, **options)
+    one, two = (load_dataset_source(f"generated:{hops}_hop", tokenizer, **options) for hops in ("one", "two"))
+    assert len(both.examples) == len(one.examples) + len(two.examples)
+    assert two.name == "generated:two_hop"
+    assert len({example["context"] for example in both.examples}) == 3
+    for example in both.examples:
+        assert example["answers"][0] in example["context"]
+        assert len(encode(tokenizer, example["context"])) <= 300
+    again = load_dataset_source("generated", tokenizer, seed=1, **options)
+    assert again.examples != both.examples
+
+
+def test_generated_documents_pass_over_seeds_that_do_not_fit(tokenizer):
+    # At one token per byte, many first sentences are longer than 50 tokens.
+    data = load_dataset_source("generated", tokenizer, num_documents=20, document_tokens=50)
+    assert len({example["context"] for example in data.examples}) <= 20
+    assert max(len(encode(tokenizer, example["context"])) for example in data.examples) <= 50
+    with pytest.raises(ValueError, match="num_tokens must be"):
+        load_dataset_source("generated", tokenizer, document_tokens=5)
+
+
+def test_sources_that_are_not_there_are_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="there is no file"):
+        load_dataset_source("none.parquet", tokenizer, data_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="is a folder: name its files"):
+        load_dataset_source(tmp_path.name, tokenizer, data_dir=str(tmp_path.parent))
+    with pytest.raises(ValueError, match="did you mean 'one_hop'"):
+        load_dataset_source("generated:onehop", tokenizer)
