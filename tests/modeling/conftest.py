@@ -55,6 +55,8 @@ SMALL_LORA = {"rank": 4, "alpha": 8.0}
 MEMORY_LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
 PRETRAINED = Path(__file__).resolve().parents[2].parent / "shared" / "models"
 
+# Tests import the helper modules beside them by name.
+sys.path.append(str(Path(__file__).parent))
 
 # A busy machine is no reason to fail.
 hypothesis.settings.register_profile("no_deadline", deadline=None)

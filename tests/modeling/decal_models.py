@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny DeCAL models: every setting that its tests go through."""
+
+import pytest
+import torch
+
+from context_compressors import DeCALConfig, DeCALForConditionalGeneration
+
+VOCAB_SIZE, START = 128, 0
+T5_FIELDS = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 16,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": START,
+    "dropout_rate": 0.0,
+}
+CCPROXY = {"latent_placement": "appended", "latent_pooling": False, "encoder_attention": "causal"}
+SETTINGS = {
+    "decal": {},
+    "no_pooling": {"latent_pooling": False},
+    "appended": {"latent_placement": "appended"},
+    "ccproxy": CCPROXY,
+    "attention_pooling": {"compression": "attention_pooling"},
+    "baseline": {"compression": "none", "compression_ratios": 1},
+}
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+
+
+def build(setting="decal", attention="sdpa", seed=0, decoder_config=None, **fields):
+    """A tiny model in evaluation mode, with nothing at a start value that could hide a mistake."""
+    torch.manual_seed(seed)
+    fields = {"compression_ratios": (2, 3, 8), **SETTINGS[setting], **fields}
+    config = DeCALConfig(decoder_config={**T5_FIELDS, **(decoder_config or {})}, **fields)
+    config._attn_implementation = attention
+    model = DeCALForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def raises(*parts):
+    return pytest.raises(ValueError, match="(?s)" + ".*".join(parts))

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeCAL's memories: under padding, in generation, with questions, saved, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from decal_models import GREEDY, SETTINGS, START, VOCAB_SIZE, build, raises
+from transformers import AutoModel, AutoModelForSeq2SeqLM, LlamaConfig
+
+from context_compressors import CompressedContext, DeCALConfig, DeCALForConditionalGeneration, DeCALModel
+
+
+@pytest.fixture(scope="module", params=list(SETTINGS))
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture(scope="module")
+def decal():
+    return build()
+
+
+@pytest.fixture
+def question(random_rows):
+    return torch.stack(random_rows([4, 4], seed=1))
+
+
+# --- padding and batches ---
+
+
+def test_every_token_reaches_every_slot(model, random_rows):
+    ids = torch.stack(random_rows([12]))
+    before = model.compress(ids).embeddings
+    for place in (0, 5, 11):
+        changed = ids.clone()
+        changed[0, place] = 5 + (changed[0, place] + 1) % (VOCAB_SIZE - 5)
+        after = model.compress(changed).embeddings
+        assert ((after - before).abs().amax(dim=-1) > 1e-6).all(), place
+
+
+def test_padding_changes_nothing(model, random_rows, pad_rows):
+    rows, texts = random_rows([13, 5, 1]), random_rows([4, 2, 6], seed=1)
+    alone = [model.compress(row[None]) for row in rows]
+    answers = [model.generate(text[None], memory=memory, **GREEDY) for text, memory in zip(texts, alone, strict=True)]
+    for side in ("left", "right", "middle"):
+        ids, mask = pad_rows(rows, side, value=VOCAB_SIZE + 7)
+        memory = model.compress(ids, mask)
+        assert memory.num_context_tokens.tolist() == [13, 5, 1]
+        for index, expected in enumerate(alone):
+            row = memory.rows(index)
+            torch.testing.assert_close(row.embeddings, expected.embeddings, atol=1e-5, rtol=1e-4)
+            assert row.position_ids.equal(expected.position_ids)
+        text_ids, text_mask = pad_rows(texts, "left" if side == "left" else "right", value=VOCAB_SIZE + 7)
+        generated = model.generate(text_ids, attention_mask=text_mask, memory=memory, **GREEDY)
+        for row, answer in zip(generated, answers, strict=True):
+            assert row[-5:].equal(answer[0, -5:])
+
+
+def test_each_row_may_have_its_own_ratio(decal, random_rows, pad_rows):
+    rows = random_rows([13, 6])
+    memory = decal.compress(*pad_rows(rows), ratio=torch.tensor([3, 8]))
+    for index, ratio in enumerate((3, 8)):
+        alone = decal.compress(rows[index][None], ratio=ratio)
+        torch.testing.assert_close(memory.rows(index).embeddings, alone.embeddings, atol=1e-5, rtol=1e-4)
+
+
+def test_several_ratios_in_one_call(decal, random_rows):
+    ids = torch.stack(random_rows([13]))
+    for ratio, memory in zip((2, 8), decal.compress(ids, ratio=[2, 8]), strict=True):
+        assert memory.embeddings.equal(decal.compress(ids, ratio=ratio).embeddings)
+
+
+def test_chunks_are_compressed_apart(random_rows):
+    model = build(chunk_size=6)
+    ids = torch.stack(random_rows([15]))
+    parts = [model.compress(ids[:, start : start + 6]).embeddings for start in (0, 6, 12)]
+    torch.testing.assert_close(model.compress(ids).embeddings, torch.cat(parts, dim=1), atol=1e-5, rtol=1e-4)
+
+
+def test_a_context_of_no_tokens_gives_no_slots_and_still_answers(model, question):
+    memory = model.compress(question[:, :0])
+    assert memory.num_slots.tolist() == [0, 0]
+    answers = model.generate(question, memory=memory, **GREEDY)
+    mixed = model.compress(question, torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
+    assert mixed.num_slots[1] == 0
+    assert model.generate(question, memory=mixed, **GREEDY)[1].equal(answers[1])
+    logits = model(input_ids=question, memory=memory).logits[1:]
+    torch.testing.assert_close(model(input_ids=question, memory=mixed).logits[1:], logits, atol=1e-5, rtol=1e-4)
+
+
+def test_an_empty_row_sends_no_nan_into_the_gradients(random_rows):
+    model = build().train()
+    ids = torch.stack(random_rows([6, 6]))
+    mask = torch.tensor([[1] * 6, [0] * 6])
+    model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+# --- generation ---
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_caches_change_nothing(attention, question, random_rows, pad_rows):
+    """Also where the decoder has another number of layers than the encoder."""
+    model = build(attention=attention, decoder_config={"num_decoder_layers": 3})
+    context = dict(zip(("context_input_ids", "context_attention_mask"), pad_rows(random_rows([13, 5])), strict=True))
+    expected = model.generate(question, **context, **GREEDY)
+    assert expected.shape == (2, 9)
+    assert expected[:, :4].equal(question)
+    memory = model.compress(*context.values())
+    for settings in ({"use_cache": False}, {"cache_implementation": "static"}, {"use_cache": True}):
+        assert model.generate(question, memory=memory, **GREEDY, **settings).equal(expected)
+    beams = model.generate(question, memory=memory, num_beams=3, num_return_sequences=2, **GREEDY)
+    assert beams.shape == (4, 9)
+    rows = [
+        model.generate(question[i : i + 1], memory=memory.rows(i), num_beams=3, num_return_sequences=2, **GREEDY)
+        for i in range(2)
+    ]
+    assert beams.equal(torch.cat(rows))
+    output = model.generate(question, memory=memory, return_dict_in_generate=True, output_scores=True, **GREEDY)
+    assert output.sequences.equal(expected)
+    assert len(output.scores) == 5
+
+
+def test_greedy_text_is_the_likeliest_of_forward(decal, question, random_rows):
+    memory = decal.compress(torch.stack(random_rows([13, 13])))
+    generated = decal.generate(question, memory=memory, **GREEDY)
+    text = torch.cat([torch.full((2, 1), START), generated], dim=1)
+    logits = decal(input_ids=text, memory=memory).logits
+    scores = logits[:, 4:-1].clone()
+    scores[:, :, 1] = -torch.inf  # min_new_tokens keeps EOS away
+    assert scores.argmax(-1).equal(generated[:, 4:])
+
+
+def test_the_start_token_stands_in_front_once(decal, question, random_rows):
+    memory = decal.compress(torch.stack(random_rows([13])))
+    expected = decal.generate(question, memory=memory, **GREEDY)
+    started = torch.cat([torch.full((2, 1), START), question], dim=1)
+    assert decal.generate(started, memory=memory, **GREEDY)[:, 1:].equal(expected)
+    assert decal.generate(input_ids=question, memory=memory, **GREEDY).equal(expected)
+    nothing_asked = decal.generate(memory=memory, **GREEDY)
+    assert nothing_asked.shape == (1, 5)
+    assert decal.generate(torch.stack(random_rows([13])), **GREEDY)[:, 1:].equal(nothing_asked)
+
+
+def test_both_forms_of_forward_agree(decal, random_rows, pad_rows):
+    ids, mask = pad_rows(random_rows([13, 5]))
+    targets = torch.stack(random_rows([6, 6], seed=3))
+    first = decal(input_ids=ids, attention_mask=mask, labels=targets, ratio=3)
+    text = torch.cat([torch.full((2, 1), START), targets], dim=1)
+    labels = torch.cat([torch.full((2, 1), -100), targets], dim=1)
+    context = {"context_input_ids": ids, "context_attention_mask": mask, "ratio": 3}
+    second = decal(input_ids=text, labels=labels, **context)
+    third = decal(input_ids=text, labels=labels, memory=decal.compress(ids, mask, ratio=3))
+    torch.testing.assert_close(first.loss, second.loss)
+    torch.testing.assert_close(second.loss, third.loss)
+    torch.testing.assert_close(first.logits, second.logits[:, :-1])
+    assert decal(input_ids=text, logits_to_keep=2, **context).logits.equal(second.logits[:, -2:])
+
+
+# --- questions in the encoder ---
+
+
+def test_a_memory_with_a_question_in_it_answers_that_question_only(question, random_rows, pad_rows, tmp_path):
+    model = build(question_placement="encoder")
+    ids, mask = pad_rows(random_rows([13, 5]), "left")
+    memory = model.compress(ids, mask, question_input_ids=question)
+    # The question stands in front of the context and counts.
+    assert memory.num_context_tokens.tolist() == [17, 9]
+    joined = model.compress(torch.cat([question, ids], dim=1), torch.cat([torch.ones_like(question), mask], dim=1))
+    assert memory.embeddings.equal(joined.embeddings)
+    answers = model.generate(question, memory=memory, **GREEDY)
+    assert answers[:, :4].equal(question)
+    context = {"context_input_ids": ids, "context_attention_mask": mask}
+    assert model.generate(question, **context, **GREEDY).equal(answers)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=model.model_id)
+    padded, text_mask = pad_rows(list(question), "right", value=9)
+    assert model.generate(padded, attention_mask=text_mask, memory=loaded, **GREEDY)[:, -5:].equal(answers[:, -5:])
+    assert model.generate(question[1:], memory=loaded.rows(1), **GREEDY).equal(answers[1:])
+    with raises("row 1", "another question"):
+        model.generate(question[[0, 0]], memory=memory)
+    with raises("row 0", "no question", "question_input_ids"):
+        model.generate(question, memory=joined)
+    with raises("questions"):
+        CompressedContext.concatenate([memory, joined])
+    assert CompressedContext.concatenate([memory, memory]).question_fingerprints.equal(memory.question_fingerprints)
+
+
+def test_without_a_question_there_is_nothing_to_refuse(random_rows):
+    model = build(question_placement="encoder")
+    memory = model.compress(torch.stack(random_rows([13])))
+    assert model.generate(memory=memory, **GREEDY).shape == (1, 5)
+
+
+def test_questions_for_the_decoder_are_not_compressed(decal, question):
+    with raises("question_placement='encoder'", "'decoder'"):
+        decal.compress(question, question_input_ids=question)
+
+
+def test_questions_in_the_encoder_are_checked(question):
+    model = build(question_placement="encoder")
+    with raises("`question_input_ids` has no token in row 1"):
+        model.compress(question, question_input_ids=question, question_attention_mask=torch.tensor([[1] * 4, [0] * 4]))
+    with raises("`question_input_ids` has 2 rows", "3"):
+        model.compress(question[[0, 0, 1]], question_input_ids=question)
+
+
+# --- saving ---
+
+
+@torch.no_grad()
+def test_one_folder_serves_both_auto_classes(model, question, random_rows, tmp_path):
+    ids = torch.stack(random_rows([13, 13]))
+    model.save_pretrained(tmp_path)
+    memory = model.compress(ids)
+    expected = model.generate(question, memory=memory, **GREEDY)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert type(loaded) is DeCALForConditionalGeneration
+    assert loaded.generate(question, memory=memory, **GREEDY).equal(expected)
+    encoder = AutoModel.from_pretrained(tmp_path)
+    assert type(encoder) is DeCALModel
+    assert not [name for name, _ in encoder.named_parameters() if "decoder" in name]
+    # The encoder alone makes memories that the whole model reads.
+    memory = encoder.compress(ids)
+    assert memory.model_id == encoder.model_id == model.model_id
+    assert loaded.generate(question, memory=memory, **GREEDY).equal(expected)
+    loaded.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    config = DeCALConfig.from_pretrained(tmp_path)
+    assert config.to_dict() == model.config.to_dict()
+
+
+@torch.no_grad()
+def test_weights_load_in_the_type_that_is_asked_for(decal, question, random_rows, tmp_path):
+    decal.save_pretrained(tmp_path)
+    loaded = DeCALForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    ids = torch.stack(random_rows([13, 13]))
+    memory, expected = loaded.compress(ids), decal.compress(ids)
+    assert memory.dtype == torch.bfloat16
+    assert (memory.embeddings - expected.embeddings).norm() < 0.1 * expected.embeddings.norm()
+    assert loaded.generate(question, memory=memory, **GREEDY).shape == (2, 9)
+    assert loaded.model_id == decal.model_id
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"compression": "tokens"}, ("`compression`", "'latents'", "'none'", "'tokens'")),
+        ({"latent_placement": "behind"}, ("`latent_placement`", "'prepended'", "'appended'", "'behind'")),
+        ({"latent_pooling": 1}, ("`latent_pooling`", "True or False", "1")),
+        ({"encoder_attention": "both"}, ("`encoder_attention`", "'bidirectional'", "'both'")),
+        ({"question_placement": "both"}, ("`question_placement`", "'decoder'", "'both'")),
+        ({"encoder_attention": "causal"}, ("`latent_placement='appended'`", "'prepended'")),
+        ({"compression": "none", "compression_ratios": 2}, ("`compression_ratios` must be 1", "2")),
+        ({"compression": "attention_pooling", "latent_pooling": False}, ("'attention_pooling'", "False")),
+        ({"encoder_lora": {"rank": 2}}, ("`encoder_lora` must be None", "rank")),
+        ({"position_layout": "enhanced"}, ("`position_layout` must be 'default'", "'enhanced'")),
+        ({"task_token_ids": {"[AE]": 5}}, ("`task_token_ids` must be {}", "AE")),
+        ({"decoder_config": LlamaConfig()}, ("`decoder_config` must be a T5Config", "LlamaConfig")),
+    ],
+    ids=lambda part: next(iter(part)),
+)
+def test_wrong_values_of_the_configuration_are_named(fields, parts):
+    with raises(*parts):
+        DeCALConfig(**fields)
+
+
+def test_what_forward_and_generate_refuse(decal, question, random_rows):
+    ids = torch.stack(random_rows([13, 13]))
+    memory = decal.compress(ids)
+    with raises("give a context"):
+        decal(labels=question)
+    with raises("`decoder_input_ids` or `labels`"):
+        decal(input_ids=ids)
+    with raises("the decoder's text is `input_ids`"):
+        decal(decoder_input_ids=question, memory=memory)
+    for call in (decal, decal.generate):
+        with raises("`context_input_ids` or `memory`, not both"):
+            call(input_ids=question, memory=memory, context_input_ids=ids)
+    with raises("`inputs` or as `input_ids`"):
+        decal.generate(question, input_ids=question, memory=memory)
+    with raises("give a context"):
+        decal.generate()
+    with raises("not trained for the ratio 4", r"\[2, 3, 8\]"):
+        decal(input_ids=ids, labels=question, ratio=4)
+    with raises("has the token id 128", "128 tokens"):
+        decal.generate(question.clamp(max=0) + VOCAB_SIZE, memory=memory)
+    with raises("has no token in row 0"):
+        decal.generate(question[:, :0], memory=memory)
+    with raises("ratio 2", "`ratio` is 3"):
+        decal(input_ids=question, memory=memory, ratio=3)
+    with pytest.raises(TypeError, match="did you mean 'context_input_ids'"):
+        decal(input_ids=question, context_inputs_ids=ids)
+    with pytest.raises(TypeError, match="rate"):
+        decal.compress(ids, rate=3)
+
+
+def test_the_memory_of_another_model_is_refused(decal, question):
+    other = build(seed=1).compress(question)
+    for call in (decal, decal.generate):
+        with raises(other.model_id, decal.model_id):
+            call(input_ids=question, memory=other)
+    narrow = dataclasses.replace(other, embeddings=other.embeddings[:, :, :16], model_id="")
+    with raises("width 16", "width 32"):
+        decal(input_ids=question, memory=narrow)
+    with raises("2 rows", "1"):
+        decal(input_ids=question[:1], memory=decal.compress(question))
