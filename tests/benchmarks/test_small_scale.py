@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small-scale benchmark at toy size: what it trains, on which texts, and what it refuses."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerState,
+)
+
+from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.samples import EvaluationDataset
+from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny language model with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=257,
+    )
+    folder = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data files that the small-scale benchmark reads, each with a few rows."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, count in (
+        ("qa_squad_train", 8),
+        ("qa_squad_dev", 4),
+        ("qa_narrativeqa_valid", 24),
+    ):
+        rows = [
+            {
+                "context": f"The mill of {name} {i} stands by the river. It was built by Nora Zill {i}.",
+                "question": f"Who built mill {i}?",
+                "answers": [f"Nora Zill {i}"],
+            }
+            for i in range(count)
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+    for name in ("text_openstax_train", "text_openstax_valid"):
+        rows = [{"text": f"Cells of kind {i} in {name} divide. " * 20} for i in range(4)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+    return folder
+
+
+# --- runs ---
+
+
+def small_scale_arguments(base: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("--base", str(base), "--output", str(output), "--device", "cpu"),
+        *("--steps", "2", "--batch-size", "2", "--eval-samples", "4", "--bleu-samples", "2"),
+        *more,
+    ]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.slow
+def test_small_scale_scores_every_data_set_beside_the_bounds(
+    script, base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    before, output = digests(base), tmp_path / "small.json"
+    arguments = small_scale_arguments(base, output, "--data", str(data), "--seeds", "0", "1", "--ratios", "2", "4")
+    assert script("small_scale").main(arguments) == 0
+    results = json.loads(output.read_text(encoding="utf-8"))
+    assert digests(base) == before
+    assert [(run["method"], run["ratios"], run["seed"]) for run in results["runs"]] == [
+        ("mean_pooling", [2, 4], 0),
+        ("mean_pooling", [2, 4], 1),
+    ]
+    for run in results["runs"]:
+        assert (run["name"], run["config"], run["prompts"]) == ("mean_pooling", {}, None)
+        assert [entry["step"] for entry in run["log"]] == [1, 2]
+        losses = ("loss", "reconstruction_loss", "continuation_loss")
+        assert all(math.isfinite(entry[name]) for entry in run["log"] for name in losses)
+        assert run["training"]["steps"] == 2
+        assert run["training"]["context_tokens"] > 0
+        assert run["training"]["target_tokens"] > 0
+    expected = {"reconstruction/bleu", "reconstruction/token_accuracy", "continuation/perplexity"}
+    questions = {"question_answering/exact_match", "question_answering/f1"}
+    summary = {(row["dataset"], row["condition"]): row for row in results["summary"]}
+    for dataset in ("generated", "squad", "narrativeqa_summaries", "openstax"):
+        for condition in ("no_context", "full_context", "ratio=2", "ratio=4"):
+            scores = summary[dataset, condition]["scores"]
+            assert expected | (questions if dataset != "openstax" else set()) <= set(scores)
+            assert summary[dataset, condition]["seeds"] == [0, 1]
+            if condition.endswith("context"):
+                # The bounds are the base's own: training changes nothing about them.
+                assert scores["continuation/perplexity"]["std"] == pytest.approx(0, abs=1e-9)
+    assert summary["squad", "ratio=2"]["scores"]["continuation/perplexity"]["std"] > 0
+    assert "| openstax" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_small_scale_restores_texts_of_several_lengths(script, base: Path, tmp_path: Path):
+    output = tmp_path / "small.json"
+    more = ["--tasks", "reconstruction", "--restoration-lengths", "24", "40", "--context-tokens", "32", "--seeds", "0"]
+    more += ["--save", str(tmp_path / "kept")]
+    assert script("small_scale").main(small_scale_arguments(base, output, *more)) == 0
+    kept = tmp_path / "kept" / "seed_0" / "mean_pooling_ratios_4"
+    assert AutoModelForCausalLM.from_pretrained(kept).config.compression_ratios == (4,)
+    assert len(AutoTokenizer.from_pretrained(kept)) == len(AutoTokenizer.from_pretrained(base))
+    results = json.loads(output.read_text(encoding="utf-8"))
+    assert (results["budget"]["tasks"], results["budget"]["restoration_lengths"]) == (["reconstruction"], [24, 40])
+    (run,) = results["runs"]
+    assert {row["task"] for row in run["rows"]} == {"reconstruction"}
+    assert {row["dataset"] for row in run["rows"]} == {"generated, 24 tokens", "generated, 40 tokens"}
+    assert set(run["log"][0]) == {"step", "loss", "reconstruction_loss"}
+    # No row of another set of tasks may come beside it.
+    assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "1")) == 1
+
+
+@pytest.mark.slow
+def test_small_scale_gives_task_tokens_their_prompts_and_all_methods_the_same_tokens(
+    script, base: Path, tmp_path: Path
+):
+    output = tmp_path / "small.json"
+    fields = {"task_token_ids": {"[AE]": 258, "[LM]": 259}, "position_layout": "enhanced"}
+    for more in ([], ["--config", json.dumps(fields)]):
+        assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", *more)) == 0
+    plain, tokens = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    assert tokens["name"] == 'mean_pooling, position_layout=enhanced, task_token_ids={"[AE]": 258, "[LM]": 259}'
+    assert tokens["config"] == fields
+    assert (plain["prompts"], tokens["prompts"]) == (None, "embedded")
+    for count in ("context_tokens", "target_tokens"):
+        assert plain["training"][count] == tokens["training"][count] > 0
+    # The two task tokens have an embedding each.
+    assert tokens["training"]["trainable_parameters"] - plain["training"]["trainable_parameters"] == 2 * 16
+    rows = [row for row in tokens["rows"] if (row["task"], row["condition"]) == ("reconstruction", "ratio=4")]
+    for row in rows:
+        assert row["metrics"]["loss"] == pytest.approx(math.log(row["metrics"]["perplexity"]))
+        assert 3.5 < row["metrics"]["tokens_per_slot"] <= 4
+
+
+@pytest.mark.slow
+def test_small_scale_tells_runs_with_prompts_of_their_own_apart(script, base: Path, tmp_path: Path):
+    output = tmp_path / "small.json"
+    assert (
+        script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", "--prompts", "embedded")) == 0
+    )
+    (run,) = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    assert (run["name"], run["prompts"]) == ("mean_pooling, prompts=embedded", "embedded")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{layout}", "is not JSON"),
+        ("[4]", "must be a mapping of fields"),
+        ('{"compression_ratios": [4]}', "without the ratios"),
+    ],
+)
+def test_small_scale_refuses_configurations_that_are_none(
+    script, text: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        script("small_scale").main(["--config", text])
+    assert message in capsys.readouterr().err
+
+
+def test_the_curves_are_the_losses_of_the_evaluation(script, base: Path, tokenizer: PreTrainedTokenizerFast):
+    small_scale = script("small_scale")
+    model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[4]).train()
+    test = EvaluationDataset("d", [{"text": "The mill stands by the river."}, {"text": "Nora keeps eleven bees."}])
+    state = TrainerState(log_history=[{"loss": 1.0}])
+    tasks = ("reconstruction", "continuation")
+    samples = {task: small_scale.held_out(tokenizer, test, 16, None, task) for task in tasks}
+    curves = small_scale._HeldOutCurves(model, tokenizer, samples)
+    curves.on_log(None, state, None, {"learning_rate": 1.0}, model)
+    assert state.log_history == [{"loss": 1.0}]
+    curves.on_log(None, state, None, {"loss": 1.0}, model)
+    assert model.training
+    settings = EvaluationSettings(tasks=tasks, context_tokens=16, batch_size=1)
+    report = evaluate_model(model, tokenizer, [test], settings, progress=False)
+    for task in tasks:
+        perplexity = report.score("d", task, "ratio=4", "perplexity")
+        assert state.log_history[0][f"{task}_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
+
+
+def test_tokens_per_slot_count_what_short_contexts_waste(script, base: Path, tokenizer: PreTrainedTokenizerFast):
+    small_scale = script("small_scale")
+    model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4])
+    test = EvaluationDataset("d", [{"text": "seven b"}, {"text": "eleven byte"}])
+    # 7 and 11 tokens in 4 + 6 slots, or in 2 + 3.
+    samples = small_scale.held_out(tokenizer, test, 16, None)
+    assert small_scale.tokens_per_slot(model, tokenizer, samples) == {"ratio=2": 1.8, "ratio=4": 3.6}
+
+
+@pytest.mark.slow
+def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(script, base: Path, tmp_path: Path):
+    jobs, output = tmp_path / "jobs.json", tmp_path / "small.json"
+    one = {"method": "comprexit", "config": {"gate_size": 8, "metric_size": 8}, "ratios": [2]}
+    jobs.write_text(json.dumps([one, {"method": "mean_pooling"}]), encoding="utf-8")
+    more = ("--jobs", str(jobs), "--ratios", "4", "2", "--ratio-mode", "random", "--lowest-first", "0.5")
+    assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", "1", *more)) == 0
+    results = json.loads(output.read_text(encoding="utf-8"))
+    assert [(run["name"], run["ratios"], run["seed"]) for run in results["runs"]] == [
+        ("comprexit, gate_size=8, metric_size=8", [2], 0),
+        ("mean_pooling", [4, 2], 0),
+        ("comprexit, gate_size=8, metric_size=8", [2], 1),
+        ("mean_pooling", [4, 2], 1),
+    ]
+    assert (results["budget"]["ratio_mode"], results["budget"]["lowest_first"]) == ("random", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "message"),
+    [
+        ("[", "cannot be read"),
+        ("[]", "a list of mappings"),
+        ('{"method": "icae"}', "a list of mappings"),
+        ('[{"ratio": [4]}]', "did you mean 'ratios'?"),
+        ('[{"method": "icea"}]', "unknown --method 'icea'"),
+    ],
+)
+def test_small_scale_refuses_jobs_that_are_none(
+    script, base: Path, tmp_path: Path, jobs: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "jobs.json").write_text(jobs, encoding="utf-8")
+    arguments = small_scale_arguments(base, tmp_path / "small.json", "--jobs", str(tmp_path / "jobs.json"))
+    assert script("small_scale").main(arguments) == 1
+    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        script("small_scale").main(["--lowest-first", "1"])
+
+
+def test_the_lowest_ratio_comes_first(script, tmp_path: Path):
+    small_scale = script("small_scale")
+
+    def schedule(*more: str) -> list | None:
+        arguments = small_scale.build_parser().parse_args(["--ratios", "8", "2", "4", *more])
+        return small_scale.training_config(arguments, 0, tmp_path, torch.device("cpu")).ratio_schedule
+
+    assert schedule() is None
+    assert schedule("--lowest-first", "0.4") == [[0.0, [2]], [0.4, [2, 4, 8]]]
+
+
+def test_the_jobs_of_this_repository_can_be_read(script):
+    small_scale = script("small_scale")
+    path = Path(small_scale.__file__).parent / "small_scale_jobs.json"
+    jobs = small_scale.read_jobs(small_scale.build_parser().parse_args(["--jobs", str(path)]))
+    names = [(small_scale._name(job), tuple(job.ratios)) for job in jobs]
+    assert len(set(names)) == len(names)
+    assert ("mean_pooling", (4,)) in names
+
+
+@pytest.mark.slow
+def test_small_scale_goes_on_where_it_stopped_and_keeps_to_one_budget(
+    script, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    main, output = script("small_scale").main, tmp_path / "small.json"
+    assert main(small_scale_arguments(base, output, "--seeds", "0")) == 0
+    first = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    assert main(small_scale_arguments(base, output, "--seeds", "0", "1")) == 0
+    both = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    assert both[:1] == first
+    assert [run["seed"] for run in both] == [0, 1]
+    finished = output.read_bytes()
+    assert main(small_scale_arguments(base, output, "--seeds", "2", "--context-tokens", "100")) == 1
+    assert "'context_tokens': (144, 100)" in capsys.readouterr().err
+    assert output.read_bytes() == finished
+
+
+def test_small_scale_refuses_what_it_cannot_use(
+    script, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    main, output = script("small_scale").main, tmp_path / "small.json"
+    assert main(small_scale_arguments(tmp_path / "nowhere", output)) == 1
+    assert "there is no base language model in" in capsys.readouterr().err
+    assert main(small_scale_arguments(base, output, "--method", "median_pooling")) == 1
+    assert "unknown --method 'median_pooling'; did you mean 'mean_pooling'?" in capsys.readouterr().err
+    output.write_text('{"runs": 3}', encoding="utf-8")
+    assert main(small_scale_arguments(base, output)) == 1
+    assert "is not a result file of this benchmark" in capsys.readouterr().err
+
+
+# --- texts ---
+
+
+def test_windows_end_between_sentences_and_keep_the_limit(script, tokenizer: PreTrainedTokenizerFast):
+    windows = script("small_scale_data").windows
+    text = "One two. Three four? " + "Too long for any window, this one is. " + "Five! Six seven."
+    # One token a byte, and a space in front of every sentence.
+    assert windows(text, tokenizer, 24) == ["One two. Three four?", "Five! Six seven."]
+    assert windows("", tokenizer, 24) == []
+
+
+def test_a_question_gets_the_one_window_that_holds_its_answer(script, tokenizer: PreTrainedTokenizerFast):
+    answerable = script("small_scale_data").answerable
+    context = "Ada keeps bees. The cat is grey. Ada has a dog. It is two."
+
+    def ask(answer: str) -> list[dict]:
+        return answerable([{"context": context, "question": "?", "answers": [answer]}], tokenizer, 36)
+
+    assert ask("the BEES") == [
+        {"context": "Ada keeps bees. The cat is grey.", "question": "?", "answers": ["the BEES"]}
+    ]
+    assert ask("Ada") == []  # both windows hold it: which one was meant?
+    assert ask("horse") == []
+    assert ask("do") == []  # a part of a word is no answer
+
+
+def test_training_and_test_contexts_never_meet(script, tokenizer: PreTrainedTokenizerFast, data: Path, tmp_path: Path):
+    sources, tests = script("small_scale_data").prepare(str(data), tokenizer, 192, tmp_path)
+    trained = set()
+    for source in sources[1:]:
+        table = pyarrow.parquet.read_table(tmp_path / source["path"])
+        trained |= set(table["context" if "context" in table.column_names else "text"].to_pylist())
+    tested = {example.get("context") or example["text"] for test in tests for example in test.examples}
+    assert len(trained) > 20
+    assert len(tested) > 10
+    assert not trained & tested
