@@ -89,6 +89,13 @@ def base_entry(
     }
 
 
+def _checksums(tensor: Tensor) -> dict[torch.dtype, int]:
+    """Checksums of a weight in its own type and in those that round it when it is cast; none if it has no sum."""
+    if checksum(tensor) is None:
+        return {}
+    return {kind: checksum(tensor.detach().to(kind)) for kind in {tensor.dtype, torch.bfloat16, torch.float16}}
+
+
 class BaseRecord:
     """What a model in memory knows of its bases.
 
@@ -99,7 +106,7 @@ class BaseRecord:
 
     def __init__(self, entries: Mapping[str, dict[str, str | None]], tensors: Iterable[tuple[str, Tensor]]):
         self.entries = {base: dict(entry) for base, entry in entries.items()}
-        self.sums = {own_name(name): (tensor.dtype, checksum(tensor)) for name, tensor in tensors}
+        self.sums = {own_name(name): (tensor.dtype, _checksums(tensor)) for name, tensor in tensors}
         self._modules = {name.rpartition(".")[0] for name in self.sums}
 
     @property
@@ -123,9 +130,13 @@ class BaseRecord:
             return any(name.startswith(f"{module}.weight.") for module in self._modules) or (
                 name.endswith((".SCB", ".weight_format")) and name.rpartition(".")[0] in self._modules
             )
-        dtype, total = self.sums[name]
-        # Frozen weights that are offloaded, quantized or in another type cannot be compared, nor have they trained.
-        return tensor.dtype != dtype or total is None or tensor.is_meta or checksum(tensor) == total
+        dtype, totals = self.sums[name]
+        if not totals or tensor.is_meta or tensor.dtype.itemsize == 1:
+            # Frozen weights that are offloaded or quantized cannot be compared, nor have they trained.
+            return True
+        # A type that is not among them is wider than the base's, and holds its values as they are.
+        known = tensor.dtype if tensor.dtype in totals else dtype
+        return checksum(tensor.to(known)) == totals[known]
 
 
 def remember_base(model: nn.Module, record: BaseRecord | None) -> None:

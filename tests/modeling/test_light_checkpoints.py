@@ -241,9 +241,20 @@ def test_base_weights_that_have_trained_are_stored_even_when_frozen_again(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_base_weights_that_have_trained_are_stored_in_any_type(method_cases, tmp_path, local_hub, start_light, dtype):
+    model = start_light(method_cases["mean_pooling"], local_hub, dtype=torch.float32)
+    name = "model.language_model.embed_tokens.weight"
+    model.get_parameter(name)[7] += 0.1
+    model.to(dtype).save_pretrained(tmp_path / "light")
+    assert set(stored(tmp_path / "light")) == expected_names(model) | {name}
+
+
+@torch.no_grad()
 def test_a_copy_and_a_cast_of_a_model_are_as_light(method_cases, tmp_path, local_hub, start_light):
     model = start_light(method_cases["icae"], local_hub)
-    for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.bfloat16)):
+    casts = [copy.deepcopy(model).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)]
+    for other in (copy.deepcopy(model), *casts):
         other.save_pretrained(tmp_path / "light")
         assert set(stored(tmp_path / "light")) == expected_names(model)
 
