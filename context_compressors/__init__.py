@@ -68,6 +68,7 @@ _MODULE_OF = {
     "analyse_slots": "evaluation.slot_analysis",
     "model_card": "hub_cards.cards",
     "language_model_card": "hub_cards.cards",
+    "retrieval_card": "hub_cards.retrieval_cards",
     "write_card": "hub_cards.write_card",
 }
 

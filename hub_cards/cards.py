@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingRecord
+from .card_records import TASK_NAMES, Score, TrainingRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,7 +38,7 @@ _OWN_FIELDS = {
     "compression": "Slots are made by",
     "question_placement": "A question is read by",
 }
-_NOT_MEASURED = "Not measured."
+NOT_MEASURED = "Not measured."
 _QUESTION = 'tokenizer(question, return_tensors="pt")'
 # The task token takes BOS's place.
 _QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")'
@@ -101,10 +101,10 @@ def model_card(
     base = next(
         (name for name in (config.parent_model_name_or_path, config.base_model_name_or_path) if _is_public(name)), None
     )
-    metadata = _metadata(model_id, training, scores, license, language)
+    metadata = card_metadata(model_id, training, scores, license, language)
     metadata.base_model = base
-    metadata.tags = ["context-compression", "soft-prompt", _method(config).replace(" ", "-")]
-    return _fill(
+    metadata.tags = ["context-compression", "soft-prompt", method_name(config).replace(" ", "-")]
+    return fill_template(
         "compressor_template.md",
         metadata,
         training,
@@ -113,7 +113,7 @@ def model_card(
         limits,
         model_id=model_id,
         summary=summary or _default_summary(config),
-        facts=_facts(config),
+        facts=checkpoint_facts(config),
         ratio=str(ratios[0]),
         document_tokenizer="tokenizer" if config.encoder_tokenizer is None else "model.encoder_tokenizer",
         question=_QUESTION_BEHIND_TASK_TOKEN if config.task_token_ids else _QUESTION,
@@ -121,91 +121,6 @@ def model_card(
         auto_class="AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM",
         method=method_text(config.model_type),
     )
-
-
-def retrieval_card(
-    config: PreTrainedConfig,
-    training: TrainingRecord,
-    scores: Sequence[RetrievalScore],
-    limits: Sequence[str],
-    *,
-    model_id: str,
-    summary: str | None = None,
-    scores_note: str | None = None,
-    license: str = "apache-2.0",
-    language: str | Sequence[str] = "en",
-) -> str:
-    """Write the card of a compressor that ranks documents by several vectors each.
-
-    Args:
-        config: the configuration of a checkpoint that `AutoModelForTextEncoding` loads.
-        training: how the checkpoint was made.
-        scores: its rankings, each beside BM25's.
-        limits: what it cannot do, one sentence each; never empty.
-        model_id: repository or folder that the snippet loads.
-        summary: what it is, in a sentence or two; made from the configuration when `None`.
-        scores_note: how the scores were measured, in sentences under their table.
-        license: licence of the weights, as the Hub writes it.
-        language: ISO 639-1 code or codes.
-
-    Returns:
-        the text of `README.md`, which starts with YAML metadata.
-
-    Raises:
-        ValueError: no limits are named, or a score's ratio is none of the checkpoint's.
-    """
-    ratios = tuple(config.compression_ratios)
-    for score in scores:
-        if score.ratio not in ratios:
-            raise ValueError(f"the score on {score.dataset!r} has ratio {score.ratio}; the checkpoint has {ratios}")
-    metadata = _metadata(model_id, training, [], license, language)
-    metadata.pipeline_tag = "feature-extraction"
-    metadata.tags = ["context-compression", "late-interaction", _method(config).replace(" ", "-")]
-    metadata.eval_results = [
-        EvalResult(
-            task_type="text-retrieval",
-            task_name="Text retrieval",
-            dataset_type=score.dataset.lower().replace(" ", "_"),
-            dataset_name=score.dataset,
-            metric_type="ndcg_at_10",
-            metric_name=f"nDCG@10, ratio {score.ratio}",
-            metric_value=round(score.ndcg_at_10, 4),
-        )
-        for score in scores
-    ] or None
-    return _fill(
-        "retrieval_template.md",
-        metadata,
-        training,
-        retrieval_table(scores),
-        scores_note,
-        limits,
-        model_id=model_id,
-        summary=summary
-        or (
-            f"A retrieval model ({_method(config)}): queries and documents become one vector for every "
-            f"{_listed(ratios)} tokens, compared by Chamfer similarity (MaxSim)."
-        ),
-        facts=_facts(config),
-        ratio=str(ratios[0]),
-        method=method_text(config.model_type),
-    )
-
-
-def retrieval_table(scores: Sequence[RetrievalScore]) -> str:
-    """A Markdown table of rankings, each beside BM25's.
-
-    Args:
-        scores: the rows, in order.
-    """
-    if not scores:
-        return _NOT_MEASURED
-    lines = ["| data | ratio | nDCG@10 | BM25 | index, times smaller |", "| --- | ---: | ---: | ---: | ---: |"]
-    for score in scores:
-        numbers = [score.ndcg_at_10, score.bm25, score.storage_saving]
-        cells = [score.dataset, str(score.ratio), *("–" if n is None else f"{n:.1f}" for n in numbers)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def language_model_card(
@@ -247,9 +162,9 @@ def language_model_card(
         ("Vocabulary", f"{config.vocab_size:,}"),
         ("Longest input", f"{config.max_position_embeddings:,} tokens"),
     ]
-    metadata = _metadata(model_id, training, scores, license, language)
+    metadata = card_metadata(model_id, training, scores, license, language)
     metadata.tags = ["context-compression"]
-    return _fill(
+    return fill_template(
         "language_model_template.md",
         metadata,
         training,
@@ -262,13 +177,14 @@ def language_model_card(
     )
 
 
-def _metadata(
+def card_metadata(
     model_id: str,
     training: TrainingRecord,
     scores: Sequence[Score],
     license: str,
     language: str | Sequence[str],
 ) -> ModelCardData:
+    """What the Hub reads at the top of a card."""
     return ModelCardData(
         datasets=[data.hub_id for data in training.data if data.hub_id] or None,
         eval_results=_eval_results(scores),
@@ -280,7 +196,7 @@ def _metadata(
     )
 
 
-def _fill(
+def fill_template(
     template: str,
     metadata: ModelCardData,
     training: TrainingRecord,
@@ -289,6 +205,11 @@ def _fill(
     limits: Sequence[str],
     **fields: str,
 ) -> str:
+    """A card's text: its template with what all cards have, and the template's own fields.
+
+    Raises:
+        ValueError: no limits are named.
+    """
     if not limits:
         raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
     text = Template((_FOLDER / template).read_text(encoding="utf-8")).substitute(
@@ -310,7 +231,8 @@ def _is_public(name: str | None) -> bool:
     return bool(name) and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
 
 
-def _method(config: PreTrainedConfig) -> str:
+def method_name(config: PreTrainedConfig) -> str:
+    """The method in words."""
     return config.model_type.removesuffix("_compressor").replace("_", " ")
 
 
@@ -321,7 +243,7 @@ def score_table(scores: Sequence[Score]) -> str:
         scores: the rows, in order.
     """
     if not scores:
-        return _NOT_MEASURED
+        return NOT_MEASURED
     lines = [
         "| task | data | metric | ratio | no context | compressed | full context |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: |",
@@ -343,12 +265,13 @@ def score_table(scores: Sequence[Score]) -> str:
 def _default_summary(config: PreTrainedConfig) -> str:
     base = f" on {config.base_model_name_or_path}" if config.base_model_name_or_path else ""
     return (
-        f"A soft context compressor ({_method(config)}){base}: it reads a long context once, keeps {_kept(config)} "
-        f"for every {_listed(config.compression_ratios)} tokens, and answers from those."
+        f"A soft context compressor ({method_name(config)}){base}: it reads a long context once, keeps "
+        f"{_kept(config)} for every {listed(config.compression_ratios)} tokens, and answers from those."
     )
 
 
-def _listed(ratios: Sequence[int]) -> str:
+def listed(ratios: Sequence[int]) -> str:
+    """Ratios in words: "2, 4 or 8"."""
     *first, last = map(str, ratios)
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -358,7 +281,8 @@ def _kept(config: PreTrainedConfig) -> str:
     return "the keys and values of one memory token" if keeps_layers else "one vector"
 
 
-def _facts(config: PreTrainedConfig) -> str:
+def checkpoint_facts(config: PreTrainedConfig) -> str:
+    """A Markdown table of what a checkpoint is."""
     base = config.base_model_name_or_path or "none: trained from the start"
     if config.base_model_revision:
         base += f", revision {config.base_model_revision}"
@@ -368,7 +292,7 @@ def _facts(config: PreTrainedConfig) -> str:
         [
             ("Base model", base),
             *([("Fine-tuned from", config.parent_model_name_or_path)] if config.parent_model_name_or_path else []),
-            ("Method", _method(config)),
+            ("Method", method_name(config)),
             ("Compression ratios", ", ".join(map(str, config.compression_ratios))),
             ("Chunk size", f"{config.chunk_size} tokens" if config.chunk_size else "none: the context is read whole"),
             ("Position layout", config.position_layout),

@@ -21,8 +21,9 @@ from ..evaluation.report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, Evaluati
 from ..training.arguments import read_recipe
 from ..training.data import DataSource
 from ..training.retrieval_data import RetrievalSource
-from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingData, TrainingRecord
-from .cards import language_model_card, model_card, retrieval_card
+from .card_records import TASK_NAMES, Score, TrainingData, TrainingRecord
+from .cards import language_model_card, model_card
+from .retrieval_cards import retrieval_card, retrieval_scores
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ _METRICS = {
     "continuation": {"perplexity": "perplexity"},
 }
 _NOT_STATED = "not stated"
-# What benchmarks/retrieval.py ranks.
-_COLLECTION = "SciFact"
 
 _EXAMPLES = """\
 examples:
@@ -143,7 +142,7 @@ def _write_retrieval_card(
     for file in results:
         if isinstance(file, EvaluationReport):
             raise ValueError(f"{folder} is a retrieval checkpoint: its scores are a file of benchmarks/retrieval.py")
-        found, note = _retrieval_scores(Path(file), folder.resolve().name)
+        found, note = retrieval_scores(Path(file), folder.resolve().name)
         scores += found
         notes.append(note)
     text = retrieval_card(
@@ -157,32 +156,6 @@ def _write_retrieval_card(
         license=license,
     )
     return _written(folder, text)
-
-
-def _retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:
-    """A checkpoint's rows of a result file of `benchmarks/retrieval.py`, and how they were measured."""
-    _check_file(path, "benchmarks/retrieval.py writes it")
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        rows, settings = results["rows"], results["settings"]
-        floor = next((row["ndcg_at_10"] for row in rows if row["model"] == "BM25"), None)
-        own = [row for row in rows if row["model"] == name]
-        scores = [
-            RetrievalScore(_COLLECTION, row["document_ratio"], row["ndcg_at_10"], floor, row["storage_saving"])
-            for row in own
-        ]
-        lengths = settings["max_query_tokens"], settings["max_document_tokens"]
-        queries = sorted({row["queries"] for row in own})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a result file of benchmarks/retrieval.py: {error!r}") from error
-    if not own:
-        models = list(dict.fromkeys(row["model"] for row in rows))
-        raise ValueError(f"{path} has no row of {name!r}; it has {models}")
-    note = (
-        f"{', '.join(f'{number:,}' for number in queries)} test queries of at most {lengths[0]} tokens, documents of "
-        f"at most {lengths[1]}, each scored with every query; both sides at one ratio."
-    )
-    return scores, note
 
 
 def _pictures(report: EvaluationReport, folder: Path) -> dict[str, str]:
