@@ -5,7 +5,8 @@
     python benchmarks/decal_fine_tuning.py PRETRAINED --data DATA                       # all nine models, three seeds
     python benchmarks/decal_fine_tuning.py PRETRAINED --data DATA --seeds 0 --models t5 decal_2x
 
-PRETRAINED is a folder of models that span_corruption.py has trained. Those with a name of their own there are tuned as
+PRETRAINED is a folder of models that span_corruption.py has trained, with --steps enough that they read what they are
+given (its default is not), and in words: answers have at most 16 tokens. Those with a name of their own are tuned as
 they are. Three start from its T5 baseline: `ccproxy_2x` and `autoencoding_2x` (DeCAL 2x) learn autoencoding and
 continuation first, in a share of the pretraining's steps (--text-steps), and `fine_tune_only_2x` compresses from its
 first question on. The T5 baseline reads its context whole: it is the bound.
@@ -78,14 +79,31 @@ def build_parser() -> argparse.ArgumentParser:
     add("--models", nargs="+", default=list(MODELS), metavar="NAME", help=f"among {', '.join(MODELS)}")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
     add("--steps", type=positive_int, default=300, metavar="N", help="of fine-tuning (default: 300)")
-    add("--text-steps", type=positive_int, default=80, metavar="N", help="of autoencoding (default: 80)")
+    add(
+        "--text-steps",
+        type=positive_int,
+        default=80,
+        metavar="N",
+        help="of restoring and continuing (default: 80)",
+    )
     add("--batch-size", type=positive_int, default=16, metavar="B", help="contexts in a step (default: 16)")
     add("--context-tokens", type=positive_int, default=64, metavar="N", help="longest context (default: 64)")
-    add("--learning-rate", type=float, default=1e-3, metavar="R", help="of AdamW's part (default: 1e-3)")
+    add(
+        "--learning-rate",
+        type=float,
+        default=1e-3,
+        metavar="R",
+        help="AdamW's; Muon's is 0.01 (default: 1e-3)",
+    )
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
     add("--test-questions", type=positive_int, default=200, metavar="N", help="per data set (default: 200)")
     add("--output", default=str(RESULTS / "decal_fine_tuning.json"), metavar="FILE", help="where the JSON goes")
     return parser
+
+
+def _source(name: str, folder: Path) -> Path:
+    """The checkpoint that a model starts from."""
+    return folder / (name if name in PRETRAINED else _BASELINE)
 
 
 def load(name: str, folder: Path) -> PreTrainedModel:
@@ -94,7 +112,7 @@ def load(name: str, folder: Path) -> PreTrainedModel:
     Raises:
         ValueError: there is no such checkpoint in the folder.
     """
-    source = folder / (name if name in PRETRAINED else _BASELINE)
+    source = _source(name, folder)
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} is not there: train it with span_corruption.py --save")
     loading = {"dtype": torch.float32, "attn_implementation": "sdpa"}
@@ -177,7 +195,7 @@ def evaluate(
 
 
 def summarize(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each data set and model, and one for it without context: mean and deviation over the seeds."""
+    """One row for each data set and model with its context, and one without: mean and deviation over the seeds."""
     found: dict[tuple[str, str, bool], list[tuple[int, Mapping[str, float]]]] = {}
     for run in runs:
         for row in run["rows"]:
@@ -185,7 +203,7 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             found.setdefault(key, []).append((run["seed"], row["metrics"]))
     summary = []
     for (dataset, name, is_bound), scores in found.items():
-        entry: dict[str, Any] = {"dataset": dataset, "model": name, "context": "none" if is_bound else "compressed"}
+        entry: dict[str, Any] = {"dataset": dataset, "model": name, "context": "none" if is_bound else "given"}
         entry["seeds"] = sorted(seed for seed, _ in scores)
         for metric in METRICS:
             values = [metrics[metric] for _, metrics in scores]
@@ -223,12 +241,14 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     budget |= {"data": "generated" if arguments.data is None else "generated and real text"}
     results = read_results(output, budget, "decal_fine_tuning")
     with tempfile.TemporaryDirectory() as work:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoints[arguments.seeds[0]] / _BASELINE)
+        tokenizer = AutoTokenizer.from_pretrained(_source(arguments.models[0], checkpoints[arguments.seeds[0]]))
         sources, tests = prepare(arguments.data, tokenizer, arguments.context_tokens, Path(work))
         tests = [test for test in tests if "question_answering" in test.tasks()]
         for seed, folder in checkpoints.items():
             for name in arguments.models:
-                if (name, seed) in [(run["model"], run["seed"]) for run in results["runs"]]:
+                finished = [run for run in results["runs"] if (run["model"], run["seed"]) == (name, seed)]
+                if finished:
+                    _check_same_start(name, folder, finished[0], output)
                     continue
                 print(f"{name}, seed {seed}", flush=True)
                 set_seed(seed)
@@ -244,8 +264,15 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _fingerprint(name: str, folder: Path) -> str:
     """Which weights a run started from."""
-    weights = folder / (name if name in PRETRAINED else _BASELINE) / "model.safetensors"
-    return hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256((_source(name, folder) / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def _check_same_start(name: str, folder: Path, run: Mapping[str, Any], output: Path) -> None:
+    if run["pretrained"] != _fingerprint(name, folder):
+        raise ValueError(
+            f"{name}, seed {run['seed']}, is finished in {output} from other weights than those in {folder}; name "
+            "another file with --output"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

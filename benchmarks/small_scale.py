@@ -8,6 +8,8 @@
     python benchmarks/small_scale.py --seeds 0 --steps 50             # generated documents alone, and briefly
     python benchmarks/small_scale.py --data DATA --tasks reconstruction --restoration-lengths 64 128 256
 
+Runs of several budgets do not share a file: give --output where the result file has runs of another one.
+
 DATA is a folder with the data files: SQuAD, NarrativeQA summaries and OpenStax. Reconstruction, continuation and
 question answering are trained together on contexts of at most --context-tokens, and tested on documents that are not
 in training, beside the base itself without context and with the full context. A question's answer always stands in its
@@ -45,6 +47,7 @@ from small_scale_arguments import budget_of, build_parser, fields_of, read_jobs
 from small_scale_data import prepare
 from small_scale_results import read_results, run_key, run_name, summarize, table
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -72,6 +75,8 @@ _CURVE_SAMPLES = 8
 _CURVE_TASKS = ("reconstruction", "continuation")
 _CONTINUATION_TOKENS = 64
 _EVALUATION_BATCH = 32
+# Of the positions, for the words around a text.
+_PROMPT_ROOM = 32
 # With task tokens: no words for a reconstruction, and questions in the one form that the small base knows.
 _TASK_TOKEN_PROMPTS = "embedded"
 
@@ -304,6 +309,8 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     output, budget = Path(arguments.output), budget_of(arguments)
     jobs = [(job, seed) for seed in arguments.seeds for job in read_jobs(arguments)]
     results = read_results(output, budget)
+    _check_lengths(arguments)
+    _check_kept(arguments, jobs, results)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if all(_is_finished(job, seed, results) for job, seed in jobs):
         return results
@@ -312,6 +319,8 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         base = AutoModelForCausalLM.from_pretrained(arguments.base).to(device).eval()
         sources, tests = prepare(arguments.data, tokenizer, _document_tokens(arguments), Path(folder))
         tests = [test for test in tests if _is_long_enough(test, tokenizer, arguments)]
+        if not tests:
+            raise ValueError(f"no data set has texts for --restoration-lengths {arguments.restoration_lengths}")
         for job, seed in jobs:
             if _is_finished(job, seed, read_results(output, budget)):
                 continue
@@ -328,6 +337,35 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             run |= {"training": training, "log": log, "evaluation_seconds": time.perf_counter() - start}
             results = _add_run(output, budget, {**run, "environment": environment(), "rows": rows})
     return results
+
+
+def _check_lengths(arguments: argparse.Namespace) -> None:
+    """Refuse lengths that could not be tested, before anything is trained."""
+    lengths = arguments.restoration_lengths
+    if lengths is None:
+        return
+    EvaluationSettings(restoration_lengths=tuple(lengths))
+    if arguments.tasks != ["reconstruction"]:
+        raise ValueError("--restoration-lengths is about reconstruction alone: give --tasks reconstruction")
+    # Text, and the same once more.
+    longest = AutoConfig.from_pretrained(arguments.base).max_position_embeddings // 2 - _PROMPT_ROOM
+    if max(lengths) > longest:
+        raise ValueError(f"--restoration-lengths must be at most {longest} with this base, got {max(lengths)}")
+
+
+def _check_kept(
+    arguments: argparse.Namespace, jobs: Sequence[tuple[argparse.Namespace, int]], results: Mapping[str, Any]
+) -> None:
+    """Refuse to leave out the training of a model that is asked for and was not kept."""
+    if arguments.save is None:
+        return
+    for job, seed in jobs:
+        folder = Path(arguments.save) / f"seed_{seed}" / _folder_name(job)
+        if _is_finished(job, seed, results) and not folder.is_dir():
+            raise ValueError(
+                f"{_name(job)}, seed {seed}, is finished in {arguments.output}, and {folder} is not there: its model "
+                "was not kept; name another file with --output"
+            )
 
 
 def _document_tokens(arguments: argparse.Namespace) -> int:

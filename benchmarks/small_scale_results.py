@@ -54,7 +54,8 @@ def read_results(path: Path, budget: Mapping[str, Any]) -> dict[str, Any]:
         finished = [run_key(run) for run in results["runs"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a result file of this benchmark: {error!r}") from error
-    changed = {name: (known.get(name), value) for name, value in budget.items() if known.get(name) != value}
+    names = dict.fromkeys([*known, *budget])
+    changed = {name: (known.get(name), budget.get(name)) for name in names if known.get(name) != budget.get(name)}
     if finished and changed:
         raise ValueError(
             f"{path} has runs of another budget, (there, now): {changed}; name another file with --output"
@@ -124,6 +125,7 @@ def ratio_table(summary: Sequence[Mapping[str, Any]], dataset: str, ratio: int) 
         ValueError: no model has scores there.
     """
     rows = [row for row in summary if row["dataset"] == dataset]
+    rows = [row for row in rows if "reconstruction/loss" in row["scores"]]
     compressed = [row for row in rows if row["condition"] == ratio_condition(ratio)]
     if not compressed:
         raise ValueError(f"no run has scores on {dataset!r} at ratio {ratio}")

@@ -6,7 +6,7 @@
     python benchmarks/span_corruption.py --seeds 0 --steps 20                # generated documents alone, and briefly
     python benchmarks/span_corruption.py --data DATA --save PRETRAINED       # for decal_fine_tuning.py
     python benchmarks/span_corruption.py --train-tokenizer 300 --steps 3000 --inputs-length 48 --hidden-size 96 \\
-        --layers 2
+        --layers 2 --output letters.json
 
 DATA is a folder with the data files: texts of Standard Ebooks and OpenStax, whose held-out documents are the test. The
 models are those of Tables 1 and 5: the T5 baseline, DeCAL 2x, 4x and 8x, AttnPool 2x, and DeCAL 2x without token
@@ -81,7 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--inputs-length", type=positive_int, default=64, metavar="N", help="encoder's tokens (default: 64)")
     add("--hidden-size", type=positive_int, default=128, metavar="H", help="a multiple of 32 (default: 128)")
     add("--layers", type=positive_int, default=3, metavar="L", help="of encoder and of decoder (default: 3)")
-    add("--learning-rate", type=float, default=3e-3, metavar="R", help="of AdamW's part (default: 3e-3)")
+    add(
+        "--learning-rate",
+        type=float,
+        default=3e-3,
+        metavar="R",
+        help="AdamW's; Muon's is 0.01 (default: 3e-3)",
+    )
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
     add("--save", metavar="FOLDER", help="keep the trained models, as FOLDER/seed_S/NAME (default: they are not kept)")
     add("--test-texts", type=positive_int, default=400, metavar="N", help="texts of the test (default: 400)")
@@ -262,6 +268,8 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     collator = SpanCorruptionCollator.from_tokenizer(
         tokenizer, sentinel_ids=add_sentinel_tokens(tokenizer), end_id=tokenizer.eos_token_id, seed=_DATA_SEED
     )
+    if arguments.save is not None:
+        _check_kept(arguments, results)
     training, held_out = (texts(arguments, tokenizer, part) for part in ("train", "valid"))
     for seed in arguments.seeds:
         for name in arguments.models:
@@ -281,6 +289,18 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             results["summary"] = summarize(results["runs"])
             write_json(output, results)
     return results
+
+
+def _check_kept(arguments: argparse.Namespace, results: Mapping[str, Any]) -> None:
+    """Refuse to leave out the training of a model that is asked for and was not kept."""
+    for seed in arguments.seeds:
+        for name in arguments.models:
+            folder = Path(arguments.save) / f"seed_{seed}" / name
+            if (name, seed) in [(run["model"], run["seed"]) for run in results["runs"]] and not folder.is_dir():
+                raise ValueError(
+                    f"{name}, seed {seed}, is finished in {arguments.output}, and {folder} is not there: its model "
+                    "was not kept; name another file with --output"
+                )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

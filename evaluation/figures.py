@@ -2,6 +2,7 @@
 """Figures on a canvas of their own: neither pyplot nor any of matplotlib's global settings is touched."""
 
 import os
+import textwrap
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,6 +11,8 @@ from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
+# Letters beside each other under the axes.
+_LEGEND_WIDTH = 90
 
 
 def blank_figure(width: float, height: float) -> Figure:
@@ -44,7 +47,8 @@ def line_figure(title: str, label: str) -> tuple[Figure, Axes]:
 def save_with_legend(figure: Figure, axes: Axes, path: str | os.PathLike[str]) -> Path:
     """Put the legend beside the axes, so that it never covers a line, and write the PNG file; returns its path."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(3, 90 // max(map(len, labels))))
+    labels = [textwrap.fill(label, _LEGEND_WIDTH) for label in labels]
+    columns = max(1, min(3, _LEGEND_WIDTH // max(map(len, labels))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     return save_figure(figure, path)
 

@@ -154,6 +154,8 @@ def _draw_document(tokenizer: PreTrainedTokenizerBase, rng: random.Random, num_t
                 raise
 
 
+# More than a token has in ordinary text.
+_LETTERS_PER_TOKEN = 16
 # A text of one token has nothing to predict from.
 _SHORTEST_TEXT = 2
 
@@ -221,9 +223,16 @@ class SampleBuilder:
         """What samples may be drawn from, where windows have a length of their own."""
         if task not in ("reconstruction", "continuation") or self.min_text_tokens <= _SHORTEST_TEXT:
             return examples
-        kept = [e for e in examples if len(encode(self.tokenizer, e["text"])) >= self.min_text_tokens]
+        kept = [example for example in examples if self._has_tokens(example["text"], self.min_text_tokens)]
         self._check_left_out(task, name, len(examples) - len(kept), len(kept))
         return kept
+
+    def _has_tokens(self, text: str, number: int) -> bool:
+        """Whether a text has so many tokens; of a book, its beginning tells."""
+        beginning = text[: _LETTERS_PER_TOKEN * number]
+        return len(encode(self.tokenizer, beginning)) >= number or (
+            beginning != text and len(encode(self.tokenizer, text)) >= number
+        )
 
     def _check_left_out(self, task: str, name: str, num_left_out: int, num_kept: int) -> None:
         if num_left_out:

@@ -266,14 +266,16 @@ def _default_summary(config: PreTrainedConfig) -> str:
     base = f" on {config.base_model_name_or_path}" if config.base_model_name_or_path else ""
     return (
         f"A soft context compressor ({method_name(config)}){base}: it reads a long context once, keeps "
-        f"{_kept(config)} for every {listed(config.compression_ratios)} tokens, and answers from those."
+        f"{_kept(config)} for {every(config.compression_ratios)}, and answers from those."
     )
 
 
-def listed(ratios: Sequence[int]) -> str:
-    """Ratios in words: "2, 4 or 8"."""
+def every(ratios: Sequence[int]) -> str:
+    """What there is one vector for, in words: "every 2, 4 or 8 tokens", "each token"."""
     *first, last = map(str, ratios)
-    return f"{', '.join(first)} or {last}" if first else last
+    if not first and last == "1":
+        return "each token"
+    return "every " + (f"{', '.join(first)} or {last}" if first else last) + " tokens"
 
 
 def _kept(config: PreTrainedConfig) -> str:
@@ -281,12 +283,19 @@ def _kept(config: PreTrainedConfig) -> str:
     return "the keys and values of one memory token" if keeps_layers else "one vector"
 
 
-def checkpoint_facts(config: PreTrainedConfig) -> str:
-    """A Markdown table of what a checkpoint is."""
+def checkpoint_facts(config: PreTrainedConfig, is_encoder: bool = False) -> str:
+    """A Markdown table of what a checkpoint is.
+
+    Args:
+        config: its configuration.
+        is_encoder: whether it has no decoder, whatever its configuration says of one.
+    """
     base = config.base_model_name_or_path or "none: trained from the start"
     if config.base_model_revision:
         base += f", revision {config.base_model_revision}"
     fields = {title: getattr(config, name, None) for name, title in _OWN_FIELDS.items()}
+    if is_encoder:
+        fields.pop(_OWN_FIELDS["question_placement"], None)
     own = [(title, value) for title, value in fields.items() if value is not None]
     return _table(
         [
@@ -297,7 +306,7 @@ def checkpoint_facts(config: PreTrainedConfig) -> str:
             ("Chunk size", f"{config.chunk_size} tokens" if config.chunk_size else "none: the context is read whole"),
             ("Position layout", config.position_layout),
             ("Encoder", _adapters(config.encoder_lora)),
-            ("Decoder", _adapters(config.decoder_lora)),
+            *([] if is_encoder else [("Decoder", _adapters(config.decoder_lora))]),
             *own,
         ]
     )

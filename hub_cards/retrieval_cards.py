@@ -15,8 +15,8 @@ from .cards import (
     NOT_MEASURED,
     card_metadata,
     checkpoint_facts,
+    every,
     fill_template,
-    listed,
     method_name,
     method_text,
 )
@@ -88,10 +88,10 @@ def retrieval_card(
         model_id=model_id,
         summary=summary
         or (
-            f"A retrieval model ({method_name(config)}): queries and documents become one vector for every "
-            f"{listed(ratios)} tokens, compared by Chamfer similarity (MaxSim)."
+            f"A retrieval model ({method_name(config)}): queries and documents become one vector for "
+            f"{every(ratios)}, compared by Chamfer similarity (MaxSim)."
         ),
-        facts=checkpoint_facts(config),
+        facts=checkpoint_facts(config, is_encoder=True),
         ratio=str(ratios[0]),
         method=method_text(config.model_type),
     )
@@ -141,6 +141,9 @@ def retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:
         queries = sorted({row["queries"] for row in own})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a result file of benchmarks/retrieval.py: {error!r}") from error
+    ratios = [score.ratio for score in scores]
+    if len(set(ratios)) < len(ratios):
+        raise ValueError(f"{path} has several checkpoints of the name {name!r}: rename their folders")
     if not own:
         models = list(dict.fromkeys(row["model"] for row in rows))
         raise ValueError(f"{path} has no row of {name!r}; it has {models}")

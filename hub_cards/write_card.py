@@ -143,6 +143,10 @@ def _write_retrieval_card(
         if isinstance(file, EvaluationReport):
             raise ValueError(f"{folder} is a retrieval checkpoint: its scores are a file of benchmarks/retrieval.py")
         found, note = retrieval_scores(Path(file), folder.resolve().name)
+        if {score.ratio for score in found} & {score.ratio for score in scores}:
+            raise ValueError(
+                f"two of the files have scores of {folder.resolve().name!r} at one ratio: give one of them"
+            )
         scores += found
         notes.append(note)
     text = retrieval_card(

@@ -91,9 +91,11 @@ def base_entry(
 
 def _checksums(tensor: Tensor) -> dict[torch.dtype, int]:
     """Checksums of a weight in its own type and in those that round it when it is cast; none if it has no sum."""
-    if checksum(tensor) is None:
+    own = checksum(tensor)
+    if own is None:
         return {}
-    return {kind: checksum(tensor.detach().to(kind)) for kind in {tensor.dtype, torch.bfloat16, torch.float16}}
+    narrower = {torch.bfloat16, torch.float16} - {tensor.dtype}
+    return {tensor.dtype: own, **{kind: checksum(tensor.detach().to(kind)) for kind in narrower}}
 
 
 class BaseRecord:
@@ -131,12 +133,14 @@ class BaseRecord:
                 name.endswith((".SCB", ".weight_format")) and name.rpartition(".")[0] in self._modules
             )
         dtype, totals = self.sums[name]
-        if not totals or tensor.is_meta or tensor.dtype.itemsize == 1:
+        if not totals or checksum(tensor) is None or tensor.dtype.itemsize == 1:
             # Frozen weights that are offloaded or quantized cannot be compared, nor have they trained.
             return True
-        # A type that is not among them is wider than the base's, and holds its values as they are.
-        known = tensor.dtype if tensor.dtype in totals else dtype
-        return checksum(tensor.to(known)) == totals[known]
+        if tensor.dtype in totals:
+            return checksum(tensor) == totals[tensor.dtype]
+        # A wider type holds the base's values as they are, unless they have changed.
+        narrowed = tensor.to(dtype)
+        return checksum(narrowed) == totals[dtype] and checksum(narrowed.to(tensor.dtype)) == checksum(tensor)
 
 
 def remember_base(model: nn.Module, record: BaseRecord | None) -> None:

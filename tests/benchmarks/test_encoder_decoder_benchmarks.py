@@ -94,7 +94,7 @@ def test_fine_tuning_goes_on_from_what_span_corruption_has_kept(script, tokenize
     conditions = [row["condition"] for row in runs["decal_4x"]["rows"]]
     assert conditions == ["no_context", "ratio=4"]
     found = {(row["model"], row["context"]) for row in results["summary"]}
-    assert found == {(name, context) for name in names for context in ("none", "compressed")}
+    assert found == {(name, context) for name in names for context in ("none", "given")}
     assert all(row["answer_perplexity"]["mean"] > 1 for row in results["summary"])
     assert decal_fine_tuning.main([*toy, "--models", "decal_2x"]) == 1
     assert "span_corruption.py --save" in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_small_scale_scores_every_data_set_beside_the_bounds(
 
 
 @pytest.mark.slow
-def test_small_scale_restores_texts_of_several_lengths(script, base: Path, tmp_path: Path):
+def test_small_scale_restores_texts_of_several_lengths(script, base: Path, tmp_path: Path, capsys):
     output = tmp_path / "small.json"
     more = ["--tasks", "reconstruction", "--restoration-lengths", "24", "40", "--context-tokens", "32", "--seeds", "0"]
     more += ["--save", str(tmp_path / "kept")]
@@ -150,7 +150,28 @@ def test_small_scale_restores_texts_of_several_lengths(script, base: Path, tmp_p
     assert {row["dataset"] for row in run["rows"]} == {"generated, 24 tokens", "generated, 40 tokens"}
     assert set(run["log"][0]) == {"step", "loss", "reconstruction_loss"}
     # No row of another set of tasks may come beside it.
-    assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "1")) == 1
+    same = ["--context-tokens", "32", "--seeds", "1"]
+    assert script("small_scale").main(small_scale_arguments(base, output, *same)) == 1
+    assert "another budget" in capsys.readouterr().err
+    # What is finished is not trained again to be kept.
+    more[-1] = str(tmp_path / "elsewhere")
+    assert script("small_scale").main(small_scale_arguments(base, output, *more)) == 1
+    assert "was not kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--restoration-lengths", "24"], "give --tasks reconstruction"),
+        (["--tasks", "reconstruction", "--restoration-lengths", "24", "24"], "different numbers"),
+        (["--tasks", "reconstruction", "--restoration-lengths", "5000"], "must be at most"),
+    ],
+)
+def test_small_scale_refuses_lengths_that_cannot_be_tested(
+    script, base: Path, tmp_path: Path, capsys, options, message
+):
+    assert script("small_scale").main(small_scale_arguments(base, tmp_path / "small.json", *options)) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

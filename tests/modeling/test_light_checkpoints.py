@@ -251,6 +251,18 @@ def test_base_weights_that_have_trained_are_stored_in_any_type(method_cases, tmp
 
 
 @torch.no_grad()
+def test_training_in_a_wider_type_is_stored_however_small(method_cases, tmp_path, local_hub, start_light):
+    model = start_light(method_cases["mean_pooling"], local_hub, dtype=torch.bfloat16).to(torch.float32)
+    model.save_pretrained(tmp_path / "same")
+    assert set(stored(tmp_path / "same")) == expected_names(model)
+    name = "model.language_model.embed_tokens.weight"
+    # It would be rounded away in the base's own type.
+    model.get_parameter(name)[7] *= 1 + 1e-5
+    model.save_pretrained(tmp_path / "light")
+    assert set(stored(tmp_path / "light")) == expected_names(model) | {name}
+
+
+@torch.no_grad()
 def test_a_copy_and_a_cast_of_a_model_are_as_light(method_cases, tmp_path, local_hub, start_light):
     model = start_light(method_cases["icae"], local_hub)
     casts = [copy.deepcopy(model).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)]
