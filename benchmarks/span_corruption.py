@@ -15,8 +15,8 @@ ones; a token counts as right if it is the likeliest behind the right ones befor
 
 Every finished (model, seed) is a run in the result file and is not done again; runs of another budget are refused
 there. Scores are means over seeds, with the standard deviation. A run of the default size takes two to three minutes
-on one core, and tells no models apart: after 400 steps none of them reads its context yet. Nor do 3,000 steps over
-letters of generated documents, in five to ten minutes (the last command). For more, give more steps.
+on one core, and tells no models apart: after 400 steps none of them reads its context yet. After 3,000 steps over
+letters of generated documents, five to ten minutes (the last command), one of five does. For more, give more steps.
 """
 
 from __future__ import annotations
