@@ -7,8 +7,9 @@ import argparse
 import gc
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,27 @@ def measured(benchmark: str, arguments: argparse.Namespace, rows: Sequence[dict[
         "environment": environment(),
         "rows": list(rows),
     }
+
+
+def do_runs(
+    arguments: argparse.Namespace,
+    run_all: Callable[[argparse.Namespace], Mapping[str, Any]],
+    table: Callable[[Sequence[Mapping[str, Any]]], str],
+) -> int:
+    """Do the runs that a result file lacks and print its summary; returns the exit status.
+
+    Args:
+        arguments: the command line, with `output`.
+        run_all: does the runs and returns the file's content; a `ValueError` is what the user has to change.
+        table: the summary as text.
+    """
+    try:
+        results = run_all(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{table(results['summary'])}\n\nruns are in {arguments.output}")
+    return 0
 
 
 def save_and_report(benchmark: str, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], table: str) -> None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -34,7 +33,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from benchmark_tools import RESULTS, positive_int, write_json
+from benchmark_tools import RESULTS, do_runs, positive_int, write_json
 from small_scale_data import prepare
 from span_corruption import read_results, train
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -277,14 +276,7 @@ def _check_same_start(name: str, folder: Path, run: Mapping[str, Any], output: P
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
-    try:
-        results = run_all(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"\n{table(results['summary'])}\n\nruns are in {arguments.output}")
-    return 0
+    return do_runs(build_parser().parse_args(argv), run_all, table)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_tools import write_json
+from benchmark_tools import do_runs, write_json
 from filelock import FileLock
 from small_scale_arguments import budget_of, build_parser, fields_of, read_jobs
 from small_scale_data import prepare
@@ -415,14 +414,7 @@ def _add_run(output: Path, budget: Mapping[str, Any], run: dict[str, Any]) -> di
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    arguments = build_parser(__doc__).parse_args(argv)
-    try:
-        results = run_all(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"\n{table(results['summary'])}\n\nruns are in {arguments.output}")
-    return 0
+    return do_runs(build_parser(__doc__).parse_args(argv), run_all, table)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from benchmark_tools import RESULTS, positive_int, write_json
+from benchmark_tools import RESULTS, do_runs, positive_int, write_json
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from context_compressors import DeCALForConditionalGeneration
@@ -305,14 +304,7 @@ def _check_kept(arguments: argparse.Namespace, results: Mapping[str, Any]) -> No
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
-    try:
-        results = run_all(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"\n{table(results['summary'])}\n\nruns are in {arguments.output}")
-    return 0
+    return do_runs(build_parser().parse_args(argv), run_all, table)
 
 
 if __name__ == "__main__":
