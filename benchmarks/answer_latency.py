@@ -5,6 +5,7 @@
     python benchmarks/answer_latency.py --device cuda --dtype bfloat16 --hidden-size 2048 --layers 16
     python benchmarks/answer_latency.py --setting table7 --compile     # GMSA's Table 7, on a GPU at the 7B shape
     python benchmarks/answer_latency.py --setting table8 --compile     # GMSA's Table 8: 32k tokens
+    python benchmarks/answer_latency.py --setting table7 --hidden-size 256 --layers 8 --encoder-layers 2
 
 Full context: the plain language model of the same shape reads context and question. Memory: the compressor, its
 adapters in place (or merged, with --merge-adapters), reads slots and question. Both write greedily, always the same
@@ -278,6 +279,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPE_NAMES, help="a well-known model's sizes, in place of those above")
     add("--method", default="mean_pooling", help="default: mean_pooling")
     add(
+        "--encoder-layers",
+        type=positive_int,
+        metavar="L",
+        help="of GMSA and TCP-AE (default: 8, or a quarter of the layers where there are fewer than 8)",
+    )
+    add(
         "--lengths",
         nargs="+",
         type=positive_int,
@@ -319,7 +326,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     device, dtype = device_of(arguments), getattr(torch, arguments.dtype)
     try:
         config = shape_config(arguments, max(arguments.lengths) + arguments.question_tokens + arguments.new_tokens)
-        compressor = random_compressor(arguments.method, config, arguments.ratios, arguments.dtype, device)
+        sizes = (arguments.ratios, arguments.dtype, device, arguments.encoder_layers)
+        compressor = random_compressor(arguments.method, config, *sizes)
+        if arguments.encoder_layers is not None and not hasattr(compressor.config, "encoder_layers"):
+            raise ValueError(f"--encoder-layers is for GMSA and TCP-AE: {arguments.method} encodes with all layers")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

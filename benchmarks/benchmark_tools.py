@@ -78,16 +78,23 @@ def llama_config(arguments: argparse.Namespace, max_positions: int) -> LlamaConf
 
 
 def random_compressor(
-    method: str, decoder_config: PreTrainedConfig, ratios: Sequence[int], dtype: str, device: torch.device
+    method: str,
+    decoder_config: PreTrainedConfig,
+    ratios: Sequence[int],
+    dtype: str,
+    device: torch.device,
+    encoder_layers: int | None = None,
 ) -> PreTrainedModel:
     """A method with random weights that reads the whole context as one chunk, in evaluation mode.
 
+    `encoder_layers` are those of GMSA's and TCP-AE's encoder, see `method_config`.
+
     Raises:
-        ValueError: there is no such method for the decoder.
+        ValueError: there is no such method for the decoder, or it has fewer layers.
     """
     torch.manual_seed(0)
     longest = decoder_config.max_position_embeddings
-    config = method_config(method, decoder_config, ratios, max_context_tokens=longest)
+    config = method_config(method, decoder_config, ratios, encoder_layers, longest)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     return model.to(device).eval()

@@ -89,6 +89,19 @@ def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: 
     assert "speed-up by FLOPs" in capsys.readouterr().out
 
 
+def test_layers_of_the_encoder_are_gmsas_alone(script, capsys: pytest.CaptureFixture[str]):
+    tools, latency = script("benchmark_tools"), script("answer_latency")
+    models = [tools.random_compressor("gmsa", llama(), [4], "float32", CPU, layers) for layers in (None, 3)]
+    assert [model.config.encoder_layers for model in models] == [1, 3]
+    sizes = ["--hidden-size", "32", "--head-dim", "16", "--layers", "4", "--vocab-size", "64", "--device", "cpu"]
+    for method, encoder_layers, message in (
+        ("icae", "2", "--encoder-layers is for GMSA and TCP-AE: icae encodes with all layers"),
+        ("gmsa", "5", "encoder_layers"),
+    ):
+        assert latency.main([*sizes, "--method", method, "--encoder-layers", encoder_layers]) == 1
+        assert message in capsys.readouterr().err
+
+
 def test_sizes_that_do_not_fit_are_left_out_and_named(
     script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
