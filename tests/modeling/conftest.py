@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test matrix of all methods: a new method joins by one entry in `METHODS`.
+"""The test matrix of all methods, `METHODS` in tiny_models.py, and the fixtures that their tests share.
 
 A test asks for what it needs by the name of its argument: `method_case` (each method as it comes), `backbone_case` (on
 every base architecture and attention), `variant_case` (with every hard setting), `case` (both of them).
 """
 
-import functools
 import string
 import sys
 import sysconfig
 import venv
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,371 +18,21 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
-
-from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
-from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
-from context_compressors.configuration.configuration_gmsa import GMSAConfig
-from context_compressors.configuration.configuration_icae import ICAEConfig
-from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
-from context_compressors.modeling.modeling_compression_tokens import (
-    CompressionTokensForCausalLM,
-    CompressionTokensModel,
-)
-from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM, ComprExITModel
-from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM, FiveHundredXModel
-from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM, GMSAModel
-from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
-from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM, MeanPoolingModel
-from context_compressors.modeling.modeling_tcp_autoencoder import TCPAutoencoderForCausalLM, TCPAutoencoderModel
-
-VOCAB_SIZE, HIDDEN_SIZE = 128, 32
-PAD, BOS, EOS = 0, 1, 2
-TASK_TOKENS = {"[AE]": VOCAB_SIZE, "[LM]": VOCAB_SIZE + 1}
-SMALL_LORA = {"rank": 4, "alpha": 8.0}
-MEMORY_LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
-PRETRAINED = Path(__file__).resolve().parents[2].parent / "shared" / "models"
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 # Tests import the helper modules beside them by name.
 sys.path.append(str(Path(__file__).parent))
 
+from tiny_models import BOS, CASES, METHOD_CASES, PAD, VOCAB_SIZE, Case, base_config
+
+# Its assertions show their values, as those of tests do.
+pytest.register_assert_rewrite("random_memories")
+
+PRETRAINED = Path(__file__).resolve().parents[2].parent / "shared" / "models"
+
 # A busy machine is no reason to fail.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
-
-
-@dataclass(frozen=True)
-class Method:
-    """A method under test.
-
-    Args:
-        name: in the tests' ids.
-        config_class, model_class, causal_lm_class: its classes.
-        easy: fields of its plainest useful setting; two ratios at least, the first of them 2.
-        hard: further settings, by name; each replaces some of the easy fields.
-        bidirectional: whether the encoder of the easy setting sees what comes later.
-        memory_tokens: whether memory tokens stand behind the context.
-        sliding_window: of the bases that have one, where the method cannot do with the tests' short one.
-        own_encoder: whether the encoder always has weights of its own.
-    """
-
-    name: str
-    config_class: type
-    model_class: type
-    causal_lm_class: type
-    easy: dict[str, Any]
-    hard: dict[str, dict[str, Any]] = field(default_factory=dict)
-    bidirectional: bool = True
-    memory_tokens: bool = False
-    sliding_window: int | None = None
-    own_encoder: bool = False
-    idle: tuple[str, ...] = ()
-
-
-METHODS = [
-    Method(
-        name="mean_pooling",
-        config_class=MeanPoolingConfig,
-        model_class=MeanPoolingModel,
-        causal_lm_class=MeanPoolingForCausalLM,
-        easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA, "decoder_lora": SMALL_LORA},
-        hard={
-            "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
-            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
-            "bos_first": {"bos_before_slots": True},
-            "bos_first_enhanced": {"bos_before_slots": True, "position_layout": "enhanced", "chunk_size": 4},
-            "task_tokens": {"task_token_ids": TASK_TOKENS},
-            "no_linear": {"linear_after_pooling": False},
-            "embeddings": {"encoder_type": "embeddings", "encoder_lora": None},
-            "causal": {"encoder_attention": "causal"},
-            "fixed_encoder": {"encoder_lora": None},
-            "fixed_decoder": {"decoder_lora": None},
-            "attention_lora": {"encoder_lora": {**SMALL_LORA, "target_modules": ["q_proj", "v_proj"]}},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
-            "own_encoder": {"encoder_config": {}},
-            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
-        },
-    ),
-    Method(
-        name="compression_tokens",
-        config_class=CompressionTokensConfig,
-        model_class=CompressionTokensModel,
-        causal_lm_class=CompressionTokensForCausalLM,
-        easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA, "decoder_lora": SMALL_LORA},
-        hard={
-            "bidirectional": {"token_attention": "bidirectional"},
-            "bidirectional_chunks": {"token_attention": "bidirectional", "chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
-            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
-            "bidirectional_enhanced": {"token_attention": "bidirectional", "position_layout": "enhanced"},
-            "bos_first": {"bos_before_slots": True},
-            "no_linear": {"linear_after_encoder": False},
-            "fixed_encoder": {"encoder_lora": None},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
-            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
-        },
-        bidirectional=False,
-        memory_tokens=True,
-    ),
-    Method(
-        name="icae",
-        config_class=ICAEConfig,
-        model_class=ICAEModel,
-        causal_lm_class=ICAEForCausalLM,
-        easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
-        hard={
-            "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
-            "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
-            "fixed": {"chunk_size": 6, "memory_tokens": "fixed"},
-            "fixed_enhanced": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
-            "no_task_tokens": {"task_token_ids": {}, "position_layout": "enhanced"},
-            "decoder_lora": {"decoder_lora": SMALL_LORA},
-            "own_encoder": {"encoder_config": {}},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
-        },
-        bidirectional=False,
-        memory_tokens=True,
-    ),
-    Method(
-        name="five_hundred_x",
-        config_class=FiveHundredXConfig,
-        model_class=FiveHundredXModel,
-        causal_lm_class=FiveHundredXForCausalLM,
-        easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
-        hard={
-            "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
-            "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
-            "fixed": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
-            "bos": {"reconstruction_trigger": "bos", "position_layout": "enhanced"},
-            "all_linear": {"encoder_lora": SMALL_LORA},
-            "own_encoder": {"encoder_config": {}},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
-        },
-        bidirectional=False,
-        memory_tokens=True,
-        sliding_window=128,
-    ),
-    Method(
-        name="comprexit",
-        config_class=ComprExITConfig,
-        model_class=ComprExITModel,
-        causal_lm_class=ComprExITForCausalLM,
-        easy={"compression_ratios": (2, 3, 8), "gate_size": 8, "metric_size": 8, "window_size": 4},
-        hard={
-            "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
-            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
-            "wide_window": {"window_size": 12},
-            "segments": {"window_size": 5, "segment_windows": 1, "gate_temperature": 4.0, "transport_epsilon": 1.0},
-            "bos_behind_slots": {"bos_before_slots": False},
-            "last_layer": {"token_anchors": "last_layer"},
-            "layer_mean": {"token_anchors": 1, "slot_aggregation": "mean"},
-            "layer_attention": {"token_anchors": 0, "slot_aggregation": "window_attention"},
-            "window_attention": {"slot_aggregation": "window_attention"},
-            "literal": {"literal_equations": True, "gate_temperature": 4.0},
-            "shuffled": {"shuffled_receivers": True},
-            "uniform_mass": {"uniform_sender_share": 1.0},
-            "fixed_encoder": {"decoder_lora": SMALL_LORA},
-            "encoder_lora": {"encoder_lora": SMALL_LORA},
-            "own_encoder": {"encoder_config": {}},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
-            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
-        },
-        bidirectional=False,
-        idle=("layer_gate.layer.bias", "sender_score.1.bias"),
-    ),
-    Method(
-        name="gmsa",
-        config_class=GMSAConfig,
-        model_class=GMSAModel,
-        causal_lm_class=GMSAForCausalLM,
-        easy={"compression_ratios": (2, 3, 8), "encoder_layers": 1, "encoder_lora": SMALL_LORA},
-        hard={
-            "chunks": {"chunk_size": 5},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
-            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
-            "bos_first": {"bos_before_slots": True},
-            "keft": {"training_stage": "keft"},
-            "two_blocks": {"lsa_layers": 2, "encoder_layers": 2},
-            "no_final_norm": {"lsa_final_norm": False},
-            "no_alignment": {"lsa_layers": 0},
-            "appended_tokens": {"appended_tokens": 16},
-            "fixed_encoder": {"encoder_lora": None},
-            "decoder_lora": {"decoder_lora": SMALL_LORA},
-            "tied": {"decoder_config": {"tie_word_embeddings": True}},
-            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
-        },
-        bidirectional=False,
-        own_encoder=True,
-    ),
-    Method(
-        name="tcp_autoencoder",
-        config_class=TCPAutoencoderConfig,
-        model_class=TCPAutoencoderModel,
-        causal_lm_class=TCPAutoencoderForCausalLM,
-        easy={
-            "compression_ratios": (2, 3, 8),
-            "encoder_layers": 1,
-            "encoder_lora": SMALL_LORA,
-            "appended_tokens": 16,
-        },
-        hard={
-            "chunks": {"chunk_size": 5},
-            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
-            "keft": {"training_stage": "keft"},
-            "standard_normal": {"memory_start": "standard_normal"},
-            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
-        },
-        bidirectional=False,
-        memory_tokens=True,
-        own_encoder=True,
-    ),
-]
-
-# Sliding windows are shorter than the tests' sequences; the logits' caps are low enough to bend them.
-BASES: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, {}),
-    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "qwen3": (Qwen3Config, {"head_dim": 12}),
-    "mistral": (MistralConfig, {"sliding_window": 8}),
-    "gemma2": (
-        Gemma2Config,
-        {"sliding_window": 8, "head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": 2.0},
-    ),
-}
-# transformers has no sdpa for Gemma 2, whose attention scores are capped.
-BACKBONES = [
-    (name, attention) for name in BASES for attention in ("eager", "sdpa") if (name, attention) != ("gemma2", "sdpa")
-]
-
-
-def base_config(architecture: str = "llama", **fields: Any) -> Any:
-    """Configuration of a tiny language model."""
-    config_class, own_fields = BASES[architecture]
-    return config_class(
-        **{
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": HIDDEN_SIZE,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "pad_token_id": PAD,
-            "bos_token_id": BOS,
-            "eos_token_id": EOS,
-            "tie_word_embeddings": False,
-            # Far from zero, so that positions, masks and adapters matter.
-            "initializer_range": 0.3,
-            **own_fields,
-            **fields,
-        }
-    )
-
-
-@functools.cache
-def _cached_model(case: "Case") -> Any:
-    return case.build()
-
-
-@dataclass(frozen=True)
-class Case:
-    """One method in one setting on one base."""
-
-    method: Method
-    variant: str = "easy"
-    architecture: str = "llama"
-    attention: str = "sdpa"
-
-    def __hash__(self) -> int:
-        return hash((self.method.name, self.variant, self.architecture, self.attention))
-
-    def __str__(self) -> str:
-        return f"{self.method.name}-{self.variant}-{self.architecture}-{self.attention}"
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        return {**self.method.easy, **self.method.hard.get(self.variant, {})}
-
-    @property
-    def model(self) -> Any:
-        """A `ForCausalLM` in evaluation mode that other tests use, too: not to be changed."""
-        return _cached_model(self)
-
-    def config(self, **fields: Any) -> Any:
-        fields = {**self.fields, **fields}
-        window = {}
-        if self.method.sliding_window and "sliding_window" in BASES[self.architecture][1]:
-            window = {"sliding_window": self.method.sliding_window}
-        for name in ("decoder_config", "encoder_config"):
-            if name == "decoder_config" or fields.get(name) is not None:
-                fields[name] = base_config(self.architecture, **{**window, **fields.get(name, {})})
-        return self.method.config_class(**fields)
-
-    def build(self, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Any:
-        """A new `ForCausalLM` in evaluation mode, with nothing at a start value that could hide a mistake."""
-        torch.manual_seed(seed)
-        config = self.config(**fields)
-        config._attn_implementation = self.attention
-        model = self.method.causal_lm_class(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter += 0.15 * torch.randn_like(parameter)
-        return cast_frozen(model, dtype).eval()
-
-    @property
-    def marks(self) -> tuple:
-        """In a developer's inner loop one method goes through most of it, the others as they come."""
-        is_quick = self.method is METHODS[0] and self.variant in QUICK and self.architecture in ("llama", "gemma2")
-        is_quick = is_quick or self == Case(self.method)
-        return () if is_quick else (pytest.mark.slow,)
-
-    @property
-    def all_of_its_method(self) -> list["Case"]:
-        """The method on every base, and in every hard setting."""
-        return [case for case in CASES["case"] if case.method.name == self.method.name]
-
-    def on(self, **changes: Any) -> "Case":
-        return replace(self, **changes)
-
-
-def cast_frozen(model: Any, dtype: torch.dtype) -> Any:
-    """The model as `from_pretrained(dtype=...)` gives it: what is frozen in that type, what trains in float32."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-    return model
-
-
-# Of the first method's settings, those that have little in common.
-QUICK = ("easy", "chunks", "bos_first_enhanced", "task_tokens", "embeddings", "tied", "wide_encoder")
-METHOD_CASES = [Case(method) for method in METHODS]
-BACKBONE_CASES = [
-    case.on(architecture=architecture, attention=attention)
-    for case in METHOD_CASES
-    for architecture, attention in BACKBONES
-]
-VARIANT_CASES = [case.on(variant=variant) for case in METHOD_CASES for variant in case.method.hard]
-CASES = {
-    "method_case": METHOD_CASES,
-    "backbone_case": BACKBONE_CASES,
-    "variant_case": METHOD_CASES + VARIANT_CASES,
-    "case": BACKBONE_CASES + VARIANT_CASES,
-}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -427,6 +75,17 @@ def _slots(memory: Any) -> torch.Tensor:
 def method_cases():
     """Each method as it comes, by name, for the tests of one method alone."""
     return {case.method.name: case for case in METHOD_CASES}
+
+
+@pytest.fixture(scope="session")
+def case_on(method_cases):
+    """`case_on(method, base)`: a method as it comes, on a base such as "llama-sdpa"."""
+
+    def make(method, base):
+        architecture, attention = base.split("-")
+        return method_cases[method].on(architecture=architecture, attention=attention)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,30 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory-token methods alone: what EPL's equation 1 and the compression-token baseline say, beside a naive twin."""
 
-import dataclasses
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from tiny_models import AE, BOS, ids_of
 from torch.nn import functional
 from transformers import DynamicCache
 
-from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
-from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
-from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.modeling import decoding, memory_tokens
-from context_compressors.modeling.modeling_compression_tokens import (
-    CompressionTokensForCausalLM,
-    CompressionTokensModel,
-)
-from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM
-from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
-from context_compressors.modeling.position_layout import encoder_memory_ids, encoder_position_ids
+from context_compressors.modeling.position_layout import encoder_position_ids
 
-BOS, AE, LM = 1, 128, 129
-LAYOUTS = ["default", "uniform", "enhanced"]
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+layouts = pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
 
 
 @pytest.fixture(params=["compression_tokens", "icae", "five_hundred_x"])
@@ -45,10 +31,6 @@ def icae(method_cases):
 @pytest.fixture
 def five_hundred_x(method_cases):
     return method_cases["five_hundred_x"]
-
-
-def ids_of(length, seed=0):
-    return torch.randint(5, 128, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def naive_rows(model, ids, ratio, cache=None, mask=None):
@@ -211,157 +193,6 @@ def test_eager_and_sdpa_agree_alone_and_in_a_batch(memory_case, layout, random_r
         torch.testing.assert_close(eager[real], sdpa[real], atol=1e-4, rtol=0)
 
 
-# --- numbers and positions of memory tokens ---
-
-
-@given(
-    chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(0, 50)), min_size=1, max_size=5),
-    layout=st.sampled_from(LAYOUTS),
-)
-def test_memory_ids_of_many_chunks_equal_those_of_each(chunks, layout):
-    lengths, counts, starts = (torch.tensor(column) for column in zip(*chunks, strict=True))
-    counts = counts * (lengths > 0)
-    found = encoder_memory_ids(lengths, counts, starts, layout)
-    assert found.shape == (len(chunks), int(counts.max()))
-    for row, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
-        count = int(counts[row])
-        expected = encoder_position_ids(length, count, layout, start)[1]
-        assert found[row].tolist() == [*expected.tolist(), *[0] * (found.shape[1] - count)]
-
-
-def test_a_chunk_uses_memory_tokens_by_its_length_or_all_of_them(icae):
-    ids = ids_of(15)
-    by_ratio = icae.build(chunk_size=6).compress(ids, ratio=2)
-    fixed = icae.build(chunk_size=6, memory_tokens="fixed").compress(ids, ratio=2)
-    assert by_ratio.num_slots.tolist() == [3 + 3 + 2]
-    assert fixed.num_slots.tolist() == [3 + 3 + 3]
-    assert icae.build(chunk_size=6, memory_tokens="fixed").compress(ids[:, :0]).num_slots.tolist() == [0]
-
-
-def test_the_papers_sizes():
-    """EPL, section 4: 510 context tokens, 102 memory tokens."""
-    for config in (ICAEConfig(), FiveHundredXConfig()):
-        assert (config.chunk_size, config.num_memory_tokens, config.compression_ratios) == (510, 102, (5,))
-        assert config.encoder_lora["target_modules"] == ["q_proj", "v_proj"]
-        assert (config.encoder_lora["rank"], config.encoder_lora["alpha"]) == (128, 256.0)
-        assert config.decoder_lora is None
-
-
-def test_more_memory_tokens_than_there_are_is_an_error(icae):
-    model = icae.build(chunk_size=12)
-    with pytest.raises(ValueError, match=r"12 memory tokens, the checkpoint has 6.*2 or higher"):
-        model.compress(ids_of(12), ratio=1, allow_untrained_ratio=True)
-
-
-def test_task_tokens_stand_behind_the_vocabulary_by_default(tiny_base_config):
-    base = tiny_base_config()
-    assert ICAEConfig(decoder_config=base).task_token_ids == {"[AE]": AE, "[LM]": LM}
-    assert ICAEConfig(decoder_config=base, task_token_ids={}).task_token_ids == {}
-    config = FiveHundredXConfig(decoder_config=base, reconstruction_trigger="bos")
-    assert config.task_token_ids == {"[LM]": AE}
-    assert config.reconstruction_token_id == BOS
-    assert CompressionTokensConfig(decoder_config=base).task_token_ids == {}
-
-
-def test_a_token_starts_as_the_mean_of_the_embeddings_and_memory_tokens_around_it(tiny_base_config):
-    torch.manual_seed(0)
-    base = tiny_base_config()
-    model = CompressionTokensForCausalLM(CompressionTokensConfig(decoder_config=base))
-    mean = model.get_input_embeddings().weight.mean(dim=0)
-    torch.testing.assert_close(model.model.memory_embeddings[0], mean)
-    model = ICAEForCausalLM(ICAEConfig(decoder_config=base))
-    table, memory = model.get_input_embeddings().weight, model.model.memory_embeddings
-    assert memory.shape == (102, 32)
-    torch.testing.assert_close(memory.std(dim=0).mean(), table.std(dim=0).mean(), rtol=0.1, atol=0)
-    torch.testing.assert_close(memory.mean(dim=0), table.mean(dim=0), rtol=0, atol=0.15)
-    memory = FiveHundredXForCausalLM(
-        FiveHundredXConfig(decoder_config=base, memory_start="standard_normal")
-    ).model.memory_embeddings
-    torch.testing.assert_close(memory.std(), torch.tensor(1.0), rtol=0.05, atol=0)
-    assert memory.mean().abs() < 0.05
-
-
-# --- key/values as a memory ---
-
-
-@layouts
-@torch.no_grad()
-def test_text_behind_keys_and_values_equals_a_plain_cache(backbone_case, layout):
-    if backbone_case.method.model_class.carrier != "key_values":
-        pytest.skip("the method carries embeddings")
-    model = backbone_case.build(position_layout=layout, chunk_size=6)
-    memory, text = model.compress(ids_of(15), ratio=2), torch.tensor([[LM, 9, 44, 17]])
-    cache = DynamicCache()
-    for layer, (keys, values) in enumerate(memory.key_values):
-        cache.update(keys, values, layer)
-    slots = int(memory.num_slots)
-    first = 15 if layout == "enhanced" else slots
-    with model.base_language_model():
-        by_hand = model.model.language_model(
-            inputs_embeds=model.model._embed_text(text),
-            position_ids=torch.arange(first, first + 4)[None],
-            attention_mask=torch.ones(1, slots + 4).long(),
-            past_key_values=cache,
-        ).last_hidden_state
-    states = model.model(text, memory=memory).last_hidden_state
-    torch.testing.assert_close(states, by_hand, atol=1e-5, rtol=0)
-    without_cache = model.model(text, memory=memory, use_cache=False)
-    assert without_cache.past_key_values is None
-    torch.testing.assert_close(without_cache.last_hidden_state, by_hand, atol=1e-5, rtol=0)
-
-
-def test_the_memory_is_read_under_gradient_checkpointing_whatever_use_cache_says(five_hundred_x):
-    model = five_hundred_x.build().train()
-    inputs = {"input_ids": ids_of(5, seed=1), "context_input_ids": ids_of(9)}
-    expected = model(**inputs, use_cache=False).logits
-    model.gradient_checkpointing_enable()
-    for use_cache in (False, True, None):
-        torch.testing.assert_close(model(**inputs, use_cache=use_cache).logits, expected)
-    layer = model.model.language_model.layers[0]
-    assert "_can_checkpoint_with_cache" not in vars(layer)
-
-
-def test_no_adapter_stands_behind_the_last_layers_keys_and_values(five_hundred_x):
-    model = five_hundred_x.build(encoder_lora={"rank": 2, "target_modules": "all-linear"})
-    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
-    last = {name.rpartition(".")[2] for name in adapted if ".layers.1." in name}
-    first = {name.rpartition(".")[2] for name in adapted if ".layers.0." in name}
-    assert last == {"k_proj", "v_proj"}
-    assert first == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "gemma2"])
-def test_slots_and_text_beyond_a_sliding_window_are_refused(five_hundred_x, architecture):
-    case = five_hundred_x.on(architecture=architecture, attention="eager")
-    model = case.build(decoder_config={"sliding_window": 10})
-    memory = model.compress(ids_of(12), ratio=2)
-    model(ids_of(4, seed=1), memory=memory)
-    with pytest.raises(ValueError, match=r"6 slots and 5 text tokens.*window of 10 tokens"):
-        model(ids_of(5, seed=1), memory=memory)
-    with pytest.raises(ValueError, match=r"6 slots and 5 text tokens.*window of 10 tokens"):
-        model.generate(ids_of(3, seed=1), memory=memory, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-
-
-def test_reconstruction_from_bos_stands_at_the_start(five_hundred_x):
-    """The authors' own trigger, which takes the place of [AE] under the enhanced layout, too."""
-    model = five_hundred_x.on(variant="bos").model.model
-    memory = model.compress(ids_of(9))
-    for first, offset in ((BOS, 0), (AE, 9), (7, 9)):  # with "bos", the first id behind the vocabulary is [LM]
-        assert model.text_position_offset(memory, torch.tensor([[first, 8]]), None).tolist() == [offset]
-
-
-def test_a_key_value_memory_is_saved_and_read_again(five_hundred_x, tmp_path):
-    model = five_hundred_x.on(variant="enhanced").model
-    memory, text = model.compress(ids_of(15)), ids_of(4, seed=1)
-    memory.save(tmp_path / "memory.safetensors")
-    loaded = type(memory).load(tmp_path / "memory.safetensors", model_id=model.model_id)
-    assert model(text, memory=loaded).logits.equal(model(text, memory=memory).logits)
-    assert (
-        memory.nbytes == int(memory.num_slots) * 2 * 2 * 2 * 8 * 4
-    )  # layers, keys and values, heads, head_dim, float32
-    assert dataclasses.replace(memory, inverse_frequencies=None).carrier == "key_values"
-
-
 # --- attention implementations that drop a mask of ones ---
 
 
@@ -446,53 +277,3 @@ def test_memory_attention_wants_one_chunk(icae):
     for length in (0, 7):
         with pytest.raises(ValueError, match=f"1 to 6 tokens.*got {length}"):
             model.memory_attention(ids_of(length))
-
-
-# --- what goes wrong ---
-
-
-def test_configurations_say_what_is_allowed(tiny_base_config):
-    for config_class in (ICAEConfig, FiveHundredXConfig):
-        with pytest.raises(ValueError, match="`chunk_size` must be an int"):
-            config_class(chunk_size=None)
-        with pytest.raises(ValueError, match=r"`memory_tokens` must be one of.*'some'"):
-            config_class(memory_tokens="some")
-        with pytest.raises(ValueError, match=r"`memory_start` must be one of.*'zeros'"):
-            config_class(memory_start="zeros")
-    with pytest.raises(ValueError, match=r"`token_attention` must be one of.*'full'"):
-        CompressionTokensConfig(token_attention="full")
-    with pytest.raises(ValueError, match="`bos_before_slots` must be False"):
-        FiveHundredXConfig(bos_before_slots=True)
-    with pytest.raises(ValueError, match=r"`reconstruction_trigger` must be one of.*'eos'"):
-        FiveHundredXConfig(reconstruction_trigger="eos")
-    with pytest.raises(ValueError, match="bos_token_id None"):
-        FiveHundredXConfig(decoder_config=tiny_base_config(bos_token_id=None), reconstruction_trigger="bos")
-    with pytest.raises(ValueError, match=r"has no \[AE\]"):
-        FiveHundredXConfig(reconstruction_trigger="bos", task_token_ids={"[AE]": 7})
-
-
-def test_encoders_that_do_not_fit_the_decoder_are_refused(tiny_base_config):
-    wide = tiny_base_config(hidden_size=48, num_attention_heads=4)
-    with pytest.raises(ValueError, match="no map between widths: the encoder has 48, the decoder 32"):
-        ICAEModel(ICAEConfig(decoder_config=tiny_base_config(), encoder_config=wide))
-    deep = tiny_base_config(num_hidden_layers=3)
-    with pytest.raises(ValueError, match=r"\(3, 2, 8\) in the encoder and \(2, 2, 8\) in the decoder"):
-        FiveHundredXForCausalLM(FiveHundredXConfig(decoder_config=tiny_base_config(), encoder_config=deep))
-    config = CompressionTokensConfig(
-        decoder_config=tiny_base_config(), encoder_config=wide, linear_after_encoder=False, encoder_lora=None
-    )
-    with pytest.raises(ValueError, match=r"width 48.*32.*`linear_after_encoder`"):
-        CompressionTokensModel(config)
-
-
-def test_scores_of_earlier_tokens_leave_task_tokens_out(icae):
-    """Their ids lie outside the vocabulary, where a repetition penalty would look them up."""
-    model = icae.model
-    memory = model.compress(ids_of(9))
-    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    for num_beams in (1, 2):
-        text = torch.tensor([[AE, 9]])
-        generated = model.generate(text, memory=memory, repetition_penalty=1.5, num_beams=num_beams, **settings)
-        assert generated[0, :2].tolist() == [AE, 9]
-    plain = model.generate(torch.tensor([[9, 9]]), memory=memory, repetition_penalty=1e9, **settings)
-    assert 9 not in plain[0, 2:].tolist()

@@ -250,7 +250,7 @@ def test_a_memory_is_out_of_date_after_a_training_step(method_case, batch):
 
 def test_method_parts_and_adapters_train_and_nothing_of_the_base(case):
     if case.variant == "keft":
-        pytest.skip("this stage trains weights of the base alone; test_gmsa.py has its own test")
+        pytest.skip("this stage trains weights of the base alone; test_gmsa_stages.py has its own test")
     model = case.build()
     base_names = {
         f"model.{part}.{name}"

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memories of several documents joined: as if one context had been read in chunks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from random_memories import HIDDEN_SIZE, NUM_LAYERS, assert_same, make_memory, rotary
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from context_compressors.modeling.compressed_context import CompressedContext
+from context_compressors.modeling.position_layout import encoder_position_ids
+
+
+def rotated(keys, position_ids):
+    """Keys as a Llama rotates them at these positions."""
+    cosine, sine = rotary()(keys, position_ids)
+    return apply_rotary_pos_emb(keys, keys, cosine, sine)[1]
+
+
+def documents(carrier, layout, batches=((3, 0, 5), (2, 4, 1), (0, 1, 6))):
+    """Documents as an encoder would leave each alone, and the same keys before their rotation."""
+    memories, unrotated = [], []
+    for counts in batches:
+        memory = make_memory(counts, carrier=carrier, layout=layout)
+        for row, count in enumerate(counts):
+            memory.position_ids[row, :count] = encoder_position_ids(4 * count, count, layout)[1]
+        unrotated.append(memory)
+        if carrier == "key_values":
+            pairs = tuple((rotated(keys, memory.position_ids), values) for keys, values in memory.key_values)
+            memory = replace(memory, key_values=pairs)
+        elif layout != "enhanced":
+            memory = replace(memory, position_ids=(memory.attention_mask.cumsum(1) - 1) * memory.attention_mask)
+        memories.append(memory)
+    return memories, unrotated
+
+
+@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
+@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
+def test_joined_documents_equal_one_chunked_context(carrier, layout):
+    memories, unrotated = documents(carrier, layout)
+    joined = CompressedContext.concatenate(memories)
+    totals = [5, 5, 12]
+    assert joined.num_slots.tolist() == totals
+    assert joined.num_context_tokens.tolist() == [4 * total for total in totals]
+    assert (joined.ratio, joined.model_id, joined.position_layout) == (4, "me/compressor", layout)
+    for row, total in enumerate(totals):
+        assert joined.attention_mask[row].tolist() == [1] * total + [0] * (12 - total)
+        encoded, start = [], 0
+        for memory in memories:
+            count = int(memory.num_slots[row])
+            encoded.append(encoder_position_ids(4 * count, count, layout, start)[1])
+            start += 4 * count
+        encoded = torch.cat(encoded)
+        is_running = carrier == "embeddings" and layout != "enhanced"
+        expected_ids = torch.arange(total) if is_running else encoded
+        assert torch.equal(joined.position_ids[row, :total], expected_ids)
+
+        def real_slots(parts, slot_dim, row=row):
+            counts = [int(memory.num_slots[row]) for memory in memories]
+            return torch.cat(
+                [part[row].narrow(slot_dim, 0, n) for part, n in zip(parts, counts, strict=True)], slot_dim
+            )
+
+        if carrier == "embeddings":
+            assert torch.equal(joined.embeddings[row, :total], real_slots([m.embeddings for m in memories], 0))
+            assert (joined.embeddings[row, total:] == 0).all()
+            continue
+        for layer in range(NUM_LAYERS):
+            keys, values = (real_slots([m.key_values[layer][part] for m in unrotated], 1) for part in (0, 1))
+            assert all((tensor[row, :, total:] == 0).all() for tensor in joined.key_values[layer])
+            found_keys, found_values = (tensor[row, :, :total] for tensor in joined.key_values[layer])
+            from_scratch = rotated(keys[None], encoded[None])[0]
+            torch.testing.assert_close(found_keys, from_scratch, rtol=0, atol=1e-5)
+            assert torch.equal(found_values, values)
+
+
+@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
+def test_two_documents_of_510_tokens_get_the_ids_of_table_13(carrier):
+    counts = torch.tensor([102])
+    ids = encoder_position_ids(510, 102, "enhanced")[1][None]
+    memories, keys = [], []
+    for _ in range(2):
+        memory = make_memory((102,), carrier=carrier, layout="enhanced", position_ids=ids, ratio=5)
+        memory = replace(memory, num_context_tokens=counts * 5)
+        if carrier == "key_values":
+            keys.append(memory.key_values[0][0])
+            memory = replace(memory, key_values=((rotated(keys[-1], ids), memory.key_values[0][1]),))
+        memories.append(memory)
+    joined = CompressedContext.concatenate(memories)
+    assert torch.equal(joined.position_ids, torch.cat([torch.arange(3, 509, 5), torch.arange(513, 1019, 5)])[None])
+    if carrier == "key_values":
+        from_scratch = rotated(torch.cat(keys, dim=2), joined.position_ids)
+        torch.testing.assert_close(joined.key_values[0][0], from_scratch, rtol=0, atol=1e-4)
+
+
+def test_keys_far_along_are_rotated_as_if_from_scratch():
+    memory = make_memory((3,), carrier="key_values", layout="enhanced", num_context_tokens=torch.tensor([120_000]))
+    joined = CompressedContext.concatenate([memory, memory])
+    angles = (memory.position_ids[:, None, :, None] * 0 + 120_000).double() * rotary().inv_freq.double()
+    cosine, sine = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+    keys = memory.key_values[0][0].double()
+    expected = apply_rotary_pos_emb(keys, keys, cosine[:, 0], sine[:, 0])[1]
+    torch.testing.assert_close(joined.key_values[0][0][:, :, 3:].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rotated_keys_keep_their_dtype(dtype):
+    memory = make_memory((2,), carrier="key_values", layout="enhanced", dtype=dtype)
+    joined = CompressedContext.concatenate([memory, memory])
+    assert joined.dtype == dtype
+    exact = CompressedContext.concatenate([memory.to(torch.float64)] * 2).key_values[0][0]
+    torch.testing.assert_close(joined.key_values[0][0].double(), exact, rtol=0.01, atol=0.01)
+
+
+def test_gradients_flow_through_joined_keys():
+    memories, _ = documents("key_values", "enhanced")
+    keys = memories[1].key_values[0][0].requires_grad_()
+    CompressedContext.concatenate(memories).key_values[0][0].square().sum().backward()
+    # A rotation keeps lengths, so the gradient of the squared length is that of the keys themselves.
+    real = memories[1].attention_mask[:, None, :, None]
+    torch.testing.assert_close(keys.grad, 2 * keys.detach() * real, rtol=0, atol=1e-5)
+
+
+def test_one_document_is_itself_and_empty_documents_add_nothing():
+    memory, empty = make_memory((3, 1)), make_memory((0, 0))
+    assert_same(CompressedContext.concatenate([memory]), memory)
+    joined = CompressedContext.concatenate([empty, memory, empty])
+    assert torch.equal(joined.position_ids, memory.position_ids)
+    assert torch.equal(joined.embeddings[0], memory.embeddings[0])
+    assert CompressedContext.concatenate([empty, empty]).embeddings.shape == (2, 0, HIDDEN_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ((4, 4), 4),
+        ((torch.tensor([4, 2]), torch.tensor([4, 2])), [4, 2]),
+        ((torch.tensor([4, 4]), 4), [4, 4]),
+        ((8, 4), [6, 1]),
+    ],
+)
+def test_documents_of_different_ratios_get_their_common_one(ratios, expected):
+    memories = [
+        make_memory((2, 0), ratio=ratio, num_context_tokens=torch.tensor([tokens, 0]))
+        for ratio, tokens in zip(ratios, (16, 7), strict=True)
+    ]
+    ratio = CompressedContext.concatenate(memories).ratio
+    assert (ratio.tolist() if isinstance(ratio, torch.Tensor) else ratio) == expected
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "message"),
+    [
+        ({}, {"model_id": "me/other"}, "models.*me/compressor and me/other"),
+        ({}, {"carrier": "key_values"}, "carriers.*embeddings of width 6 and key/values of 3 layers"),
+        ({}, {"embeddings": torch.ones(3, 5, 9)}, "width 6 and embeddings of width 9"),
+        ({}, {"dtype": torch.bfloat16}, "dtypes.*float32 and torch.bfloat16"),
+        ({}, {"num_slots": (1, 2)}, "batch sizes.*3 and 2"),
+        ({}, {"layout": "enhanced"}, "layouts.*default and enhanced"),
+    ],
+)
+def test_memories_that_do_not_fit_together_are_refused(left, right, message):
+    right = dict(right)
+    embeddings = right.pop("embeddings", None)
+    second = make_memory(**right) if embeddings is None else replace(make_memory(), embeddings=embeddings)
+    with pytest.raises(ValueError, match=message):
+        CompressedContext.concatenate([make_memory(**left), second])
+
+
+def test_other_refusals_of_concatenate():
+    with pytest.raises(ValueError, match="at least one"):
+        CompressedContext.concatenate([])
+    with pytest.raises(TypeError, match="Tensor"):
+        CompressedContext.concatenate([torch.ones(2)])
+    memory = make_memory(carrier="key_values", layout="enhanced")
+    with pytest.raises(ValueError, match="needs inverse_frequencies"):
+        CompressedContext.concatenate([memory, replace(memory, inverse_frequencies=None)])
+    with pytest.raises(ValueError, match="different inverse_frequencies"):
+        CompressedContext.concatenate([memory, replace(memory, inverse_frequencies=memory.inverse_frequencies * 2)])
+
+
+def test_default_keys_join_without_frequencies():
+    memory = replace(make_memory(carrier="key_values"), inverse_frequencies=None)
+    assert CompressedContext.concatenate([memory, memory]).num_slots.tolist() == [6, 10, 0]

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed contexts in files that cannot be misread."""
+
+import os
+import re
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from random_memories import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, assert_same, make_memory
+from safetensors.torch import save_file
+
+from context_compressors.modeling.compressed_context import CompressedContext
+
+FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("ratio", [4, torch.tensor([4, 2, 8])])
+def test_a_saved_memory_loads_bit_for_bit(tmp_path, carrier, dtype, ratio):
+    memory = make_memory(carrier=carrier, dtype=dtype, ratio=ratio, layout="uniform")
+    memory.save(tmp_path / "new folder" / "document.safetensors")
+    loaded = CompressedContext.load(tmp_path / "new folder" / "document.safetensors", model_id="me/compressor")
+    assert_same(loaded, memory)
+    assert os.listdir(tmp_path / "new folder") == ["document.safetensors"]
+
+
+def test_a_saved_memory_can_be_read_by_whom_any_new_file_can(tmp_path):
+    make_memory().save(tmp_path / "memory.safetensors")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "memory.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
+def test_a_memory_without_slots_loads(tmp_path, carrier):
+    memory = make_memory((0, 0), carrier=carrier)
+    memory.save(tmp_path / "empty.safetensors")
+    assert_same(CompressedContext.load(tmp_path / "empty.safetensors"), memory)
+    assert memory.nbytes == 0
+
+
+def test_tensors_of_one_storage_with_gradients_are_saved(tmp_path):
+    storage = torch.randn(2, 1, NUM_HEADS, 5, HEAD_DIM, requires_grad=True)
+    memory = make_memory((5,), carrier="key_values")
+    memory = replace(memory, key_values=((storage[0], storage[1]), (storage[0].mT.mT, storage[1])))
+    memory.save(tmp_path / "shared.safetensors")
+    assert_same(CompressedContext.load(tmp_path / "shared.safetensors"), memory)
+
+
+def test_loading_converts_the_carrier_alone(tmp_path):
+    make_memory(carrier="key_values").save(tmp_path / "memory.safetensors")
+    loaded = CompressedContext.load(str(tmp_path / "memory.safetensors"), device="cpu", dtype=torch.bfloat16)
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.inverse_frequencies.dtype == torch.float32
+    assert loaded.attention_mask.dtype == torch.long
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "memory.safetensors"
+    old = make_memory()
+    old.save(path)
+
+    def fail(*arguments):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        make_memory((1,)).save(path)
+    assert_same(CompressedContext.load(path), old)
+    assert os.listdir(tmp_path) == ["memory.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("carrier", "expectation", "message"),
+    [
+        ("embeddings", {"model_id": "me/other"}, "'me/compressor', not of 'me/other'"),
+        ("embeddings", {"hidden_size": 64}, "holds embeddings of width 6, the model reads embeddings of width 64"),
+        ("key_values", {"hidden_size": 16}, "holds key/values of 3 layers with 2 heads of 8"),
+        ("key_values", {"key_value_shape": (3, 4, 8)}, "the model reads key/values of 3 layers with 4 heads of 8"),
+        ("embeddings", {"key_value_shape": (3, 2, 8)}, "holds embeddings of width 6"),
+    ],
+)
+def test_the_memory_of_another_model_is_refused(tmp_path, carrier, expectation, message):
+    path = tmp_path / "memory.safetensors"
+    make_memory(carrier=carrier).save(path)
+    with pytest.raises(ValueError, match=message) as error:
+        CompressedContext.load(path, **expectation)
+    assert str(path) in str(error.value)
+
+
+def test_the_memory_of_the_right_model_is_accepted(tmp_path):
+    make_memory(carrier="key_values").save(tmp_path / "keys.safetensors")
+    CompressedContext.load(tmp_path / "keys.safetensors", key_value_shape=(NUM_LAYERS, NUM_HEADS, HEAD_DIM))
+    make_memory().save(tmp_path / "slots.safetensors")
+    CompressedContext.load(tmp_path / "slots.safetensors", model_id="me/compressor", hidden_size=HIDDEN_SIZE)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
+        CompressedContext.load(tmp_path / "nothing.safetensors")
+    with pytest.raises(ValueError, match="is a folder"):
+        CompressedContext.load(tmp_path)
+
+
+def test_other_files_are_refused(tmp_path):
+    save_file({"weight": torch.ones(2)}, tmp_path / "weights.safetensors")
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "note.txt").write_text("The quick brown fox jumps over the lazy dog." * 10)
+    (tmp_path / "list.json").write_bytes(struct.pack("<Q", 2) + b"[]")
+    (tmp_path / "empty").touch()
+    for name in ("weights.safetensors", "model.safetensors", "note.txt", "list.json", "empty"):
+        with pytest.raises(ValueError, match="not a memory file") as error:
+            CompressedContext.load(tmp_path / name)
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
+def test_every_truncation_is_detected(tmp_path, carrier):
+    path = tmp_path / "memory.safetensors"
+    make_memory((2, 1), carrier=carrier).save(path)
+    content = path.read_bytes()
+    for size in [*range(0, len(content), 7), len(content) - 1]:
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match="truncated") as error:
+            CompressedContext.load(path)
+        assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
+def test_an_altered_byte_anywhere_is_detected(tmp_path, carrier):
+    path = tmp_path / "memory.safetensors"
+    make_memory((2, 1), carrier=carrier, ratio=torch.tensor([4, 2])).save(path)
+    content = path.read_bytes()
+    for index in range(len(content)):
+        # This bit turns letters into the other case, and a padding blank of the header into a control character.
+        altered = bytearray(content)
+        altered[index] ^= 0x20
+        path.write_bytes(altered)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            CompressedContext.load(path)
+    path.write_bytes(content + b"\0")
+    with pytest.raises(ValueError, match="altered"):
+        CompressedContext.load(path)
+
+
+def test_a_file_of_a_later_version_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "memory.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr("context_compressors.modeling.memory_file.FORMAT_VERSION", "2")
+        make_memory().save(path)
+    with pytest.raises(ValueError, match="version 2, this code reads version 1"):
+        CompressedContext.load(path)
+
+
+def test_a_whole_file_with_wrong_content_is_refused(tmp_path):
+    path = tmp_path / "memory.safetensors"
+    memory = make_memory((2, 1))
+    memory.attention_mask = torch.ones(2, 7, dtype=torch.long)
+    memory.save(path)
+    with pytest.raises(ValueError, match=r"does not hold a valid memory: attention_mask must have shape \(2, 2\)"):
+        CompressedContext.load(path)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory tokens: how many there are, where they stand, how they start, and what is refused."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import AE, BOS, LM, ids_of
+
+from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
+from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
+from context_compressors.configuration.configuration_icae import ICAEConfig
+from context_compressors.modeling.modeling_compression_tokens import (
+    CompressionTokensForCausalLM,
+    CompressionTokensModel,
+)
+from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM
+from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
+from context_compressors.modeling.position_layout import encoder_memory_ids, encoder_position_ids
+
+LAYOUTS = ["default", "uniform", "enhanced"]
+
+
+@pytest.fixture
+def icae(method_cases):
+    return method_cases["icae"]
+
+
+# --- numbers and positions of memory tokens ---
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(0, 50)), min_size=1, max_size=5),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_memory_ids_of_many_chunks_equal_those_of_each(chunks, layout):
+    lengths, counts, starts = (torch.tensor(column) for column in zip(*chunks, strict=True))
+    counts = counts * (lengths > 0)
+    found = encoder_memory_ids(lengths, counts, starts, layout)
+    assert found.shape == (len(chunks), int(counts.max()))
+    for row, (length, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
+        count = int(counts[row])
+        expected = encoder_position_ids(length, count, layout, start)[1]
+        assert found[row].tolist() == [*expected.tolist(), *[0] * (found.shape[1] - count)]
+
+
+def test_a_chunk_uses_memory_tokens_by_its_length_or_all_of_them(icae):
+    ids = ids_of(15)
+    by_ratio = icae.build(chunk_size=6).compress(ids, ratio=2)
+    fixed = icae.build(chunk_size=6, memory_tokens="fixed").compress(ids, ratio=2)
+    assert by_ratio.num_slots.tolist() == [3 + 3 + 2]
+    assert fixed.num_slots.tolist() == [3 + 3 + 3]
+    assert icae.build(chunk_size=6, memory_tokens="fixed").compress(ids[:, :0]).num_slots.tolist() == [0]
+
+
+def test_the_papers_sizes():
+    """EPL, section 4: 510 context tokens, 102 memory tokens."""
+    for config in (ICAEConfig(), FiveHundredXConfig()):
+        assert (config.chunk_size, config.num_memory_tokens, config.compression_ratios) == (510, 102, (5,))
+        assert config.encoder_lora["target_modules"] == ["q_proj", "v_proj"]
+        assert (config.encoder_lora["rank"], config.encoder_lora["alpha"]) == (128, 256.0)
+        assert config.decoder_lora is None
+
+
+def test_more_memory_tokens_than_there_are_is_an_error(icae):
+    model = icae.build(chunk_size=12)
+    with pytest.raises(ValueError, match=r"12 memory tokens, the checkpoint has 6.*2 or higher"):
+        model.compress(ids_of(12), ratio=1, allow_untrained_ratio=True)
+
+
+def test_task_tokens_stand_behind_the_vocabulary_by_default(tiny_base_config):
+    base = tiny_base_config()
+    assert ICAEConfig(decoder_config=base).task_token_ids == {"[AE]": AE, "[LM]": LM}
+    assert ICAEConfig(decoder_config=base, task_token_ids={}).task_token_ids == {}
+    config = FiveHundredXConfig(decoder_config=base, reconstruction_trigger="bos")
+    assert config.task_token_ids == {"[LM]": AE}
+    assert config.reconstruction_token_id == BOS
+    assert CompressionTokensConfig(decoder_config=base).task_token_ids == {}
+
+
+def test_a_token_starts_as_the_mean_of_the_embeddings_and_memory_tokens_around_it(tiny_base_config):
+    torch.manual_seed(0)
+    base = tiny_base_config()
+    model = CompressionTokensForCausalLM(CompressionTokensConfig(decoder_config=base))
+    mean = model.get_input_embeddings().weight.mean(dim=0)
+    torch.testing.assert_close(model.model.memory_embeddings[0], mean)
+    model = ICAEForCausalLM(ICAEConfig(decoder_config=base))
+    table, memory = model.get_input_embeddings().weight, model.model.memory_embeddings
+    assert memory.shape == (102, 32)
+    torch.testing.assert_close(memory.std(dim=0).mean(), table.std(dim=0).mean(), rtol=0.1, atol=0)
+    torch.testing.assert_close(memory.mean(dim=0), table.mean(dim=0), rtol=0, atol=0.15)
+    memory = FiveHundredXForCausalLM(
+        FiveHundredXConfig(decoder_config=base, memory_start="standard_normal")
+    ).model.memory_embeddings
+    torch.testing.assert_close(memory.std(), torch.tensor(1.0), rtol=0.05, atol=0)
+    assert memory.mean().abs() < 0.05
+
+
+# --- what goes wrong ---
+
+
+def test_configurations_say_what_is_allowed(tiny_base_config):
+    for config_class in (ICAEConfig, FiveHundredXConfig):
+        with pytest.raises(ValueError, match="`chunk_size` must be an int"):
+            config_class(chunk_size=None)
+        with pytest.raises(ValueError, match=r"`memory_tokens` must be one of.*'some'"):
+            config_class(memory_tokens="some")
+        with pytest.raises(ValueError, match=r"`memory_start` must be one of.*'zeros'"):
+            config_class(memory_start="zeros")
+    with pytest.raises(ValueError, match=r"`token_attention` must be one of.*'full'"):
+        CompressionTokensConfig(token_attention="full")
+    with pytest.raises(ValueError, match="`bos_before_slots` must be False"):
+        FiveHundredXConfig(bos_before_slots=True)
+    with pytest.raises(ValueError, match=r"`reconstruction_trigger` must be one of.*'eos'"):
+        FiveHundredXConfig(reconstruction_trigger="eos")
+    with pytest.raises(ValueError, match="bos_token_id None"):
+        FiveHundredXConfig(decoder_config=tiny_base_config(bos_token_id=None), reconstruction_trigger="bos")
+    with pytest.raises(ValueError, match=r"has no \[AE\]"):
+        FiveHundredXConfig(reconstruction_trigger="bos", task_token_ids={"[AE]": 7})
+
+
+def test_encoders_that_do_not_fit_the_decoder_are_refused(tiny_base_config):
+    wide = tiny_base_config(hidden_size=48, num_attention_heads=4)
+    with pytest.raises(ValueError, match="no map between widths: the encoder has 48, the decoder 32"):
+        ICAEModel(ICAEConfig(decoder_config=tiny_base_config(), encoder_config=wide))
+    deep = tiny_base_config(num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"\(3, 2, 8\) in the encoder and \(2, 2, 8\) in the decoder"):
+        FiveHundredXForCausalLM(FiveHundredXConfig(decoder_config=tiny_base_config(), encoder_config=deep))
+    config = CompressionTokensConfig(
+        decoder_config=tiny_base_config(), encoder_config=wide, linear_after_encoder=False, encoder_lora=None
+    )
+    with pytest.raises(ValueError, match=r"width 48.*32.*`linear_after_encoder`"):
+        CompressionTokensModel(config)
+
+
+def test_scores_of_earlier_tokens_leave_task_tokens_out(icae):
+    """Their ids lie outside the vocabulary, where a repetition penalty would look them up."""
+    model = icae.model
+    memory = model.compress(ids_of(9))
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    for num_beams in (1, 2):
+        text = torch.tensor([[AE, 9]])
+        generated = model.generate(text, memory=memory, repetition_penalty=1.5, num_beams=num_beams, **settings)
+        assert generated[0, :2].tolist() == [AE, 9]
+    plain = model.generate(torch.tensor([[9, 9]]), memory=memory, repetition_penalty=1e9, **settings)
+    assert 9 not in plain[0, 2:].tolist()
