@@ -5,7 +5,7 @@
     python benchmarks/answer_latency.py --device cuda --dtype bfloat16 --hidden-size 2048 --layers 16
     python benchmarks/answer_latency.py --setting table7 --compile     # GMSA's Table 7, on a GPU at the 7B shape
     python benchmarks/answer_latency.py --setting table8 --compile     # GMSA's Table 8: 32k tokens
-    python benchmarks/answer_latency.py --setting table7 --hidden-size 256 --layers 8 --encoder-layers 2
+    python benchmarks/answer_latency.py --setting table7 --hidden-size 256 --layers 8 --batch-sizes 1 8 32
 
 Full context: the plain language model of the same shape reads context and question. Memory: the compressor, its
 adapters in place (or merged, with --merge-adapters), reads slots and question. Both write greedily, always the same
@@ -282,7 +282,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--encoder-layers",
         type=positive_int,
         metavar="L",
-        help="of GMSA and TCP-AE (default: 8, or a quarter of the layers where there are fewer than 8)",
+        help="of GMSA and TCP-AE (default: 8, or a quarter of the layers where there are fewer than 16)",
     )
     add(
         "--lengths",

@@ -43,12 +43,34 @@ def memory_attention(
 
     Source: EPL, section 5.2, Figures 6 and 7 (there summed over the heads).
     """
-    return _attention(model, [*context_start_ids(tokenizer), *encode(tokenizer, text)], ratio)
+    return _attention(model, document_ids(model, tokenizer, text), ratio)
+
+
+def has_memory_tokens(backbone: PreTrainedModel) -> bool:
+    """Whether a compressor's encoder reads memory tokens, whose attention can be had; GMSA's does in one ablation."""
+    return getattr(backbone, "memory_embeddings", None) is not None
+
+
+def context_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer of a compressor's contexts: the encoder's own where it has one, else the one saved with it."""
+    return getattr(model, "encoder_tokenizer", None) or tokenizer
+
+
+def document_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """A document in the tokens that a compressor's encoder reads.
+
+    Args:
+        model: a compressor.
+        tokenizer: the tokenizer saved with it.
+        text: the document.
+    """
+    own = context_tokenizer(model, tokenizer)
+    return [*context_start_ids(own), *encode(own, text)]
 
 
 def _attention(model: PreTrainedModel, ids: Sequence[int], ratio: int | None) -> torch.Tensor:
     backbone = model.base_model
-    if not callable(getattr(backbone, "memory_attention", None)):
+    if not has_memory_tokens(backbone):
         raise ValueError(f"{type(model).__name__} has no memory tokens in its encoder whose attention could be drawn")
     layers = backbone.memory_attention(torch.tensor([list(ids)], device=backbone.device), ratio=ratio)
     return torch.stack([weights[0].float().mean(dim=0).cpu() for weights in layers])
@@ -88,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, tokenizer = load_compressor(
         arguments.model, arguments.revision, arguments.trust_remote_code, arguments.device
     )
-    ids = [*context_start_ids(tokenizer), *encode(tokenizer, documents[0].text)]
+    ids = document_ids(model, tokenizer, documents[0].text)
     if arguments.max_tokens and len(ids) > arguments.max_tokens:
         print(f"cut the document from {len(ids)} to {arguments.max_tokens} tokens", file=sys.stderr)
     attention = _attention(model, ids[: arguments.max_tokens], arguments.ratio)

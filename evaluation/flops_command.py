@@ -91,7 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--ratios", type=positive_int, nargs="+", metavar="R", help="default: a compressor's own, else 4 8")
     add("--question-tokens", type=positive_int, default=50, metavar="N", help="default: 50")
     add("--answer-tokens", type=positive_int, default=100, metavar="N", help="default: 100")
-    add("--encoder-layers", type=positive_int, metavar="K", help="of GMSA and TCP-AE (default: 8, as in the paper)")
+    add(
+        "--encoder-layers",
+        type=positive_int,
+        metavar="K",
+        help="of GMSA and TCP-AE (default: 8, as in the paper; a quarter of a base of fewer than 16 layers)",
+    )
     arguments = parser.parse_args(argv)
     base = config_of(arguments.base)
     ratios = arguments.ratios or getattr(base, "compression_ratios", (4, 8))

@@ -117,7 +117,7 @@ def method_config(
         base: configuration of a language model.
         ratios: compression ratios.
         encoder_layers: layers of GMSA's and TCP-AE's encoder; their default of 8 when `None`, or a quarter of the base
-            where it has fewer layers.
+            where that has fewer than 16 layers.
         max_context_tokens: longest context that is compressed as one chunk, by as many memory tokens as that takes;
             the method's own chunks and memory tokens when `None`.
 
@@ -129,7 +129,8 @@ def method_config(
         raise ValueError(f"{method} does not go with a base of type {base.model_type!r}; {methods_of(base)} do")
     fields: dict[str, Any] = {"decoder_config": base, "compression_ratios": list(ratios)}
     if method in _SHALLOW:
-        default = _ENCODER_LAYERS if base.num_hidden_layers >= _ENCODER_LAYERS else -(-base.num_hidden_layers // 4)
+        is_deep = base.num_hidden_layers >= 2 * _ENCODER_LAYERS
+        default = _ENCODER_LAYERS if is_deep else -(-base.num_hidden_layers // 4)
         fields["encoder_layers"] = encoder_layers or default
     config = AutoConfig.for_model(f"{method}_compressor", **fields)
     if max_context_tokens is None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..arguments import NearestNameParser, positive_int
 from ..commands import load_compressor
 from ..documents import read_documents
-from ..training.data import context_start_ids, encode
+from .attention import context_tokenizer, document_ids, has_memory_tokens
 from .evaluate import model_label
 from .report import environment, markdown_table
 from .slot_pictures import plot_allocation, plot_layer_weights, plot_singular_values, plot_slot_correlation
@@ -155,7 +155,7 @@ def analyse_slots(
 
     Source: ComprExIT, section 4.4.
     """
-    return _analysis(model, tokenizer, [*context_start_ids(tokenizer), *encode(tokenizer, text)], ratio)
+    return _analysis(model, tokenizer, document_ids(model, tokenizer, text), ratio)
 
 
 @torch.inference_mode()
@@ -175,12 +175,13 @@ def _analysis(
         if flow.layer_weights is not None:
             layer_weights = flow.layer_weights[0].float().cpu()
             first_layer = model.config.get_encoder_config().num_hidden_layers + 1 - layer_weights.shape[1]
-    elif callable(getattr(backbone, "memory_attention", None)):
+    elif has_memory_tokens(backbone):
         attention = backbone.memory_attention(input_ids, ratio=ratio)[-1][0].float().mean(dim=0).cpu()
         allocation = attention / attention.sum(dim=1, keepdim=True)
     memory = model.compress(input_ids, ratio=ratio)
+    own = context_tokenizer(model, tokenizer)
     return SlotAnalysis(
-        tokens=tuple(tokenizer.decode([token_id]) for token_id in ids),
+        tokens=tuple(own.decode([token_id]) for token_id in ids),
         slots=None if memory.embeddings is None else memory.embeddings[0].float().cpu(),
         allocation=allocation,
         layer_weights=layer_weights,
@@ -281,8 +282,8 @@ def build_parser() -> NearestNameParser:
 def _analyse_all(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], arguments: Any
 ) -> list[SlotAnalysis]:
-    start, limit = context_start_ids(tokenizer), arguments.max_tokens
-    ids = [[*start, *encode(tokenizer, text)] for text in texts]
+    limit = arguments.max_tokens
+    ids = [document_ids(model, tokenizer, text) for text in texts]
     if limit and (num_cut := sum(len(row) > limit for row in ids)):
         print(f"cut {num_cut} of {len(ids)} documents to their first {limit} tokens", file=sys.stderr)
     return [_analysis(model, tokenizer, row[:limit], arguments.ratio) for row in ids]

@@ -336,7 +336,8 @@ class CompressionDataset(Dataset):
             start = rng.randrange(len(ids) - length + 1)
             context = target = ids[start : start + length]
         else:
-            length = min(length, max(1, len(ids) // 2))
+            # A text that is too short for both gives up context first, down to half of it.
+            length = min(length, max(1, len(ids) // 2, len(ids) - self.max_target_tokens + 1))
             start = rng.randrange(max(1, len(ids) - length - self.max_target_tokens + 2))
             context = ids[start : start + length]
             target = ids[start + length : start + length + self.max_target_tokens - 1]

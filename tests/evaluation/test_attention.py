@@ -9,10 +9,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from context_compressors import cli
+from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.evaluation.attention import memory_attention
 from context_compressors.evaluation.plots import plot_memory_attention
+from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 
@@ -73,6 +75,7 @@ class Backbone:
     """Gives two layers of two heads away, and notes what it was asked."""
 
     device = torch.device("cpu")
+    memory_embeddings = torch.zeros(1, 2)
 
     def memory_attention(self, input_ids, attention_mask=None, ratio=None):
         self.asked = input_ids.tolist(), ratio
@@ -105,6 +108,9 @@ def test_a_method_without_memory_tokens_is_refused(tokenizer):
     pooling = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=llama(tokenizer)))
     with pytest.raises(ValueError, match="MeanPoolingForCausalLM has no memory tokens"):
         memory_attention(pooling, tokenizer, TEXT)
+    merging = GMSAForCausalLM(GMSAConfig(decoder_config=llama(tokenizer), encoder_layers=1))
+    with pytest.raises(ValueError, match="GMSAForCausalLM has no memory tokens"):
+        memory_attention(merging, tokenizer, TEXT)
 
 
 @pytest.mark.parametrize(

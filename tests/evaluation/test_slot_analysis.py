@@ -14,8 +14,10 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from context_compressors import cli
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
+from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.evaluation.attention import memory_attention
 from context_compressors.evaluation.slot_analysis import (
     SlotAnalysis,
     analyse_slots,
@@ -34,20 +36,25 @@ from context_compressors.evaluation.slot_pictures import (
 )
 from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
 from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM
+from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 
 TEXT = "The mill\nstands by the river, for $3 a day or $4."
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def byte_tokenizer(backwards=False):
     """One token per byte, and BOS in front of a document."""
-    tokens = ["<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens = ["<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=backwards)]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +208,25 @@ def test_any_other_memory_has_its_slot_vectors(llama, tokenizer):
     analysis = analyse_slots(pooling, tokenizer, TEXT)
     assert set(analysis.vectors) == {"slots"}
     assert analysis.slots.shape == (13, 32)
+
+
+def test_merged_groups_have_no_memory_tokens_to_show(llama, tokenizer):
+    merging = build(GMSAForCausalLM, GMSAConfig(decoder_config=llama, encoder_layers=1, compression_ratios=(4,)))
+    assert set(analyse_slots(merging, tokenizer, TEXT).vectors) == {"slots"}
+
+
+def test_a_document_is_read_in_the_encoders_tokens(llama, tokenizer):
+    config = GMSAConfig(decoder_config=llama, encoder_layers=1, compression_ratios=(4,), appended_tokens=16)
+    model = build(GMSAForCausalLM, config)
+    model.encoder_tokenizer = byte_tokenizer(backwards=True)
+    inputs = model.encoder_tokenizer(TEXT, return_tensors="pt")
+    assert inputs.input_ids.tolist() != tokenizer(TEXT, return_tensors="pt").input_ids.tolist()
+    analysis = analyse_slots(model, tokenizer, TEXT)
+    assert "".join(analysis.tokens) == TEXT
+    torch.testing.assert_close(analysis.slots, model.compress(**inputs).embeddings[0])
+    last = model.model.memory_attention(**inputs)[-1][0].mean(dim=0)
+    torch.testing.assert_close(analysis.allocation, last / last.sum(dim=1, keepdim=True))
+    torch.testing.assert_close(memory_attention(model, tokenizer, TEXT)[-1], last)
 
 
 def test_documents_that_cannot_be_shown_are_refused(icae, comprexit, tokenizer):

@@ -88,6 +88,18 @@ def test_continuation_goes_on_where_the_context_ends(tokenizer, folder):
         assert len(example["target_ids"]) == 50
 
 
+def test_a_short_text_gives_up_context_before_its_target(tokenizer, folder):
+    lengths = sorted({len(encode(tokenizer, generate_document(seed, num_tokens=300).text)) for seed in range(4)})
+    source = {**TEXT, "tasks": ["continuation"]}
+    for target in (lengths[0] - 100, lengths[-1] + 1):
+        limits = {"min_context_tokens": 200, "max_context_tokens": 200, "max_target_tokens": target}
+        examples = list(map(make(tokenizer, folder, source, **limits).__getitem__, range(12)))
+        # Half a text at the least, and all of the target where that leaves more.
+        allowed = {min(200, max(length // 2, length - target + 1)) for length in lengths}
+        assert {len(example["context_ids"]) for example in examples} == allowed
+        assert all(len(example["target_ids"]) > target // 3 for example in examples)
+
+
 def test_questions_stand_in_the_canonical_prompt(tokenizer, folder):
     source = {**QUESTIONS, "tasks": ["question_answering"]}
     example = make(tokenizer, folder, source, canonical_prompts=True)[0]

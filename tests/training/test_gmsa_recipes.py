@@ -80,7 +80,7 @@ def test_recipes_hold_tables_5_and_6(method, base, data, tmp_path):
         else:
             assert (model.base, model.encoder) == BASES[base]
             assert tasks == {"reconstruction"}
-            assert sources.max_target_tokens == length + 1
+            assert (sources.min_context_tokens, sources.max_target_tokens) == (length, length + 1)
     if data == "qa":
         assert [source.max_samples for source in sources.parsed_sources()] == [15_000] * 3
 
