@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..arguments import NearestNameParser, positive_int
 from ..commands import load_compressor
 from ..documents import read_documents
-from ..training.data import context_start_ids, encode
+from ..modeling.prompting import document_ids, text_tokenizer
 from .plots import plot_memory_attention
 
 _EXAMPLES = """\
@@ -43,7 +43,7 @@ def memory_attention(
 
     Source: EPL, section 5.2, Figures 6 and 7 (there summed over the heads).
     """
-    return _attention(model, document_ids(model, tokenizer, text), ratio)
+    return _attention(model, document_ids(model.config, context_tokenizer(model, tokenizer), text), ratio)
 
 
 def has_memory_tokens(backbone: PreTrainedModel) -> bool:
@@ -52,20 +52,8 @@ def has_memory_tokens(backbone: PreTrainedModel) -> bool:
 
 
 def context_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer of a compressor's contexts: the encoder's own where it has one, else the one saved with it."""
-    return getattr(model, "encoder_tokenizer", None) or tokenizer
-
-
-def document_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """A document in the tokens that a compressor's encoder reads.
-
-    Args:
-        model: a compressor.
-        tokenizer: the tokenizer saved with it.
-        text: the document.
-    """
-    own = context_tokenizer(model, tokenizer)
-    return [*context_start_ids(own), *encode(own, text)]
+    """A tokenizer for a compressor's documents: the encoder's own where it has one, else the one saved with it."""
+    return text_tokenizer(getattr(model, "encoder_tokenizer", None) or tokenizer)
 
 
 def _attention(model: PreTrainedModel, ids: Sequence[int], ratio: int | None) -> torch.Tensor:
@@ -110,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, tokenizer = load_compressor(
         arguments.model, arguments.revision, arguments.trust_remote_code, arguments.device
     )
-    ids = document_ids(model, tokenizer, documents[0].text)
+    ids = document_ids(model.config, context_tokenizer(model, tokenizer), documents[0].text)
     if arguments.max_tokens and len(ids) > arguments.max_tokens:
         print(f"cut the document from {len(ids)} to {arguments.max_tokens} tokens", file=sys.stderr)
     attention = _attention(model, ids[: arguments.max_tokens], arguments.ratio)

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..arguments import NearestNameParser, positive_int
 from ..commands import load_compressor
 from ..documents import read_documents
-from .attention import context_tokenizer, document_ids, has_memory_tokens
+from ..modeling.prompting import document_ids
+from .attention import context_tokenizer, has_memory_tokens
 from .evaluate import model_label
 from .report import environment, markdown_table
 from .slot_pictures import plot_allocation, plot_layer_weights, plot_singular_values, plot_slot_correlation
@@ -155,7 +156,8 @@ def analyse_slots(
 
     Source: ComprExIT, section 4.4.
     """
-    return _analysis(model, tokenizer, document_ids(model, tokenizer, text), ratio)
+    own = context_tokenizer(model, tokenizer)
+    return _analysis(model, own, document_ids(model.config, own, text), ratio)
 
 
 @torch.inference_mode()
@@ -179,9 +181,8 @@ def _analysis(
         attention = backbone.memory_attention(input_ids, ratio=ratio)[-1][0].float().mean(dim=0).cpu()
         allocation = attention / attention.sum(dim=1, keepdim=True)
     memory = model.compress(input_ids, ratio=ratio)
-    own = context_tokenizer(model, tokenizer)
     return SlotAnalysis(
-        tokens=tuple(own.decode([token_id]) for token_id in ids),
+        tokens=tuple(tokenizer.decode([token_id]) for token_id in ids),
         slots=None if memory.embeddings is None else memory.embeddings[0].float().cpu(),
         allocation=allocation,
         layer_weights=layer_weights,
@@ -282,11 +283,11 @@ def build_parser() -> NearestNameParser:
 def _analyse_all(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], arguments: Any
 ) -> list[SlotAnalysis]:
-    limit = arguments.max_tokens
-    ids = [document_ids(model, tokenizer, text) for text in texts]
+    own, limit = context_tokenizer(model, tokenizer), arguments.max_tokens
+    ids = [document_ids(model.config, own, text) for text in texts]
     if limit and (num_cut := sum(len(row) > limit for row in ids)):
         print(f"cut {num_cut} of {len(ids)} documents to their first {limit} tokens", file=sys.stderr)
-    return [_analysis(model, tokenizer, row[:limit], arguments.ratio) for row in ids]
+    return [_analysis(model, own, row[:limit], arguments.ratio) for row in ids]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -85,6 +85,7 @@ class Backbone:
 
 class Stub:
     base_model = Backbone()
+    config = ICAEConfig()
 
 
 def test_heads_are_averaged_layer_by_layer(tokenizer):
