@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -83,6 +84,7 @@ class DecodingMixin:
             memory = check_memory(memory, self, input_ids)
         if cached:
             inputs = self._next_inputs(input_ids, attention_mask, position_ids, memory, text_position_offset, cached)
+            inputs["attention_mask"] = _as_long_as(past_key_values, inputs["attention_mask"])
             sequence = None
         else:
             inputs, sequence = self._first_inputs(
@@ -256,3 +258,14 @@ class DecodingMixin:
             task = self.task_embeddings[row].to(embeddings.dtype)
             embeddings = torch.where((input_ids == task_id)[:, :, None], task, embeddings)
         return embeddings
+
+
+def _as_long_as(cache: Cache, attention_mask: Tensor) -> Tensor:
+    """A mask with zeros behind it up to the length of a fixed cache, so that every pass over a token has one shape.
+
+    One compiled graph then serves all of them; the places behind the text are masked by causality already.
+    """
+    if not cache.is_compileable:
+        return attention_mask
+    length = max(layer.max_cache_len for layer in cache.layers)
+    return functional.pad(attention_mask, (0, max(0, length - attention_mask.shape[1])))

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
@@ -62,22 +65,34 @@ class LayerSemanticAlignment(nn.Module):
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(decoder.dtype)
 
-    def forward(self, slots: Tensor) -> Tensor:
+    def forward(self, slots: Tensor, decoder_type: torch.dtype) -> Tensor:
         """Align slots, each row by itself and from position 0 on.
 
         Args:
             slots: `(batch_size, num_slots, hidden_size)`, every row's own slots first: later ones are not seen, so
                 that padding slots need no mask.
+            decoder_type: the decoder's, in which flash attention runs where the blocks are held in float32 to train.
 
         Returns:
             `(batch_size, num_slots, hidden_size)`, in the blocks' type.
         """
         batch_size, num_slots, _ = slots.shape
         weight_type = next(self.blocks.parameters()).dtype
-        return self.blocks(
-            inputs_embeds=slots.to(weight_type),
-            # Explicit: without a mask, some attention implementations look for several sequences in a row.
-            attention_mask=torch.ones(batch_size, num_slots, dtype=torch.long, device=slots.device),
-            position_ids=torch.arange(num_slots, device=slots.device).expand(batch_size, -1),
-            use_cache=False,
-        ).last_hidden_state
+        with self._attention_precision(weight_type, decoder_type, slots.device.type):
+            return self.blocks(
+                inputs_embeds=slots.to(weight_type),
+                # Explicit: without a mask, some attention implementations look for several sequences in a row.
+                attention_mask=torch.ones(batch_size, num_slots, dtype=torch.long, device=slots.device),
+                position_ids=torch.arange(num_slots, device=slots.device).expand(batch_size, -1),
+                use_cache=False,
+            ).last_hidden_state
+
+    def _attention_precision(
+        self, weight_type: torch.dtype, decoder_type: torch.dtype, device_type: str
+    ) -> AbstractContextManager[Any]:
+        # Flash attention has kernels for half types alone.
+        is_flash = "flash" in str(self.blocks.config._attn_implementation)
+        needs_half = is_flash and weight_type == torch.float32 != decoder_type
+        if not needs_half or torch.is_autocast_enabled(device_type):
+            return nullcontext()
+        return torch.autocast(device_type, dtype=decoder_type)

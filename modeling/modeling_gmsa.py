@@ -74,7 +74,7 @@ class GMSAModel(ShallowEncoderModel):
         if self.layer_semantic_alignment is None:
             return summary
         # Equation 3: m~ = F_{k_LSA}(H~).
-        aligned = self.layer_semantic_alignment(summary)
+        aligned = self.layer_semantic_alignment(summary, self.dtype)
         return self.language_model.norm(aligned) if self.config.lsa_final_norm else aligned
 
 

@@ -92,6 +92,25 @@ def test_a_static_cache_of_the_callers_holds_the_slots_too(method_case, random_r
     assert cached.tolist() == model.generate(input_ids=text, memory=memory, **GREEDY).tolist()
 
 
+def test_every_pass_over_a_token_has_one_shape_with_a_static_cache(method_case, random_rows, monkeypatch):
+    model, text = method_case.model, random_rows([4], seed=1)[0][None]
+    memory = model.compress(random_rows([9])[0][None])
+    cache = StaticCache(config=model.config.decoder_config, max_cache_len=5 + 4 + NEW_TOKENS)
+    shapes, decoder = [], model.model.language_model
+    forward = decoder.forward
+
+    def recording(**inputs):
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        shapes.append({name: tuple(value.shape) for name, value in tensors.items()})
+        return forward(**inputs)
+
+    monkeypatch.setattr(decoder, "forward", recording)
+    model.generate(input_ids=text, memory=memory, past_key_values=cache, **GREEDY)
+    later = [each for each in shapes if each["inputs_embeds"][1] == 1]
+    assert len(later) == NEW_TOKENS - 1
+    assert all(each == later[0] for each in later)
+
+
 def best_sequence_by_hand(model, question, memory, num_beams, num_tokens):
     """Beam search for one row, from forward passes over whole sequences."""
     beams = [(0.0, question)]

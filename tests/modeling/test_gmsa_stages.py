@@ -8,7 +8,17 @@ import torch
 from gmsa_cases import TEXT, both, on_every_base, trainable
 from tiny_models import ids_of
 from torch.nn import functional
-from transformers import GPT2Config, LlamaConfig, Phi3Config, Qwen2Config
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    Qwen2Config,
+)
+from transformers.integrations.flash_attention import get_target_dtype
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
@@ -124,6 +134,29 @@ def test_second_stage_in_bfloat16_computes_in_the_bases_type(base, case_on, tmp_
     exact.train()(**inputs, labels=labels).loss.backward()
     found, wanted = (torch.cat([m.get_parameter(n).grad.flatten() for n in gradients]) for m in (model, exact))
     assert functional.cosine_similarity(found, wanted, dim=0) > 0.8
+
+
+@torch.no_grad()
+def test_flash_attention_sees_half_types_alone_in_the_alignment(method_cases, monkeypatch, tmp_path):
+    seen = []
+
+    def recording(module, query, key, value, mask, **kwargs):
+        # What the library casts to in front of a kernel.
+        seen.append(get_target_dtype(query, module))
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "recorded_flash", recording)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "recorded_flash", sdpa_mask)
+    method_cases["gmsa"].build().save_pretrained(tmp_path)
+    model = GMSAForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    expected = model.compress(TEXT).embeddings
+    alignment = model.model.layer_semantic_alignment
+    # Asked for by name, it would have to be installed.
+    alignment.blocks.config._attn_implementation_internal = "recorded_flash"
+    memory = model.compress(TEXT)
+    assert {parameter.dtype for parameter in alignment.parameters()} == {torch.float32}
+    assert seen == [torch.bfloat16]
+    torch.testing.assert_close(memory.embeddings, expected, atol=0.05, rtol=0.05)
 
 
 def test_a_first_stage_checkpoint_starts_the_second(method_cases, tmp_path):
