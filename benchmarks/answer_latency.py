@@ -47,8 +47,6 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from context_compressors.evaluation.flops import LayerShape
-from context_compressors.evaluation.model_shapes import SHAPE_NAMES
 from context_compressors.evaluation.report import markdown_table
 
 _TABLE_7 = {
@@ -276,7 +274,6 @@ def build_parser() -> argparse.ArgumentParser:
     add_shape_arguments(parser, hidden_size=128, layers=4)
     add = parser.add_argument
     add("--setting", choices=list(SETTINGS), help="defaults of a table of GMSA's, see above")
-    add("--shape", choices=SHAPE_NAMES, help="a well-known model's sizes, in place of those above")
     add("--method", default="mean_pooling", help="default: mean_pooling")
     add(
         "--encoder-layers",
@@ -333,9 +330,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    # A named shape brings sizes of its own.
-    arguments.hidden_size, arguments.layers = config.hidden_size, config.num_hidden_layers
-    arguments.head_dim, arguments.vocab_size = LayerShape.from_config(config).head_dim, config.vocab_size
     if arguments.merge_adapters:
         compressor.merge_adapters()
         compressor.to(dtype)

@@ -17,7 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from context_compressors.evaluation.model_shapes import method_config, named_config
+from context_compressors.evaluation.flops import LayerShape
+from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
 from context_compressors.evaluation.report import environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,6 +43,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser, hidden_size: int, layer
     add("--layers", type=positive_int, default=layers, metavar="L", help=f"default: {layers}")
     add("--head-dim", type=positive_int, default=64, metavar="D", help="divides the hidden size (default: 64)")
     add("--vocab-size", type=positive_int, default=4096, metavar="V", help="default: 4096")
+    add("--shape", choices=SHAPE_NAMES, help="a well-known model's sizes, in place of those above")
     add("--dtype", choices=DTYPES, default="float32", help="default: float32")
     add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
     add("--output", metavar="FILE", help="where the JSON goes (default: benchmarks/results/)")
@@ -103,6 +105,8 @@ def random_compressor(
 def shape_config(arguments: argparse.Namespace, max_positions: int) -> PreTrainedConfig:
     """The language model of the shape that `--shape` names, or else of the sizes in the arguments.
 
+    The arguments then say the sizes of the named shape.
+
     Raises:
         ValueError: no such shape, one of an encoder-decoder, or a head size that does not divide the hidden size.
     """
@@ -113,6 +117,8 @@ def shape_config(arguments: argparse.Namespace, max_positions: int) -> PreTraine
         raise ValueError(f"--shape {arguments.shape} is an encoder-decoder; this benchmark needs a decoder")
     config.max_position_embeddings = max(config.max_position_embeddings, max_positions)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, 1
+    arguments.hidden_size, arguments.layers = config.hidden_size, config.num_hidden_layers
+    arguments.head_dim, arguments.vocab_size = LayerShape.from_config(config).head_dim, config.vocab_size
     return config
 
 

@@ -5,7 +5,7 @@
     python benchmarks/compression_overhead.py --methods icae five_hundred_x compression_tokens --ratio 5
     python benchmarks/compression_overhead.py --methods comprexit --lengths 4096 --layers 8 --batch-size 1 --profile
     python benchmarks/compression_overhead.py --methods comprexit mean_pooling --row-lengths 1 0.25 0.125 0.125
-    python benchmarks/compression_overhead.py --device cuda --dtype bfloat16 --hidden-size 2048 --layers 16
+    python benchmarks/compression_overhead.py --device cuda --dtype bfloat16 --shape llama-3.2-1b --methods comprexit
 
 Both calls see the same batch, the same attention and the same adapter, and take turns, so that whatever else the
 machine does hits both. Memory is what a call holds at its peak beyond the weights. The encoder alone reads the context
@@ -33,12 +33,12 @@ import torch
 from benchmark_tools import (
     add_shape_arguments,
     device_of,
-    llama_config,
     peak_bytes,
     positive_int,
     random_compressor,
     save_and_report,
     seconds,
+    shape_config,
 )
 from time_by_part import time_by_part
 from transformers import PreTrainedModel
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         longest = max(arguments.lengths)
         # Memory tokens have positions behind the context.
-        config = llama_config(arguments, longest + -(-longest // arguments.ratio))
+        config = shape_config(arguments, longest + -(-longest // arguments.ratio))
         for method in arguments.methods:
             model = random_compressor(method, config, [arguments.ratio], arguments.dtype, device)
             for length in arguments.lengths:

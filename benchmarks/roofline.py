@@ -27,13 +27,14 @@ class Hardware:
     bytes_per_second: float
 
 
-# The makers' numbers for the SXM boards, without sparsity, by a part of the device's name.
+# The makers' numbers for the SXM boards, without sparsity, by the beginning of the device's name: other boards of the
+# family (H100 NVL, H100 PCIe, A100 40GB) have other limits.
 _HARDWARE = {
-    "H200": Hardware(989e12, 4.8e12),
-    "H100": Hardware(989e12, 3.35e12),
-    "H20": Hardware(148e12, 4.0e12),
-    "A100": Hardware(312e12, 2.0e12),
-    "A800": Hardware(312e12, 2.0e12),
+    "NVIDIA H200": Hardware(989e12, 4.8e12),
+    "NVIDIA H100 80GB HBM3": Hardware(989e12, 3.35e12),
+    "NVIDIA H20": Hardware(148e12, 4.0e12),
+    "NVIDIA A100-SXM4-80GB": Hardware(312e12, 2.04e12),
+    "NVIDIA A800-SXM4-80GB": Hardware(312e12, 2.04e12),
 }
 
 
@@ -42,7 +43,7 @@ def hardware_of(device: torch.device, dtype: torch.dtype) -> Hardware | None:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((limits for part, limits in _HARDWARE.items() if part in name), None)
+    return next((limits for known, limits in _HARDWARE.items() if name.startswith(known)), None)
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,18 @@ class ForwardPass:
         flops: operations.
         weight_bytes: weights that are read.
         cache_bytes: keys and values that are read or written.
+        future_flops: of the operations, those between a token and later ones, which a causal kernel leaves out.
     """
 
     flops: int
     weight_bytes: int
     cache_bytes: int = 0
+    future_flops: int = 0
 
     def least_seconds(self, hardware: Hardware) -> float:
         """Time that either the operations or the bytes take at the least."""
-        moved = self.weight_bytes + self.cache_bytes
-        return max(self.flops / hardware.flops_per_second, moved / hardware.bytes_per_second)
+        needed, moved = self.flops - self.future_flops, self.weight_bytes + self.cache_bytes
+        return max(needed / hardware.flops_per_second, moved / hardware.bytes_per_second)
 
 
 def summary(passes: Iterable[ForwardPass], hardware: Hardware | None) -> dict[str, Any]:
@@ -107,8 +110,8 @@ def answer_passes(
     passes = []
     for step in range(new_tokens):
         length, past = (prefill, num_cached) if step == 0 else (1, num_cached + prefill + step - 1)
-        flops = batch_size * layers * shape.flops(length, past)
-        passes.append(ForwardPass(flops, weight_bytes, batch_size * place * (past + length)))
+        flops, future = (batch_size * layers * n for n in (shape.flops(length, past), shape.future_flops(length)))
+        passes.append(ForwardPass(flops, weight_bytes, batch_size * place * (past + length), future))
     return passes
 
 
@@ -120,4 +123,9 @@ def compression_pass(compressor: PreTrainedModel, batch_size: int, num_tokens: i
         weights -= module_bytes(model.encoder_model.get_input_embeddings())
     elif getattr(config, "encoder_type", "language_model") == "language_model":
         weights += module_bytes(model.language_model, without=model.get_input_embeddings())
-    return ForwardPass(batch_size * compression_flops(config, num_tokens, ratio), weights)
+    # Memory tokens behind the context, and blocks over slots alone, are too few to count here.
+    encoder = config.get_encoder_config()
+    future = encoder.num_hidden_layers * LayerShape.from_config(encoder).future_flops(num_tokens)
+    is_read = getattr(config, "encoder_type", "language_model") == "language_model"
+    flops = batch_size * compression_flops(config, num_tokens, ratio)
+    return ForwardPass(flops, weights, future_flops=batch_size * future if is_read else 0)

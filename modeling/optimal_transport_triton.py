@@ -86,7 +86,7 @@ def _on_device_of(tensor: Tensor) -> torch.cuda.device:
 
 def _launch_options(num_senders: int, num_receivers: int) -> dict[str, int]:
     num_rows, num_columns = triton.next_power_of_2(num_senders), triton.next_power_of_2(num_receivers)
-    # A thread holds 16 entries of each matrix, so that the backward kernel fits into the registers.
+    # A thread holds 16 entries of each matrix: up to 4,096 of them the backward kernel fits into the registers.
     num_warps = min(16, max(1, num_rows * num_columns // 512))
     return {"num_rows": num_rows, "num_columns": num_columns, "num_warps": num_warps}
 

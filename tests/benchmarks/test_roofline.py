@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from context_compressors.evaluation.flops import compression_flops, generation_flops
+from context_compressors.evaluation.flops import LayerShape, compression_flops, generation_flops
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -53,6 +53,11 @@ def test_a_named_shape_has_room_for_the_context(script):
     parse, shape_config = script("answer_latency").parse, script("benchmark_tools").shape_config
     config = shape_config(parse(["--shape", "llama-2-7b"]), 5000)
     assert (config.num_hidden_layers, config.vocab_size, config.max_position_embeddings) == (32, 32000, 5000)
+    overhead = script("compression_overhead").build_parser().parse_args(["--shape", "llama-3.2-1b"])
+    config = shape_config(overhead, 4096)
+    assert (config.num_key_value_heads, config.intermediate_size) == (8, 8192)
+    # What the result file says.
+    assert (overhead.hidden_size, overhead.layers, overhead.head_dim, overhead.vocab_size) == (2048, 16, 64, 128256)
     with pytest.raises(ValueError, match=r"t5-v1\.1-large is an encoder-decoder"):
         shape_config(parse(["--shape", "t5-v1.1-large"]), 100)
 
@@ -165,9 +170,9 @@ def test_answers_cost_appendix_g_and_the_cache_that_they_fill(script, num_cached
 def test_the_least_time_is_that_of_operations_or_of_bytes_pass_by_pass(script):
     roofline = script("roofline")
     hardware = roofline.Hardware(flops_per_second=100.0, bytes_per_second=10.0)
-    passes = [roofline.ForwardPass(1000, 20, 10), roofline.ForwardPass(10, 20, 5)]
+    passes = [roofline.ForwardPass(1500, 20, 10, future_flops=500), roofline.ForwardPass(10, 20, 5)]
     assert roofline.summary(passes, hardware) == {
-        "flops": 1010,
+        "flops": 1510,
         "weight_bytes": 40,
         "cache_bytes": 15,
         "least_seconds": 10.0 + 2.5,
@@ -176,14 +181,35 @@ def test_the_least_time_is_that_of_operations_or_of_bytes_pass_by_pass(script):
     assert roofline.hardware_of(CPU, torch.bfloat16) is None
 
 
+def test_a_causal_kernel_leaves_out_the_pairs_with_later_tokens(script):
+    shape, config = LayerShape.from_config(llama()), llama()
+    # One pair at a time: the two products of a head's width, and the softmax.
+    pairs = [(query, key) for query in range(7) for key in range(query + 1, 7)]
+    assert shape.future_flops(7) == len(pairs) * (shape.flops(1, 6) - shape.flops(1, 5))
+    first, second = script("roofline").answer_passes(config, 0, 4, 3, prefill=7, num_cached=5, new_tokens=2)
+    assert (first.future_flops, second.future_flops) == (3 * 4 * shape.future_flops(7), 0)
+    compressor = script("benchmark_tools").random_compressor("gmsa", config, [4], "float32", CPU)
+    assert script("roofline").compression_pass(compressor, 3, 40, 4).future_flops == 3 * shape.future_flops(40)
+
+
 @pytest.mark.parametrize(
-    "name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA H20", "Other"]
+    ("name", "bandwidth"),
+    [
+        ("NVIDIA H200", 4.8e12),
+        ("NVIDIA H100 80GB HBM3", 3.35e12),
+        ("NVIDIA A100-SXM4-80GB", 2.04e12),
+        ("NVIDIA H20", 4.0e12),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("Other", None),
+    ],
 )
-def test_hardware_is_known_by_its_name(script, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_hardware_is_known_by_its_name(script, name: str, bandwidth: float | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     found = script("roofline").hardware_of(torch.device("cuda"), torch.bfloat16)
-    bandwidth = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H20": 4.0e12, "Other": None}
-    assert (found and found.bytes_per_second) == bandwidth.get(name, 2.0e12)
+    assert (found and found.bytes_per_second) == bandwidth
     assert script("roofline").hardware_of(torch.device("cuda"), torch.float32) is None
 
 
