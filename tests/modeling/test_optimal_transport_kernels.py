@@ -85,13 +85,15 @@ def test_the_kernels_mask_zero_masses():
 
 
 COMPILATION = """
+import itertools
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from context_compressors.modeling import optimal_transport_triton as kernels
 
-for kernel in (kernels._solve_kernel, kernels._gradients_kernel):
-    options = kernels._launch_options(128, 32)
+shapes = [(128, 32), (128, 64)]
+for kernel, shape in itertools.product((kernels._solve_kernel, kernels._gradients_kernel), shapes):
+    options = kernels._launch_options(*shape)
     warps = options.pop("num_warps")
     constants = {**options, **({"keep_history": True} if "keep_history" in kernel.arg_names else {})}
     kinds = {"strength": "fp32", **{name: "i32" for name in kernel.arg_names if name.startswith("num_")}}
