@@ -73,7 +73,7 @@ class DeCALPreTrainedModel(CompressorPreTrainedModel):
             # T5's own start values; its stacks know all but the table that they share.
             init.normal_(module.encoder.embed_tokens.weight, std=self.config.decoder_config.initializer_factor)
             module.initialize_parts()
-        elif isinstance(module, nn.Linear):
+        elif module is self.get_output_embeddings():
             # T5 v1.1's own start value of its output table; transformers' makes the first logits sqrt(d_model) larger.
             init.normal_(module.weight, std=module.in_features**-0.5)
 
@@ -152,14 +152,20 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
         elif config.compression == "attention_pooling":
             self.attention_pooling = AttentionPooling(encoder_config)
         self.post_init()
+        if self.attention_pooling is not None:
+            # transformers passes over a module of another package that has no parameters but its children's.
+            self.initialize_parts()
 
     def initialize_parts(self) -> None:
         """Give v and what else T5 does not have its start values."""
         if self.latent_vector is not None:
             self._init_like_embeddings(self.latent_vector, self.encoder)
-        for part in (self.latent_norm, self.attention_pooling):
-            for module in () if part is None else part.modules():
-                self.encoder._init_weights(module)
+        if self.latent_norm is not None:
+            self.encoder._init_weights(self.latent_norm)
+        if self.attention_pooling is not None:
+            # Not their children: T5 gives a map without its attention another start value.
+            self.encoder._init_weights(self.attention_pooling.attention)
+            self.encoder._init_weights(self.attention_pooling.layer_norm)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embed_tokens

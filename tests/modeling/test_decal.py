@@ -277,3 +277,25 @@ def test_fresh_weights_start_as_t5s(random_rows):
     ids = torch.stack(random_rows([16]))
     # Close to a guess: T5 v1.1's output table starts at 1 / sqrt(d_model).
     assert model(input_ids=ids, labels=ids).loss < 1.5 * math.log(VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_attention_pooling_starts_as_t5s_attention(factor, tmp_path):
+    """Its scores have no scale, which is why the query's map starts smaller than the others."""
+    torch.manual_seed(0)
+    fields = {**T5_FIELDS, "d_model": 256, "d_kv": 64, "initializer_factor": factor}
+    t5 = T5ForConditionalGeneration(T5Config(**fields, feed_forward_proj="gated-gelu", tie_word_embeddings=False))
+    t5.save_pretrained(tmp_path)
+    pooling = {"compression": "attention_pooling"}
+    models = [
+        DeCALForConditionalGeneration(DeCALConfig(decoder_config=fields, **pooling)),
+        DeCALModel(DeCALConfig(decoder_config=fields, **pooling)),
+        DeCALForConditionalGeneration.from_base(tmp_path, **pooling),
+    ]
+    expected = {"q": (256 * 64) ** -0.5, "k": 256**-0.5, "v": 256**-0.5, "o": (4 * 64) ** -0.5}
+    for model in models:
+        part = model.base_model.attention_pooling
+        for name, std in expected.items():
+            found = getattr(part.attention, name).weight.detach().std().item()
+            assert found == pytest.approx(factor * std, rel=0.03), name
+        assert part.layer_norm.weight.eq(factor).all()
