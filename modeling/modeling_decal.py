@@ -253,6 +253,7 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
         Args:
             question_input_ids: `(batch_size or 1, num_question_tokens)`, for `question_placement="encoder"`: the
                 question stands in front of the context and counts in its length, and the memory answers no other one.
+                The decoder's start token in front of it and an EOS behind it are no part of it.
             question_attention_mask: its mask.
 
         Raises:
@@ -262,11 +263,7 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
         if question_input_ids is not None:
             self._check_question_placement()
             input_ids, attention_mask, question = question_in_front(
-                input_ids,
-                attention_mask,
-                question_input_ids,
-                question_attention_mask,
-                self.config.decoder_start_token_id,
+                input_ids, attention_mask, question_input_ids, question_attention_mask, self.config
             )
             fingerprints = question_fingerprints(*question)
         memories = super().compress(input_ids, attention_mask, ratio, allow_untrained_ratio, **unused)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +14,21 @@ from .inputs import check_mask, check_text
 from .splicing import left_padded
 
 
-def without_start(input_ids: Tensor, attention_mask: Tensor, start_token_id: int) -> Tensor:
-    """The mask of texts without the start token that some of them begin with.
+def own_tokens(input_ids: Tensor, attention_mask: Tensor, config: Any) -> Tensor:
+    """The mask of questions without what tokenizers and people put around them.
+
+    A row's start token, if it begins with the decoder's, and its EOS, if it ends with one: training has neither there.
 
     Args:
         input_ids: `(batch_size, num_tokens)`, padded anywhere.
         attention_mask: same shape.
-        start_token_id: the decoder's start token.
+        config: the model's, with `decoder_start_token_id` and `eos_token_id`.
     """
-    is_first = attention_mask.cumsum(dim=1) == 1
-    return attention_mask * ~(is_first & (input_ids == start_token_id))
+    places = attention_mask.cumsum(dim=1)
+    is_start = (places == 1) & (input_ids == config.decoder_start_token_id)
+    end = [] if config.eos_token_id is None else config.eos_token_id
+    is_end = (places == places[:, -1:]) & torch.isin(input_ids, input_ids.new_tensor(end))
+    return attention_mask * ~(is_start | is_end)
 
 
 def question_in_front(
@@ -30,7 +36,7 @@ def question_in_front(
     attention_mask: Tensor | None,
     question_input_ids: Tensor,
     question_attention_mask: Tensor | None,
-    start_token_id: int,
+    config: Any,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Questions and contexts as one encoder input.
 
@@ -39,7 +45,7 @@ def question_in_front(
         attention_mask: their mask.
         question_input_ids: `(batch_size or 1, num_question_tokens)`.
         question_attention_mask: their mask.
-        start_token_id: the decoder's start token, which is no part of a question.
+        config: the model's, see [`own_tokens`].
 
     Returns:
         Ids and mask `(batch_size, num_question_tokens + num_tokens)`, and the questions' own ids and mask.
@@ -53,7 +59,7 @@ def question_in_front(
     check_text(mask, name)
     if question_input_ids.shape[0] not in (1, input_ids.shape[0]):
         raise ValueError(f"`{name}` has {question_input_ids.shape[0]} rows, `input_ids` has {input_ids.shape[0]}")
-    mask = without_start(question_input_ids, mask, start_token_id)
+    mask = own_tokens(question_input_ids, mask, config)
     question, mask = (tensor.expand(input_ids.shape[0], -1) for tensor in (question_input_ids, mask))
     joined, joined_mask = torch.cat([question, input_ids], dim=1), torch.cat([mask, context_mask], dim=1)
     return joined, joined_mask, (question, mask)
@@ -74,19 +80,19 @@ def question_fingerprints(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     return torch.tensor(fingerprints, dtype=torch.long, device=input_ids.device)
 
 
-def check_question(memory: CompressedContext, input_ids: Tensor, attention_mask: Tensor, start_token_id: int) -> None:
+def check_question(memory: CompressedContext, input_ids: Tensor, attention_mask: Tensor, config: Any) -> None:
     """The question must be the one that each row of the memory was compressed with.
 
     Args:
         memory: one row for each question.
-        input_ids: questions `(batch_size, num_question_tokens)`, with or without the decoder's start token.
+        input_ids: questions `(batch_size, num_question_tokens)`, with or without the decoder's start token and EOS.
         attention_mask: their mask.
-        start_token_id: that token.
+        config: the model's, see [`own_tokens`].
 
     Raises:
         ValueError: another question, or one to a memory without.
     """
-    asked = question_fingerprints(input_ids, without_start(input_ids, attention_mask, start_token_id))
+    asked = question_fingerprints(input_ids, own_tokens(input_ids, attention_mask, config))
     known = memory.question_fingerprints
     known = torch.zeros_like(asked) if known is None else known.to(asked.device)
     if bool((asked != known).any()):
@@ -98,23 +104,20 @@ def check_question(memory: CompressedContext, input_ids: Tensor, attention_mask:
         )
 
 
-def with_start(input_ids: Tensor, attention_mask: Tensor, start_token_id: int) -> tuple[Tensor, Tensor]:
-    """Left-padded texts with the decoder's start token in front, unless all of them begin with it.
+def with_start(input_ids: Tensor, attention_mask: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """Questions as the decoder was trained to read them: left-padded, behind its start token and without EOS.
 
     Args:
-        input_ids: `(batch_size, num_tokens)`, padded anywhere, a token in each row.
+        input_ids: `(batch_size, num_tokens)`, padded anywhere; a row may begin with the start token itself.
         attention_mask: same shape.
-        start_token_id: the decoder's start token.
+        config: the model's, see [`own_tokens`].
 
     Returns:
         Ids and mask, without columns of pads alone.
     """
-    ids, mask = (left_padded(tensor, attention_mask) for tensor in (input_ids, attention_mask))
-    counts = mask.sum(dim=1)
-    first = (mask.shape[1] - counts)[:, None]
-    if not bool((ids.gather(1, first) == start_token_id).all()):
-        ids, mask = (torch.nn.functional.pad(tensor, (1, 0)) for tensor in (ids, mask))
-        ids, mask = ids.scatter(1, first, start_token_id), mask.scatter(1, first, 1)
-        counts = counts + 1
+    own = own_tokens(input_ids, attention_mask, config)
+    ids, mask = (left_padded(tensor, own) for tensor in (input_ids, own))
+    counts = mask.sum(dim=1, keepdim=True)
     width = int(counts.max())
-    return ids[:, -width:], mask[:, -width:]
+    ids, mask = (torch.nn.functional.pad(tensor[:, tensor.shape[1] - width :], (1, 0)) for tensor in (ids, mask))
+    return ids.scatter(1, width - counts, config.decoder_start_token_id), mask.scatter(1, width - counts, 1)

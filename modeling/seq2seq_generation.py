@@ -35,7 +35,8 @@ class Seq2SeqGenerationMixin:
         """Generate from a context: either as any encoder-decoder does, or a question's answer behind slots.
 
         With `memory` or `context_input_ids`, `input_ids` are the question; the decoder reads it behind its start
-        token, unless the configuration places questions in the encoder. Without them `input_ids` are the context.
+        token, unless the configuration places questions in the encoder. A start token in front of a question and an
+        EOS behind it, as T5's tokenizers add it, are not read. Without them `input_ids` are the context.
 
         Args:
             inputs: The question, or the context, `(batch_size, num_tokens)`; also accepted as `input_ids`. With a
@@ -98,13 +99,13 @@ class Seq2SeqGenerationMixin:
         question = check_token_ids("input_ids", question, question_mask, self.config.vocab_size, {})
         if memory is None:
             if in_encoder:
-                context = question_in_front(*context, question, question_mask, start)[:2]
+                context = question_in_front(*context, question, question_mask, self.config)[:2]
             memory = self.model._compress(*context, [ratio], prefix="context_")[0]
         elif in_encoder:
             memory = check_memory(memory, self.model, question)
-            check_question(memory, question, question_mask, start)
+            check_question(memory, question, question_mask, self.config)
         memory = check_memory(memory, self.model, question)
-        ids, mask = with_start(question, question_mask, start)
+        ids, mask = with_start(question, question_mask, self.config)
         if in_encoder:
             ids, mask = question.new_full((len(question), 1), start), question_mask.new_ones(len(question), 1)
         output = self._generate_from(memory, {**kwargs, "decoder_input_ids": ids, "decoder_attention_mask": mask})

@@ -6,7 +6,7 @@ import torch
 
 from context_compressors import DeCALConfig, DeCALForConditionalGeneration
 
-VOCAB_SIZE, START = 128, 0
+VOCAB_SIZE, START, EOS = 128, 0, 1
 T5_FIELDS = {
     "vocab_size": VOCAB_SIZE,
     "d_model": 32,
@@ -17,6 +17,7 @@ T5_FIELDS = {
     "relative_attention_num_buckets": 16,
     "relative_attention_max_distance": 20,
     "decoder_start_token_id": START,
+    "eos_token_id": EOS,
     "dropout_rate": 0.0,
 }
 CCPROXY = {"latent_placement": "appended", "latent_pooling": False, "encoder_attention": "causal"}

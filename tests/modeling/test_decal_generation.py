@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from decal_models import GREEDY, SETTINGS, START, VOCAB_SIZE, build, raises
+from decal_models import EOS, GREEDY, SETTINGS, START, VOCAB_SIZE, build, raises
 from transformers import AutoModel, AutoModelForSeq2SeqLM, LlamaConfig
 
 from context_compressors import CompressedContext, DeCALConfig, DeCALForConditionalGeneration, DeCALModel
@@ -144,6 +144,39 @@ def test_the_start_token_stands_in_front_once(decal, question, random_rows):
     assert decal.generate(torch.stack(random_rows([13])), **GREEDY)[:, 1:].equal(nothing_asked)
 
 
+def test_a_row_with_the_start_token_answers_alone_as_beside_one_without(decal, random_rows, pad_rows):
+    memory = decal.compress(torch.stack(random_rows([13])))
+    plain, short = random_rows([4, 2], seed=1)
+    rows = [torch.cat([torch.tensor([START]), plain]), plain, short, torch.tensor([START])]
+    alone = [decal.generate(row[None], memory=memory, **GREEDY)[0, -5:] for row in rows]
+    assert alone[0].equal(alone[1])
+    for side in ("left", "right"):
+        ids, mask = pad_rows(rows, side)
+        together = decal.generate(ids, attention_mask=mask, memory=memory, **GREEDY)[:, -5:]
+        assert together.equal(torch.stack(alone))
+
+
+@pytest.mark.parametrize("eos", [EOS, [EOS, 9]])
+def test_the_eos_of_a_tokenizer_is_no_part_of_a_question(eos, random_rows, pad_rows, monkeypatch):
+    model = build()
+    model.config.eos_token_id = eos
+    memory = model.compress(torch.stack(random_rows([13])))
+    rows = random_rows([4, 2], seed=1)
+    read, decode = [], model._decode
+    monkeypatch.setattr(model, "_decode", lambda *args, **kwargs: read.append(args[0]) or decode(*args, **kwargs))
+    answers = []
+    for end in ([], [EOS]):
+        ids, mask = pad_rows([torch.cat([row, torch.tensor(end, dtype=torch.long)]) for row in rows], value=EOS)
+        read.clear()
+        answers.append(model.generate(ids, attention_mask=mask, memory=memory, **GREEDY)[:, -5:])
+        assert [row[row != START].tolist() for row in read[0]] == [row.tolist() for row in rows]
+    assert answers[1].equal(answers[0])
+    # One is the tokenizer's, any other the question's own.
+    twice = torch.cat([rows[0], torch.tensor([EOS, EOS])])[None]
+    model.generate(twice, memory=memory, **{**GREEDY, "use_cache": False})
+    assert read[-1][0, 1:6].equal(twice[0, :-1])
+
+
 def test_both_forms_of_forward_agree(decal, random_rows, pad_rows):
     ids, mask = pad_rows(random_rows([13, 5]))
     targets = torch.stack(random_rows([6, 6], seed=3))
@@ -186,6 +219,22 @@ def test_a_memory_with_a_question_in_it_answers_that_question_only(question, ran
     with raises("questions"):
         CompressedContext.concatenate([memory, joined])
     assert CompressedContext.concatenate([memory, memory]).question_fingerprints.equal(memory.question_fingerprints)
+
+
+def test_a_question_in_the_encoder_is_the_same_with_eos_and_start(question, random_rows):
+    model = build(question_placement="encoder")
+    ids = torch.stack(random_rows([13, 13]))
+    start, end = torch.full((2, 1), START), torch.full((2, 1), EOS)
+    memory = model.compress(ids, question_input_ids=question)
+    expected = model.generate(question, memory=memory, **GREEDY)[:, -5:]
+    for parts in ([question, end], [start, question], [start, question, end]):
+        same = torch.cat(parts, dim=1)
+        found = model.compress(ids, question_input_ids=same)
+        assert found.question_fingerprints.equal(memory.question_fingerprints)
+        assert found.num_context_tokens.tolist() == [17, 17]
+        torch.testing.assert_close(found.embeddings, memory.embeddings)
+        assert model.generate(same, memory=memory, **GREEDY)[:, -5:].equal(expected)
+        assert model.generate(same, context_input_ids=ids, **GREEDY)[:, -5:].equal(expected)
 
 
 def test_without_a_question_there_is_nothing_to_refuse(random_rows):
