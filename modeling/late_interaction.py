@@ -20,8 +20,8 @@ def chamfer(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor,
         document_mask: `(num_documents, document_length)`.
 
     Returns:
-        `(num_queries, num_documents)`, sums of half types in float32. A query without vectors scores 0 with every
-        document, a document without vectors minus infinity with every other query.
+        `(num_queries, num_documents)`, computed in float32 whatever half type the vectors or autocast have. A query
+        without vectors scores 0 with every document, a document without vectors minus infinity with every other query.
 
     Raises:
         ValueError: a shape that does not fit.
@@ -34,11 +34,13 @@ def chamfer(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor,
     # Filled rather than multiplied: what stands at a pad may be infinite or NaN.
     query_vectors = query_vectors.masked_fill(query_pads[:, :, None], 0)
     document_vectors = document_vectors.masked_fill(document_pads[:, :, None], 0)
-    # (num_queries, query_length, num_documents, document_length)
-    similarity = torch.einsum("qih,djh->qidj", query_vectors, document_vectors)
-    best = similarity.masked_fill(document_pads, -torch.inf).amax(dim=3)
-    best = best.masked_fill(query_pads[:, :, None], 0)
-    return best.sum(dim=1, dtype=torch.promote_types(best.dtype, torch.float32))
+    dtype = torch.promote_types(query_vectors.dtype, torch.float32)
+    # Autocast would round the products, whose differences are what counts.
+    with torch.autocast(query_vectors.device.type, enabled=False):
+        # (num_queries, query_length, num_documents, document_length)
+        similarity = torch.einsum("qih,djh->qidj", query_vectors.to(dtype), document_vectors.to(dtype))
+        best = similarity.masked_fill(document_pads, -torch.inf).amax(dim=3)
+        return best.masked_fill(query_pads[:, :, None], 0).sum(dim=1)
 
 
 def _check_shapes(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor, document_mask: Tensor) -> None:

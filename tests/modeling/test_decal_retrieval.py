@@ -113,11 +113,27 @@ def test_a_text_without_vectors_has_a_score_and_no_nan_gradients():
     assert none.tolist() == [[-torch.inf] * 2, [0, 0]]
 
 
-def test_sums_of_half_types_are_float32():
+def test_scores_of_half_types_are_float32():
     vectors, mask = ragged((300,), 300, 4, 0)
-    scores = chamfer(vectors.bfloat16(), mask, vectors.bfloat16(), mask)
+    vectors = vectors.bfloat16()
+    scores = chamfer(vectors, mask, vectors, mask)
     assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores, chamfer(vectors, mask, vectors, mask), rtol=1e-2, atol=0)
+    torch.testing.assert_close(scores, chamfer(vectors.float(), mask, vectors.float(), mask))
+
+
+def test_autocast_changes_no_score_and_no_gradient():
+    query_vectors, query_mask = ragged((3, 1, 5), 5, 64, 0)
+    document_vectors, document_mask = ragged((2, 6, 1, 4), 6, 64, 1)
+    found = []
+    for enabled in (False, True):
+        inputs = [tensor.clone().requires_grad_() for tensor in (query_vectors, document_vectors)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            scores = chamfer(inputs[0], query_mask, inputs[1], document_mask)
+        scores.square().sum().backward()
+        found.append([scores.detach(), *(tensor.grad for tensor in inputs)])
+    for plain, autocast in zip(*found, strict=True):
+        assert autocast.dtype == torch.float32
+        torch.testing.assert_close(autocast, plain, rtol=1e-6, atol=1e-6)
 
 
 def test_shapes_that_do_not_fit_are_named():
