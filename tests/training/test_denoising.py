@@ -270,7 +270,9 @@ def test_fine_tuning_holds_section_4_2_1(task, tmp_path):
     files = ["decal/decal.yaml", "decal/fine_tuning.yaml", f"decal/{task}.yaml"]
     model, data, args = parse_recipe([*files, "--checkpoint", "C", "--output_dir", str(tmp_path), "--bf16", "false"])
     assert (args.objective, data.max_context_tokens, data.overlong_contexts) == ("compression", 4096, "truncate")
-    assert args.max_steps * args.per_device_train_batch_size * 8 == 6_000_000
+    assert args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps * 8 == 6_000_000
+    # A bias of T5 over 6,144 places has 16 heads.
+    assert (args.per_device_train_batch_size, args.gradient_checkpointing) == (1, True)
     assert [source.tasks for source in data.parsed_sources()] == [(task,)]
     assert (model.checkpoint, model.method_config, model.model_config) == ("C", None, None)
     placement = {"question_placement": "encoder"} if task == "question_answering" else None
