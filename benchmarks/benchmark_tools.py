@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,24 @@ def measured(benchmark: str, arguments: argparse.Namespace, rows: Sequence[dict[
         "environment": environment(),
         "rows": list(rows),
     }
+
+
+def check_kept(finished: Iterable[tuple[str, int, Path]], output: Path) -> None:
+    """Refuse to leave out the training of a model that is asked for and was not kept.
+
+    Args:
+        finished: name, seed, and the folder that the model would be in, of the runs that are not done again.
+        output: the result file that has them.
+
+    Raises:
+        ValueError: one of the folders is not there.
+    """
+    for name, seed, folder in finished:
+        if not folder.is_dir():
+            raise ValueError(
+                f"{name}, seed {seed}, is finished in {output}, and {folder} is not there: its model was not kept; "
+                "name another file with --output"
+            )
 
 
 def do_runs(

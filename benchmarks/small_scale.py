@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_tools import do_runs, write_json
+from benchmark_tools import check_kept, do_runs, write_json
 from filelock import FileLock
 from small_scale_arguments import budget_of, build_parser, fields_of, read_jobs
 from small_scale_data import prepare
@@ -309,7 +309,9 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     jobs = [(job, seed) for seed in arguments.seeds for job in read_jobs(arguments)]
     results = read_results(output, budget)
     _check_lengths(arguments)
-    _check_kept(arguments, jobs, results)
+    if arguments.save is not None:
+        finished = [(job, seed) for job, seed in jobs if _is_finished(job, seed, results)]
+        check_kept([(_name(job), seed, _folder(arguments.save, job, seed)) for job, seed in finished], output)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if all(_is_finished(job, seed, results) for job, seed in jobs):
         return results
@@ -326,7 +328,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"{_name(job)}, ratios {job.ratios}, seed {seed}", flush=True)
             model, training, log = train(job, seed, sources, tests, Path(folder), tokenizer, device)
             if arguments.save is not None:
-                kept = Path(arguments.save) / f"seed_{seed}" / _folder_name(job)
+                kept = _folder(arguments.save, job, seed)
                 model.save_pretrained(kept)
                 tokenizer.save_pretrained(kept)
             start = time.perf_counter()
@@ -350,21 +352,6 @@ def _check_lengths(arguments: argparse.Namespace) -> None:
     longest = AutoConfig.from_pretrained(arguments.base).max_position_embeddings // 2 - _PROMPT_ROOM
     if max(lengths) > longest:
         raise ValueError(f"--restoration-lengths must be at most {longest} with this base, got {max(lengths)}")
-
-
-def _check_kept(
-    arguments: argparse.Namespace, jobs: Sequence[tuple[argparse.Namespace, int]], results: Mapping[str, Any]
-) -> None:
-    """Refuse to leave out the training of a model that is asked for and was not kept."""
-    if arguments.save is None:
-        return
-    for job, seed in jobs:
-        folder = Path(arguments.save) / f"seed_{seed}" / _folder_name(job)
-        if _is_finished(job, seed, results) and not folder.is_dir():
-            raise ValueError(
-                f"{_name(job)}, seed {seed}, is finished in {arguments.output}, and {folder} is not there: its model "
-                "was not kept; name another file with --output"
-            )
 
 
 def _document_tokens(arguments: argparse.Namespace) -> int:
@@ -391,9 +378,10 @@ def _name(job: argparse.Namespace) -> str:
     return run_name(job.method, {**job.config, **({} if job.prompts is None else {"prompts": job.prompts})})
 
 
-def _folder_name(job: argparse.Namespace) -> str:
-    """A run's name in letters, digits and underscores."""
-    return re.sub(r"\W+", "_", " ".join([_name(job), "ratios", *map(str, job.ratios)])).strip("_")
+def _folder(save: str, job: argparse.Namespace, seed: int) -> Path:
+    """Where a trained model is kept: its run's name in letters, digits and underscores."""
+    name = re.sub(r"\W+", "_", " ".join([_name(job), "ratios", *map(str, job.ratios)])).strip("_")
+    return Path(save) / f"seed_{seed}" / name
 
 
 def _is_finished(job: argparse.Namespace, seed: int, results: Mapping[str, Any]) -> bool:

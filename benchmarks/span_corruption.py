@@ -11,7 +11,8 @@
 DATA is a folder with the data files: texts of Standard Ebooks and OpenStax, whose held-out documents are the test. The
 models are those of Tables 1 and 5: the T5 baseline, DeCAL 2x, 4x and 8x, AttnPool 2x, and DeCAL 2x without token
 pooling (`decal_2x_no_pooling`). All of them see the same corrupted texts in the same order, and are tested on the same
-ones; a token counts as right if it is the likeliest behind the right ones before it.
+ones; a token counts as right if it is the likeliest behind the right ones before it. The context gain is by how much
+the loss grows where each text has another one's context in place of its own: zero for a model that reads none.
 
 Every finished (model, seed) is a run in the result file and is not done again; runs of another budget are refused
 there. Scores are means over seeds, with the standard deviation. A run of the default size takes two to three minutes
@@ -31,7 +32,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from benchmark_tools import RESULTS, do_runs, positive_int, write_json
+from benchmark_tools import RESULTS, check_kept, do_runs, positive_int, write_json
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from context_compressors import DeCALForConditionalGeneration
@@ -56,6 +57,8 @@ TEXTS = ("standardebooks", "openstax")
 _BASE = Path(__file__).resolve().parents[1] / "checkpoints" / "base"
 # The same texts for every model and seed.
 _DATA_SEED, _TEST_SEED = 0, 1
+_MUON_LEARNING_RATE = 0.01
+_METRICS = ("accuracy", "loss", "context_gain")
 _BUDGET = ("steps", "batch_size", "inputs_length", "hidden_size", "layers", "learning_rate", "optimizer", "test_texts")
 
 
@@ -80,12 +83,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--inputs-length", type=positive_int, default=64, metavar="N", help="encoder's tokens (default: 64)")
     add("--hidden-size", type=positive_int, default=128, metavar="H", help="a multiple of 32 (default: 128)")
     add("--layers", type=positive_int, default=3, metavar="L", help="of encoder and of decoder (default: 3)")
+    add("--learning-rate", type=float, default=3e-3, metavar="R", help="AdamW's (default: 3e-3)")
     add(
-        "--learning-rate",
+        "--muon-learning-rate",
         type=float,
-        default=3e-3,
+        default=_MUON_LEARNING_RATE,
         metavar="R",
-        help="AdamW's; Muon's is 0.01 (default: 3e-3)",
+        help=f"of the hidden matrices (default: {_MUON_LEARNING_RATE})",
     )
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
     add("--save", metavar="FOLDER", help="keep the trained models, as FOLDER/seed_S/NAME (default: they are not kept)")
@@ -141,6 +145,7 @@ def train(
     collator: CompressionCollator,
     seed: int,
     objective: str = "denoising",
+    muon_learning_rate: float = _MUON_LEARNING_RATE,
 ) -> dict[str, Any]:
     """Train a model for the budget; how long it took, and its last loss."""
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +158,7 @@ def train(
             max_steps=arguments.steps,
             optimizer=arguments.optimizer,
             learning_rate=arguments.learning_rate,
-            muon_learning_rate=0.01,
+            muon_learning_rate=muon_learning_rate,
             adam_beta2=0.95,
             lr_scheduler_type="warmup_stable_decay",
             lr_scheduler_kwargs={"num_decay_steps": decay, "min_lr_ratio": 0.02},
@@ -184,22 +189,41 @@ def train(
 @torch.inference_mode()
 def test(
     model: PreTrainedModel, data: DenoisingDataset, collator: SpanCorruptionCollator, batch_size: int
-) -> dict[str, float]:
-    """Accuracy in percent, and loss, of the target tokens of all texts."""
+) -> dict[str, float | None]:
+    """Scores of the target tokens of all texts.
+
+    Returns:
+        `accuracy` in percent, `loss`, and `context_gain`: how much lower the loss is than with the context of another
+        text of the batch, over batches of several texts (`None` without any).
+    """
     model.eval()
-    correct = total = 0
-    loss = 0.0
+    correct = total = compared = 0
+    loss = gain = 0.0
     for start in range(0, len(data), batch_size):
         batch = collator([data[index] for index in range(start, min(start + batch_size, len(data)))])
         labels = batch["labels"][:, 1:].to(model.device)
         context = {"input_ids": batch["context_input_ids"], "attention_mask": batch["context_attention_mask"]}
         context = {name: tensor.to(model.device) for name, tensor in context.items()}
-        logits = model(**context, labels=labels).logits.float()
+        logits = model(**context, labels=labels).logits
         counted = labels != -100
+        batch_loss = _summed_loss(logits, labels)
         correct += int((logits.argmax(-1) == labels)[counted].sum())
         total += int(counted.sum())
-        loss += torch.nn.functional.cross_entropy(logits[counted], labels[counted], reduction="sum").item()
-    return {"accuracy": 100 * correct / total, "loss": loss / total}
+        loss += batch_loss
+        if len(labels) > 1:
+            others = {name: tensor.roll(1, dims=0) for name, tensor in context.items()}
+            gain += _summed_loss(model(**others, labels=labels).logits, labels) - batch_loss
+            compared += int(counted.sum())
+    return {
+        "accuracy": 100 * correct / total,
+        "loss": loss / total,
+        "context_gain": gain / compared if compared else None,
+    }
+
+
+def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    counted = labels != -100
+    return torch.nn.functional.cross_entropy(logits[counted].float(), labels[counted], reduction="sum").item()
 
 
 def read_results(path: Path, budget: Mapping[str, Any], benchmark: str = "span_corruption") -> dict[str, Any]:
@@ -222,15 +246,16 @@ def read_results(path: Path, budget: Mapping[str, Any], benchmark: str = "span_c
 
 
 def summarize(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each model: mean and deviation of its scores over the seeds."""
+    """One row for each model: mean and deviation of its scores over the seeds; of those that all its runs have."""
     summary = []
     for name in MODELS:
         mine = [run for run in runs if run["model"] == name]
         if mine:
             row: dict[str, Any] = {"model": name, "seeds": sorted(run["seed"] for run in mine)}
-            for metric in ("accuracy", "loss"):
-                values = [run[metric] for run in mine]
-                row[metric] = {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None}
+            for metric in _METRICS:
+                values = [run.get(metric) for run in mine]
+                if None not in values:
+                    row[metric] = {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None}
             summary.append(row)
     return summary
 
@@ -239,12 +264,13 @@ def table(summary: Sequence[Mapping[str, Any]]) -> str:
     """The summary as Markdown, as Table 1 has it."""
     rows = []
     for row in summary:
-        cells = [
-            f"{row[metric]['mean']:.2f}" + ("" if row[metric]["std"] is None else f" ± {row[metric]['std']:.2f}")
-            for metric in ("accuracy", "loss")
-        ]
-        rows.append([row["model"], len(row["seeds"]), *cells])
-    return markdown_table(["model", "seeds", "accuracy, %", "loss"], rows)
+        scores = [row.get(metric) for metric in _METRICS]
+        rows.append([row["model"], len(row["seeds"]), *("" if score is None else _cell(score) for score in scores)])
+    return markdown_table(["model", "seeds", "accuracy, %", "loss", "context gain"], rows)
+
+
+def _cell(score: Mapping[str, float | None]) -> str:
+    return f"{score['mean']:.2f}" + ("" if score["std"] is None else f" ± {score['std']:.2f}")
 
 
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -262,44 +288,43 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     budget |= {"texts": list(TEXTS) if arguments.data is not None else ["generated"]}
     if arguments.train_tokenizer is not None:
         budget["train_tokenizer"] = arguments.train_tokenizer
+    if arguments.muon_learning_rate != _MUON_LEARNING_RATE:
+        budget["muon_learning_rate"] = arguments.muon_learning_rate
     results = read_results(output, budget)
+    finished = [(run["model"], run["seed"]) for run in results["runs"]]
+    if arguments.save is not None:
+        asked = [(name, seed) for seed in arguments.seeds for name in arguments.models]
+        check_kept([(*run, _folder(arguments.save, *run)) for run in asked if run in finished], output)
     tokenizer = load_tokenizer(arguments)
     collator = SpanCorruptionCollator.from_tokenizer(
         tokenizer, sentinel_ids=add_sentinel_tokens(tokenizer), end_id=tokenizer.eos_token_id, seed=_DATA_SEED
     )
-    if arguments.save is not None:
-        _check_kept(arguments, results)
     training, held_out = (texts(arguments, tokenizer, part) for part in ("train", "valid"))
     for seed in arguments.seeds:
         for name in arguments.models:
-            if (name, seed) in [(run["model"], run["seed"]) for run in results["runs"]]:
+            if (name, seed) in finished:
                 continue
             print(f"{name}, seed {seed}", flush=True)
             set_seed(seed)
             model = new_model(name, arguments, tokenizer)
             run = {"model": name, "config": MODELS[name], "seed": seed, "parameters": model.num_parameters()}
-            run |= train(model, arguments, tokenizer, training, collator, seed)
+            rate = arguments.muon_learning_rate
+            run |= train(model, arguments, tokenizer, training, collator, seed, muon_learning_rate=rate)
             run |= test(model, held_out, collator, arguments.batch_size)
             if arguments.save is not None:
-                folder = Path(arguments.save) / f"seed_{seed}" / name
+                folder = _folder(arguments.save, name, seed)
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
             results["runs"].append({**run, "environment": environment()})
+            finished.append((name, seed))
             results["summary"] = summarize(results["runs"])
             write_json(output, results)
     return results
 
 
-def _check_kept(arguments: argparse.Namespace, results: Mapping[str, Any]) -> None:
-    """Refuse to leave out the training of a model that is asked for and was not kept."""
-    for seed in arguments.seeds:
-        for name in arguments.models:
-            folder = Path(arguments.save) / f"seed_{seed}" / name
-            if (name, seed) in [(run["model"], run["seed"]) for run in results["runs"]] and not folder.is_dir():
-                raise ValueError(
-                    f"{name}, seed {seed}, is finished in {arguments.output}, and {folder} is not there: its model "
-                    "was not kept; name another file with --output"
-                )
+def _folder(save: str, name: str, seed: int) -> Path:
+    """Where a trained model is kept."""
+    return Path(save) / f"seed_{seed}" / name
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,8 +5,10 @@ import importlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from context_compressors.training.data import DataSource
 from context_compressors.training.tokenizer import train_tokenizer
@@ -42,16 +44,62 @@ def test_span_corruption_trains_every_model_once(script, tokenizer_folder, tmp_p
     for run in results["runs"]:
         assert 0 <= run["accuracy"] <= 100
         assert run["loss"] > 0
+        assert abs(run["context_gain"]) < 1
     summary = {row["model"]: row for row in results["summary"]}
     mine = [run["accuracy"] for run in results["runs"] if run["model"] == "t5"]
     assert summary["t5"]["seeds"] == [0, 1]
     assert summary["t5"]["accuracy"]["mean"] == pytest.approx(sum(mine) / 2)
     assert summary["decal_8x"]["accuracy"]["std"] is None
-    assert re.search(r"\| decal_2x_no_pooling +\| 1 ", capsys.readouterr().out)
-    assert span_corruption.main([*toy, "--steps", "3"]) == 1
-    assert "another budget" in capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert re.search(r"\| decal_2x_no_pooling +\| 1 ", printed)
+    assert re.search(r"\| loss +\| context gain +\|", printed)
+    for other in (["--steps", "3"], ["--muon-learning-rate", "0.02"]):
+        assert span_corruption.main([*toy, *other]) == 1
+        assert "another budget" in capsys.readouterr().err
+    assert span_corruption.main([*toy, "--save", str(tmp_path / "kept"), "--seeds", "0"]) == 1
+    assert "was not kept" in capsys.readouterr().err
     assert span_corruption.main([*toy, "--models", "decal"]) == 1
     assert "did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_context_gain_is_what_another_text_s_context_costs(script, reads):
+    targets = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+
+    class Model:
+        device = "cpu"
+
+        def eval(self):
+            pass
+
+        def __call__(self, input_ids, attention_mask, labels):
+            likely = input_ids if reads else torch.zeros_like(input_ids)
+            return SimpleNamespace(logits=4.0 * torch.nn.functional.one_hot(likely, 10))
+
+    def collator(rows):
+        rows = torch.tensor(rows)
+        start = torch.full_like(rows[:, :1], -100)
+        mask = torch.ones_like(rows)
+        return {"labels": torch.cat((start, rows), 1), "context_input_ids": rows, "context_attention_mask": mask}
+
+    test = script("span_corruption").test
+    # The third text is alone in its batch.
+    scores = test(Model(), targets.tolist(), collator, batch_size=2)
+    assert scores["accuracy"] == (100 if reads else 0)
+    assert scores["context_gain"] == pytest.approx(4.0 if reads else 0.0)
+    assert test(Model(), targets.tolist(), collator, batch_size=1)["context_gain"] is None
+
+
+@pytest.mark.parametrize("name", ["span_corruption", "span_corruption_letters"])
+def test_results_without_a_context_gain_are_read_and_printed(script, name):
+    span_corruption = script("span_corruption")
+    path = BENCHMARKS / "results" / f"{name}.json"
+    budget = json.loads(path.read_text())["budget"]
+    runs = span_corruption.read_results(path, budget)["runs"]
+    for run in runs:
+        run.pop("context_gain", None)
+    printed = span_corruption.table(span_corruption.summarize(runs))
+    assert re.search(r"\| t5 +\| \d +\| [\d.]+( ± [\d.]+)? +\| [\d.]+( ± [\d.]+)? +\| +\|", printed)
 
 
 def test_encoder_cost_has_a_row_for_each_model_and_ratio(script, tmp_path):
