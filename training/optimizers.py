@@ -130,14 +130,15 @@ def parameter_groups(
     """Split the trainable parameters of a model: hidden matrices (Muon, if asked), other matrices, the rest.
 
     Args:
-        model: embeddings and output heads are told from hidden matrices by `get_input_embeddings` and
-            `get_output_embeddings`.
+        model: every `nn.Embedding`, such as T5's relative biases of its attention, the module of
+            `get_input_embeddings` and that of `get_output_embeddings` are no hidden matrices.
         optimizer: "muon" or "adamw".
         learning_rate: of AdamW.
         muon_learning_rate: of Muon.
         weight_decay: of every matrix; vectors have none.
     """
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tables += [module for module in model.modules() if isinstance(module, nn.Embedding)]
     not_hidden = {id(p) for table in tables if table is not None for p in table.parameters()}
     hidden, matrices, vectors = [], [], []
     for parameter in model.parameters():

@@ -3,8 +3,9 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+from context_compressors import DeCALConfig, DeCALForConditionalGeneration
 from context_compressors.training.optimizers import (
     MuonWithAdamW,
     orthogonalise,
@@ -113,6 +114,19 @@ def test_groups_hold_every_trainable_parameter_once(language_model: LlamaForCaus
     assert all(p.ndim == 1 for p in vectors["params"])
     assert (hidden["lr"], matrices["lr"], vectors["weight_decay"]) == (2e-2, 1e-3, 0.0)
     assert not any(group["muon"] for group in parameter_groups(language_model, "adamw", 1e-3, 2e-2, 0.1))
+
+
+def test_no_table_of_embeddings_is_a_hidden_matrix():
+    sizes = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2}
+    for model in (T5ForConditionalGeneration(T5Config(**sizes)), DeCALForConditionalGeneration(DeCALConfig(sizes))):
+        hidden, matrices, _ = parameter_groups(model, "muon", 1e-3, 2e-2, 0.1)
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        biases = [p for name, p in model.named_parameters() if "relative_attention_bias" in name]
+        assert len(biases) >= 2
+        assert {id(p) for p in biases} < tables
+        assert tables <= {id(p) for p in matrices["params"]}
+        assert not tables & {id(p) for p in hidden["params"]}
+        assert len(hidden["params"]) >= 2 * (4 + 2) + 2 * (8 + 2)
 
 
 def test_muon_refuses_vectors():
