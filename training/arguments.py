@@ -19,7 +19,7 @@ from .span_corruption import SpanCorruption
 from .suggestions import check_choice, nearest
 
 OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising", "retrieval")
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "muon", "adafactor")
 RATIO_MODES = ("all", "random", "per_sample")
 
 
@@ -211,7 +211,9 @@ class TrainingConfig(SFTConfig):
     Args:
         objective: language_modeling, teacher, compression, distillation, joint (reconstruction and continuation
             from the same slots), denoising (span corruption, for decal), or retrieval (contrastive, for decal).
-        optimizer: adamw, or muon for matrices and AdamW for embeddings and vectors.
+        optimizer: adamw; muon for matrices and AdamW for embeddings and vectors; or adafactor as in T5, whose
+            `learning_rate` is relative to the size of each parameter (that of `optim: adafactor` is absolute) and
+            which clips updates itself (`max_grad_norm: 0`).
         muon_learning_rate: of the hidden matrices under Muon; `learning_rate` is AdamW's.
         muon_momentum: momentum of Muon.
         ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step, "per_sample"
@@ -228,7 +230,7 @@ class TrainingConfig(SFTConfig):
     """
 
     objective: str = field(default="compression", metadata={"help": ", ".join(OBJECTIVES)})
-    optimizer: str = field(default="adamw", metadata={"help": "adamw or muon"})
+    optimizer: str = field(default="adamw", metadata={"help": ", ".join(OPTIMIZERS)})
     muon_learning_rate: float = field(default=0.02, metadata={"help": "learning rate of Muon's matrices"})
     muon_momentum: float = field(default=0.95, metadata={"help": "momentum of Muon"})
     ratio_mode: str = field(default="all", metadata={"help": "all ratios at each step, or one: random, per_sample"})

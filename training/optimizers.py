@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for the hidden matrices, AdamW for everything else, as one optimizer."""
+"""Muon for the hidden matrices with AdamW for everything else, as one optimizer; Adafactor as T5 has it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.optimization import Adafactor
 
 
 class MuonWithAdamW(torch.optim.AdamW):
@@ -132,8 +133,8 @@ def parameter_groups(
     Args:
         model: every `nn.Embedding`, such as T5's relative biases of its attention, the module of
             `get_input_embeddings` and that of `get_output_embeddings` are no hidden matrices.
-        optimizer: "muon" or "adamw".
-        learning_rate: of AdamW.
+        optimizer: "muon", or another one, which has no group of hidden matrices.
+        learning_rate: of the groups that are not Muon's.
         muon_learning_rate: of Muon.
         weight_decay: of every matrix; vectors have none.
     """
@@ -153,26 +154,41 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
+def adafactor(model: nn.Module, learning_rate: float, weight_decay: float = 0.0) -> Adafactor:
+    """Adafactor as T5 was trained with it: the learning rate is relative to the root mean square of each parameter.
+
+    Updates are clipped at a root mean square of 1, before the rate is applied, and have no momentum. transformers' own
+    `optim: adafactor` is another: its rate is absolute.
+
+    Args:
+        model: whose trainable parameters are updated.
+        learning_rate: T5's is 1 / sqrt(step) in pretraining and 1e-3 in fine-tuning.
+        weight_decay: of every matrix; vectors have none.
+    """
+    groups = parameter_groups(model, "adafactor", learning_rate, learning_rate, weight_decay)
+    groups = [{name: group[name] for name in ("params", "lr", "weight_decay")} for group in groups]
+    return Adafactor(groups, lr=learning_rate, scale_parameter=True, relative_step=False, warmup_init=False)
+
+
 class OptimizerChoice(Trainer):
-    """A `Trainer` that knows `optimizer: muon` in its arguments."""
+    """A `Trainer` that knows `optimizer: muon` and `optimizer: adafactor` in its arguments."""
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Muon for hidden matrices and AdamW for the rest when the recipe says `optimizer: muon`."""
-        if self.optimizer is None and self.args.optimizer == "muon":
-            if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-                raise ValueError(
-                    "optimizer: muon needs whole matrices, which DeepSpeed and FSDP cut up; take adamw, or DDP "
-                    "(accelerate/multi_gpu.yaml)"
-                )
-            groups = parameter_groups(
-                model or self.model,
-                "muon",
-                self.args.learning_rate,
-                self.args.muon_learning_rate,
-                self.args.weight_decay,
+        """Muon for hidden matrices and AdamW for the rest, or T5's Adafactor, when the recipe says so."""
+        args, model = self.args, model or self.model
+        if self.optimizer is not None or args.optimizer == "adamw":
+            return super().create_optimizer(model)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                f"optimizer: {args.optimizer} needs whole matrices, which DeepSpeed and FSDP cut up; take adamw, or "
+                "DDP (accelerate/multi_gpu.yaml)"
             )
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
+        if args.optimizer == "adafactor":
+            self.optimizer = adafactor(model, args.learning_rate, args.weight_decay)
+        else:
+            groups = parameter_groups(model, "muon", args.learning_rate, args.muon_learning_rate, args.weight_decay)
+            betas = (args.adam_beta1, args.adam_beta2)
             self.optimizer = MuonWithAdamW(
-                groups, momentum=self.args.muon_momentum, betas=betas, share_work=self.args.world_size > 1
+                groups, momentum=args.muon_momentum, betas=betas, share_work=args.world_size > 1
             )
         return super().create_optimizer(model)

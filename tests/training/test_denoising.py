@@ -253,6 +253,7 @@ def test_the_paper_recipe_holds_section_4_1(tmp_path):
     assert (args.objective, model.method, model.dtype) == ("denoising", "decal", "float32")
     assert args.max_steps * args.per_device_train_batch_size * 8 == 128_000_000
     assert (args.warmup_steps, args.learning_rate, args.lr_scheduler_type) == (10_000, 0.01, "inverse_sqrt")
+    assert (args.optimizer, args.max_grad_norm, args.weight_decay) == ("adafactor", 0, 0)
     corruption = data.span_corruption()
     assert (data.noise_density, data.mean_span_length) == (0.15, 3.0)
     assert corruption.lengths(corruption.raw_length(data.max_context_tokens)) == (1024, 229)
@@ -273,6 +274,7 @@ def test_fine_tuning_holds_section_4_2_1(task, tmp_path):
     assert args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps * 8 == 6_000_000
     # A bias of T5 over 6,144 places has 16 heads.
     assert (args.per_device_train_batch_size, args.gradient_checkpointing) == (1, True)
+    assert (args.optimizer, args.learning_rate, args.max_grad_norm) == ("adafactor", 1e-3, 0)
     assert [source.tasks for source in data.parsed_sources()] == [(task,)]
     assert (model.checkpoint, model.method_config, model.model_config) == ("C", None, None)
     placement = {"question_placement": "encoder"} if task == "question_answering" else None
@@ -285,6 +287,7 @@ def test_autoencoding_holds_section_4_2_3(tmp_path):
     files = ["decal/decal.yaml", "decal/models/ccproxy.yaml", "decal/autoencoding.yaml"]
     model, data, args = parse_recipe([*files, "--base", "B", "--output_dir", str(tmp_path), "--bf16", "false"])
     assert args.max_steps * args.per_device_train_batch_size * 8 == 26_000_000
+    assert (args.optimizer, args.learning_rate) == ("adafactor", 1e-3)
     assert [source.tasks for source in data.parsed_sources()] == [("reconstruction", "continuation")]
     assert (model.base, model.model_config) == ("B", None)
     config = DeCALConfig(**model.method_config)

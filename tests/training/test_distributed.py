@@ -268,12 +268,15 @@ def test_several_gpus_in_one_process_and_compilation_are_refused():
         as_forward_pass(compiled, compiled, lambda x: x, x=torch.ones(1))
 
 
-@pytest.mark.parametrize("flag", ["is_deepspeed_enabled", "is_fsdp_enabled"])
-def test_muon_is_refused_where_matrices_are_cut_up(write_recipe, tmp_path, flag):
+@pytest.mark.parametrize(
+    ("optimizer", "flag"),
+    [("muon", "is_deepspeed_enabled"), ("muon", "is_fsdp_enabled"), ("adafactor", "is_fsdp_enabled")],
+)
+def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_cut_up(write_recipe, tmp_path, optimizer, flag):
     from context_compressors.training.train import build_trainer
 
-    recipe = write_recipe("muon", objective="compression", optimizer="muon")
+    recipe = write_recipe(optimizer, objective="compression", optimizer=optimizer)
     trainer = build_trainer(*parse_recipe([recipe, "--output_dir", str(tmp_path / "out")]))
     setattr(trainer, flag, True)
-    with pytest.raises(ValueError, match="muon needs whole matrices"):
+    with pytest.raises(ValueError, match=f"{optimizer} needs whole matrices"):
         trainer.create_optimizer()

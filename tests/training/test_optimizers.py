@@ -8,6 +8,7 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from context_compressors import DeCALConfig, DeCALForConditionalGeneration
 from context_compressors.training.optimizers import (
     MuonWithAdamW,
+    adafactor,
     orthogonalise,
     orthogonalise_together,
     parameter_groups,
@@ -114,6 +115,29 @@ def test_groups_hold_every_trainable_parameter_once(language_model: LlamaForCaus
     assert all(p.ndim == 1 for p in vectors["params"])
     assert (hidden["lr"], matrices["lr"], vectors["weight_decay"]) == (2e-2, 1e-3, 0.0)
     assert not any(group["muon"] for group in parameter_groups(language_model, "adamw", 1e-3, 2e-2, 0.1))
+
+
+def test_adafactor_moves_a_matrix_by_its_rate_times_its_size():
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=64, d_kv=8, d_ff=96, num_layers=1, num_heads=8))
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p.shape != (20, 64)]
+    before = [matrix.detach().clone() for matrix in matrices]
+    for matrix in matrices:
+        # Of rank one, so that the factored second moment is that of the gradient, and each update has size 1.
+        matrix.grad = torch.outer(torch.randn(len(matrix)), torch.randn(matrix.shape[1]))
+    adafactor(model, 1e-2).step()
+    for matrix, start in zip(matrices, before, strict=True):
+        moved = (matrix.detach() - start).square().mean().sqrt()
+        torch.testing.assert_close(moved, 1e-2 * start.square().mean().sqrt(), rtol=1e-3, atol=0)
+    attention = model.encoder.block[0].layer[0].SelfAttention.q.weight
+    assert attention.square().mean().sqrt() < 0.1
+
+
+def test_adafactor_decays_matrices_alone_and_when_asked():
+    model = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2))
+    assert {group["weight_decay"] for group in adafactor(model, 1e-2).param_groups} == {0.0}
+    groups = adafactor(model, 1e-2, weight_decay=0.1).param_groups
+    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [(0.1, {2}), (0.0, {1})]
 
 
 def test_no_table_of_embeddings_is_a_hidden_matrix():

@@ -264,6 +264,7 @@ def test_recipes_hold_the_papers_numbers():
     model, data, args = parse_recipe(["decal/decal.yaml", "decal/retrieval.yaml", *given])
     assert args.objective == "retrieval"
     assert args.max_steps * args.per_device_train_batch_size * 8 == 12_000_000
+    assert (args.optimizer, args.learning_rate) == ("adafactor", 1e-3)
     assert (model.model_config, model.method_config, model.checkpoint) == (None, None, "x")
     assert RetrievalSource.from_mapping(data.sources[0]).corpus.name == "mteb/msmarco"
     small = parse_recipe(["embedded/decal.yaml", "decal/small/retrieval.yaml", *given])

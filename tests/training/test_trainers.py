@@ -142,6 +142,17 @@ def test_muon_trains_the_adapters(make_trainer):
     assert all(not torch.equal(p.detach(), before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
 
 
+def test_adafactor_trains_the_adapters_at_the_rate_that_is_asked_for(make_trainer):
+    trainer = make_trainer(config={"optimizer": "adafactor", "max_grad_norm": 0, "lr_scheduler_type": "constant"})
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    groups = trainer.optimizer.param_groups
+    assert {(group["scale_parameter"], group["relative_step"], group["lr"]) for group in groups} == {
+        (True, False, trainer.args.learning_rate)
+    }
+    assert all(not torch.equal(p.detach(), before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
+
+
 def test_random_ratio_is_drawn_from_seed_and_step(make_trainer):
     def drawn(trainer, steps):
         ratios = []
