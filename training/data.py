@@ -142,8 +142,19 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
         table = _with_answer_lists(table, source)
     if source.max_samples is not None and source.max_samples < table.num_rows:
         kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
-        table = table.take(kept)
+        table = _rows_at(table, kept)
     return table
+
+
+def _rows_at(table: pyarrow.Table, rows: Sequence[int]) -> pyarrow.Table:
+    """`table.take` of ascending rows, batch by batch: at once, it joins the batches and fails past 2 GiB of text."""
+    taken, start, rows = [], 0, np.asarray(rows)
+    for batch in table.to_batches():
+        first, last = np.searchsorted(rows, (start, start + batch.num_rows))
+        if first < last:
+            taken.append(batch.take(pyarrow.array(rows[first:last] - start)))
+        start += batch.num_rows
+    return pyarrow.Table.from_batches(taken, schema=table.schema)
 
 
 def read_table(source: Any, data_dir: str | None = None) -> pyarrow.Table:
@@ -233,6 +244,33 @@ def task_start_ids(config: Any) -> dict[str, int]:
     starts = dict.fromkeys(TASKS, config.continuation_token_id)
     starts["reconstruction"] = config.reconstruction_token_id
     return {task: token_id for task, token_id in starts.items() if token_id is not None}
+
+
+class TokenizedRows:
+    """A column of texts as integer arrays, each read and tokenized when it is asked for.
+
+    The column stays where it is, which for a data set of the Hub is a memory-mapped file. The arrays that were made
+    first are kept, up to `max_kept_tokens` tokens in all.
+
+    Args:
+        column: the texts; a missing one is empty.
+        tokenizer: makes the token ids.
+        max_kept_tokens: with 4 bytes each.
+    """
+
+    def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, max_kept_tokens: int = 2**26):
+        self._column, self._tokenizer = column, tokenizer
+        self._ids: dict[int, np.ndarray] = {}
+        self._num_free = max_kept_tokens
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        ids = self._ids.get(row)
+        if ids is None:
+            ids = np.asarray(encode(self._tokenizer, self._column[row].as_py() or ""), dtype=np.int32)
+            if len(ids) <= self._num_free:
+                self._ids[row] = ids
+                self._num_free -= len(ids)
+        return ids
 
 
 class TokenizedTexts(Sequence):

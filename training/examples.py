@@ -12,11 +12,12 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.encoder_tokenizer import in_encoder_tokens
-from .data import DataSource, TokenizedTexts, encode, read_rows
+from .data import DataSource, TokenizedRows, TokenizedTexts, encode, read_rows
 from .generated import MIN_TOKENS, GeneratedDocument, generate_document
 from .prompts import format_prompt
 from .suggestions import check_choice
@@ -72,20 +73,37 @@ def draw_document(
 
 
 class FileSource:
-    """Rows of a file or Hub source, their texts tokenized once however many questions share them."""
+    """Rows of a file or Hub source, their texts tokenized once however many questions share them.
+
+    Without questions, rows stay in their table until they are drawn. Pickled, it is what it was made of, and reads the
+    rows again.
+    """
 
     def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
+        self._made_of = (source, data_dir, seed, tokenizer)
         table = read_rows(source, data_dir, seed)
         self.source, self.num_rows = source, table.num_rows
-        text = table["text" if "text" in table.column_names else "context"].combine_chunks().dictionary_encode()
-        self.texts = TokenizedTexts(text.dictionary.to_pylist(), tokenizer)
-        self.text_of_row = text.indices.to_numpy()
+        text = table["text" if "text" in table.column_names else "context"]
         wanted = [name for name in ("id", "question", "answers", "summary") if name in table.column_names]
-        self.columns = {name: table[name].combine_chunks() for name in wanted}
+        self.columns = {name: table[name] for name in wanted}
         self.rows_of_text: dict[int, list[int]] = defaultdict(list)
-        if "question" in self.columns:
-            for row, index in enumerate(self.text_of_row.tolist()):
-                self.rows_of_text[index].append(row)
+        if "question" not in self.columns:
+            self.texts: TokenizedRows | TokenizedTexts = TokenizedRows(text, tokenizer)
+            self.text_of_row: Sequence[int] | np.ndarray = range(self.num_rows)
+            return
+        # Chunk by chunk, in a type that has room for more than 2 GiB.
+        distinct = text.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
+        self.texts = TokenizedTexts(distinct.dictionary.to_pylist(), tokenizer)
+        self.text_of_row = distinct.indices.to_numpy()
+        for row, index in enumerate(self.text_of_row.tolist()):
+            self.rows_of_text[index].append(row)
+
+    def __reduce__(self) -> tuple[type[FileSource], tuple[Any, ...]]:
+        # The hash that `datasets` takes of a transform would otherwise go over the whole table.
+        return FileSource, self._made_of
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FileSource:
+        return self
 
     def value(self, column: str, row: int) -> Any:
         return self.columns[column][row].as_py()

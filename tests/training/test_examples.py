@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import itertools
+import pickle
+import random
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from context_compressors.training.data import encode
-from context_compressors.training.examples import CompressionDataset, check_length_schedule, scheduled_length
+from context_compressors.training.data import DataSource, TokenizedRows, TokenizedTexts, encode
+from context_compressors.training.examples import (
+    CompressionDataset,
+    FileSource,
+    check_length_schedule,
+    scheduled_length,
+)
 from context_compressors.training.generated import generate_document
 from context_compressors.training.prompts import TASKS
 
@@ -241,6 +250,81 @@ def test_the_hub_kind_of_dataset_holds_the_same_examples(tokenizer, folder):
     wrapped = dataset.as_dataset()
     assert len(wrapped) == 6
     assert [wrapped[index] for index in range(6)] == [dataset[index] for index in range(6)]
+
+
+def test_rows_without_questions_are_the_same_as_with_them(tokenizer, folder, tmp_path):
+    """A text that is read when it is drawn makes the examples of one that was read at the start."""
+    texts = pyarrow.parquet.read_table(f"{folder}/text.parquet")["text"].to_pylist()
+    table = pyarrow.table({"text": [*texts, *texts[:2]]})
+    pyarrow.parquet.write_table(table, tmp_path / "text.parquet", row_group_size=3)
+    (tmp_path / "asked").mkdir()
+    questions = pyarrow.array(["Who?"] * table.num_rows)
+    pyarrow.parquet.write_table(table.append_column("question", questions), tmp_path / "asked" / "text.parquet")
+    limits = {"max_context_tokens": 60, "num_examples": 30}
+    by_row, at_once = (make(tokenizer, str(path), TEXT, **limits) for path in (tmp_path, tmp_path / "asked"))
+    assert isinstance(by_row.sources[0].texts, TokenizedRows)
+    assert isinstance(at_once.sources[0].texts, TokenizedTexts)
+    assert [by_row[index] for index in range(30)] == [at_once[index] for index in range(30)]
+
+
+@pytest.fixture
+def more_than_2_gib(monkeypatch):
+    """Rows that are one chunk in memory, and 2.1 GiB together."""
+    chunk = pyarrow.array([f"{number} bells. " + "x" * 2**20 for number in range(2)])
+
+    def use(**columns):
+        table = pyarrow.table({name: pyarrow.chunked_array([values] * 1076) for name, values in columns.items()})
+        monkeypatch.setattr("context_compressors.training.data.read_table", lambda source, data_dir: table)
+        return table
+
+    return chunk, use
+
+
+class Characters:
+    """Stands in for a tokenizer that would take a while over a megabyte."""
+
+    def __call__(self, text, **kwargs):
+        return SimpleNamespace(input_ids=[ord(letter) for letter in text[:8]])
+
+
+def test_more_text_than_a_string_column_may_join_is_read_by_row(more_than_2_gib):
+    chunk, use = more_than_2_gib
+    table = use(text=chunk)
+    with pytest.raises(pyarrow.ArrowInvalid, match="offset overflow"):
+        table["text"].combine_chunks()
+    source = DataSource(name="texts", tasks=("continuation",))
+    rows = FileSource(source, None, 0, Characters())
+    assert rows.num_rows == 2152
+    assert bytes(rows.texts[rows.text_of_row[2151]].tolist()) == b"1 bells."
+    assert rows.identifier(2151) == "texts/2151"
+    few = FileSource(DataSource(name="texts", tasks=("continuation",), max_samples=3), None, 0, Characters())
+    expected = sorted(random.Random("0/texts").sample(range(2152), 3))
+    assert [int(chr(few.texts[row][0])) for row in range(3)] == [row % 2 for row in expected]
+
+
+def test_more_text_than_a_string_column_may_join_has_questions(more_than_2_gib):
+    chunk, use = more_than_2_gib
+    use(context=chunk, question=pyarrow.array(["How many?", "Who?"]), answers=pyarrow.array([["0"], ["1"]]))
+    rows = FileSource(DataSource(name="texts", tasks=("question_answering",)), None, 0, Characters())
+    assert len(rows.texts) == 2
+    assert rows.rows_of_text[1] == list(range(1, 2152, 2))
+    assert (rows.value("question", 2151), rows.value("answers", 2150)) == ("Who?", ["0"])
+
+
+def test_rows_are_not_in_the_hash_of_the_hub_kind_of_dataset(tokenizer, folder):
+    source = make(tokenizer, folder, TEXT).sources[0]
+    assert len(pickle.dumps(source)) < len(pickle.dumps(tokenizer)) + 1000
+    assert copy.deepcopy(source) is source
+    again = pickle.loads(pickle.dumps(source))
+    assert [again.texts[row].tolist() for row in range(5)] == [source.texts[row].tolist() for row in range(5)]
+
+
+def test_no_more_tokens_are_kept_than_allowed():
+    rows = TokenizedRows(pyarrow.chunked_array([["abc", None], ["defgh", "ij"]]), Characters(), max_kept_tokens=5)
+    assert [len(rows[row]) for row in (0, 1, 2, 3)] == [3, 0, 5, 2]
+    assert rows[0] is rows[0]
+    assert rows[3] is rows[3]
+    assert rows[2] is not rows[2]
 
 
 def test_iteration_ends(tokenizer, folder):
