@@ -23,11 +23,13 @@ class Seq2SeqScorer(Scorer):
             [*question, *start, *sample.context_ids, *end] for question, sample in zip(questions, batch, strict=True)
         ]
         ratios = [condition.ratio for condition in self.conditions if condition.ratio is not None]
-        memories: list[Any] = self.compressor.compress(
-            *self._pad(contexts, self.compressor.device),
-            ratio=ratios,
-            allow_untrained_ratio=self.allow_untrained_ratio,
-        )
+        memories: list[Any] = []
+        if ratios:
+            memories = self.compressor.compress(
+                *self._pad(contexts, self.compressor.device),
+                ratio=ratios,
+                allow_untrained_ratio=self.allow_untrained_ratio,
+            )
         without_context = self.compressor.compress(*self._pad(questions, self.compressor.device))
         return {None: without_context, **dict(zip(ratios, memories, strict=True))}
 

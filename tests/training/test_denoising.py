@@ -228,6 +228,17 @@ def test_a_question_in_the_encoder_is_evaluated_there(model, own_tokenizer):
     assert without > 0
 
 
+def test_an_encoder_decoder_s_only_bound_is_scored_alone(model, own_tokenizer):
+    data = EvaluationDataset("own", [{"context": "Nora keeps bees.", "question": "Who?", "answers": ["Nora"]}])
+    tasks = ("question_answering", "reconstruction")
+    settings = [EvaluationSettings(tasks=tasks, bounds_only=bounds_only) for bounds_only in (True, False)]
+    alone, all_of_them = (evaluate_model(model, own_tokenizer, [data], each, progress=False) for each in settings)
+    assert [(row.task, row.condition) for row in alone.rows] == [(task, "no_context") for task in tasks]
+    assert [row.metrics for row in alone.rows] == [
+        row.metrics for row in all_of_them.rows if row.condition == "no_context"
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in (RECIPES / "decal" / "models").glob("*.yaml")))
 def test_every_model_of_the_paper_trains(name, tmp_path, base_folder):
