@@ -51,7 +51,7 @@ class ModelArguments:
         tokenizer: folder or Hub id of a tokenizer; that of `base` or `checkpoint` when not given.
         train_tokenizer: arguments of `train_tokenizer`, e.g. `{vocab_size: 4096}`, for a new language model.
         method: compression method: mean_pooling, compression_tokens, icae, five_hundred_x, comprexit, gmsa,
-            tcp_autoencoder or decal.
+            tcp_autoencoder or decal. When not given, that of `checkpoint`, and mean_pooling for a new compressor.
         method_config: configuration fields of the method, e.g. `{compression_ratios: [4, 8]}`.
         teacher: folder of the full-context teacher that distillation learns from; the base itself when not given.
         teacher_lora: rank, alpha, dropout and target modules of the teacher's adapters; `None` trains all weights.
@@ -69,7 +69,7 @@ class ModelArguments:
     model_config: dict | str | None = field(default=None, metadata={"help": "configuration of a new language model"})
     tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id of the tokenizer"})
     train_tokenizer: dict | str | None = field(default=None, metadata={"help": "settings of a new tokenizer"})
-    method: str = field(default="mean_pooling", metadata={"help": "compression method"})
+    method: str | None = field(default=None, metadata={"help": "compression method"})
     method_config: dict | str | None = field(default=None, metadata={"help": "configuration fields of the method"})
     teacher: str | None = field(default=None, metadata={"help": "folder of the full-context teacher"})
     teacher_lora: dict | str | None = field(default=None, metadata={"help": "adapters of the teacher"})

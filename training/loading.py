@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -91,24 +92,27 @@ def load_compressor(
         model_class: the method's class to build; the one that generates when `None`.
 
     Raises:
-        ValueError: fields that do not go together, or a tokenizer that does not know the checkpoint's task tokens.
+        ValueError: fields that do not go together, a checkpoint of another method, or a tokenizer that does not know
+            the checkpoint's task tokens.
     """
-    check_choice("method", model_args.method, METHODS)
+    if model_args.method is not None:
+        check_choice("method", model_args.method, METHODS)
     given = [name for name in ("base", "checkpoint", "model_config") if getattr(model_args, name) is not None]
     if len(given) != 1 or (given == ["model_config"] and model_args.method != "decal"):
         raise ValueError(
             "give either base (a new compressor) or checkpoint (one to go on from), or for decal model_config (a new "
             f"encoder-decoder), got {given}"
         )
+    fields = dict(model_args.method_config or {})
+    if model_args.checkpoint is not None and fields:
+        raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
+    method = _method(model_args)
     if model_class is None:
-        module = importlib.import_module(f"..modeling.modeling_{model_args.method}", __package__)
-        model_class = getattr(module, METHODS[model_args.method])
+        module = importlib.import_module(f"..modeling.modeling_{method}", __package__)
+        model_class = getattr(module, METHODS[method])
     loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
     loading = {name: value for name, value in loading.items() if value is not None}
-    fields = dict(model_args.method_config or {})
     if model_args.checkpoint is not None:
-        if fields:
-            raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
         if model_args.checkpoint_config:
             config = model_class.config_class.from_pretrained(model_args.checkpoint)
             loading["config"] = changed_config(config, model_args.checkpoint_config)
@@ -134,3 +138,22 @@ def load_compressor(
         names = tuple(model_class.config_class(**fields).task_token_ids)
         fields["task_token_ids"] = add_task_tokens(tokenizer, names)
     return model_class.from_base(model_args.base, **loading, **fields)
+
+
+def _method(model_args: ModelArguments) -> str:
+    """The recipe's method, which must be the checkpoint's; where it names none, the checkpoint's own."""
+    if model_args.checkpoint is None:
+        return model_args.method or "mean_pooling"
+    fields, _ = PreTrainedConfig.get_config_dict(model_args.checkpoint)
+    found = fields.get("model_type", "").removesuffix("_compressor")
+    if found not in METHODS:
+        raise ValueError(
+            f"{model_args.checkpoint} is no checkpoint of a compressor, its model type is "
+            f"{fields.get('model_type')!r}: give it as base"
+        )
+    if model_args.method not in (None, found):
+        raise ValueError(
+            f"the checkpoint {model_args.checkpoint} is of the method {found}, the recipe's method is "
+            f"{model_args.method}: leave the method out, or start from a base"
+        )
+    return found

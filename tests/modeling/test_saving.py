@@ -8,9 +8,11 @@ import logging
 
 import pytest
 import torch
+from decal_models import build as build_decal
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from context_compressors import DeCALForConditionalGeneration, DeCALForRetrieval
 from context_compressors.configuration.configuration_compressor import CompressorConfig
 from context_compressors.modeling.modeling_compressor import CompressorForCausalLM
 
@@ -109,6 +111,33 @@ def test_the_auto_classes_find_the_method(method_case, inputs, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is method.causal_lm_class
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+def test_a_checkpoint_of_another_method_is_refused(method_case, method_cases, tmp_path):
+    method = method_case.method
+    other = next(case for name, case in method_cases.items() if name != method.name)
+    other.model.save_pretrained(tmp_path / "other")
+    own, found = method.config_class.model_type, other.method.config_class.model_type
+    for model_class in (method.causal_lm_class, method.model_class):
+        for kwargs in ({}, {"config": other.config()}, {"config": str(tmp_path / "other")}):
+            with pytest.raises(ValueError, match=f"'{found}', {model_class.__name__} loads '{own}'"):
+                model_class.from_pretrained(tmp_path / "other", **kwargs)
+    loaded = type(other.model).from_pretrained(tmp_path / "other", config=other.config())
+    assert loaded.model_id == other.model.model_id
+
+
+def test_checkpoints_of_decal_and_of_other_methods_and_bases_are_told_apart(method_cases, tmp_path):
+    model = method_cases["mean_pooling"].model
+    model.save_pretrained(tmp_path / "mean_pooling")
+    build_decal().save_pretrained(tmp_path / "decal")
+    AutoModelForCausalLM.from_config(model.config.decoder_config).save_pretrained(tmp_path / "base")
+    for model_class in (DeCALForConditionalGeneration, DeCALForRetrieval):
+        with pytest.raises(ValueError, match=r"'mean_pooling_compressor'.*loads 'decal_compressor'"):
+            model_class.from_pretrained(tmp_path / "mean_pooling")
+    with pytest.raises(ValueError, match="'decal_compressor', MeanPoolingForCausalLM loads"):
+        type(model).from_pretrained(tmp_path / "decal")
+    with pytest.raises(ValueError, match=r"'llama'.*a base model with `from_base`"):
+        type(model).from_pretrained(tmp_path / "base")
 
 
 def test_the_configuration_comes_back(case, tmp_path):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.optimization import get_scheduler
 
 import context_compressors.training
+from context_compressors.modeling.modeling_compression_tokens import CompressionTokensForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import parse_recipe, read_recipe
 from context_compressors.training.data import DataSource
@@ -289,6 +290,20 @@ def test_method_config_belongs_to_a_new_compressor(tmp_path, base_folder):
     recipe = write_recipe(tmp_path, checkpoint=str(base_folder), method_config={"compression_ratios": [2]})
     with pytest.raises(ValueError, match="method_config is fixed by the checkpoint"):
         load_compressor(parse_recipe([recipe])[0])
+
+
+def test_a_checkpoint_goes_on_with_its_own_method(tmp_path, base_folder):
+    fields = {"objective": "compression", "max_steps": 1}
+    new = {"base": str(base_folder), "method": "compression_tokens", "method_config": {"compression_ratios": [2]}}
+    main([write_recipe(tmp_path, **fields, **new), "--output_dir", str(tmp_path / "tokens")])
+    recipe = write_recipe(tmp_path, **fields, checkpoint=str(tmp_path / "tokens"))
+    assert type(load_compressor(parse_recipe([recipe])[0])) is CompressionTokensForCausalLM
+    main([recipe])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "compression_tokens_compressor"
+    with pytest.raises(ValueError, match="is of the method compression_tokens, the recipe's method is mean_pooling"):
+        main([recipe, "--method", "mean_pooling"])
+    with pytest.raises(ValueError, match=r"no checkpoint of a compressor, its model type is 'llama'.*give it as base"):
+        main([recipe, "--checkpoint", str(base_folder)])
 
 
 def losses_of(folder: Path) -> dict[int, float]:
