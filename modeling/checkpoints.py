@@ -215,8 +215,8 @@ class CheckpointMixin(LightCheckpointMixin):
             kwargs: As in `transformers`.
 
         Raises:
-            ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model would
-                be random, or the base is another model than the one that the checkpoint was made on.
+            ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model
+                would be random, or the base is another model than the one that the checkpoint was made on.
             OSError: the checkpoint, or the base that a light one names, cannot be had.
         """
         wants_info = kwargs.pop("output_loading_info", False)

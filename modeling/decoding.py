@@ -53,7 +53,7 @@ class DecodingMixin:
             context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
             context_attention_mask: Their mask.
             memory: Contexts that are already compressed; one row serves any number of texts.
-            ratio: Ratio for `context_input_ids`, as in `compress`.
+            ratio: Ratio for `context_input_ids`, as in `compress`; beside a memory, its own or none.
             use_cache: Whether to return the cache; as the configuration says if not given.
             text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
                 text's task token if not given.
@@ -63,8 +63,9 @@ class DecodingMixin:
             `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
 
         Raises:
-            ValueError: context and memory together, a text row without tokens, unknown token ids, a mask of the wrong
-                shape, or a memory of another model, width or batch size.
+            ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
+                text row without tokens, unknown token ids, a mask of the wrong shape, or a memory of another model,
+                width or batch size.
         """
         if context_input_ids is not None and memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
@@ -77,10 +78,10 @@ class DecodingMixin:
             raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
         if context_input_ids is not None:
             memory = self._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
+        else:
+            check_memory_ratio(memory, ratio, context_attention_mask)
         cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         if memory is not None and not cached:
-            if context_input_ids is None:
-                check_memory_ratio(memory, ratio)
             memory = check_memory(memory, self, input_ids)
         if cached:
             inputs = self._next_inputs(input_ids, attention_mask, position_ids, memory, text_position_offset, cached)

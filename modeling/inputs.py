@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .compressed_context import CompressedContext
 from .key_value_memory import key_value_shape
+from .memory_checks import is_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -132,7 +133,7 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
         ValueError: it comes from another model, has another width or carrier, another number of rows, or values that
             the model's floating-point type cannot hold.
     """
-    if not isinstance(memory, CompressedContext) and type(memory).__name__ != "CompressedContext":
+    if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
     _check_carrier(memory, model)
     # While a model trains, its fingerprint changes with every step, and memories of it carry none.
@@ -167,16 +168,28 @@ def _check_carrier(memory: CompressedContext, model: Any) -> None:
         )
 
 
-def check_memory_ratio(memory: CompressedContext, ratio: Any) -> None:
-    """A ratio given beside a memory must be the memory's own: nothing is compressed again.
+def check_memory_ratio(memory: CompressedContext | None, ratio: Any, context_attention_mask: Tensor | None) -> None:
+    """Without `context_input_ids` nothing is compressed: a ratio must be that of the memory, and a mask has no ids.
+
+    Args:
+        memory: what is read, or `None` where there is no context at all.
+        ratio: the caller's.
+        context_attention_mask: the caller's.
 
     Raises:
-        ValueError: with both ratios.
+        ValueError: a mask, a ratio without a memory, or another one than the memory's, with both.
     """
-    if ratio is None or not isinstance(memory, CompressedContext):
+    if context_attention_mask is not None:
+        raise ValueError("`context_attention_mask` is the mask of `context_input_ids`, which are not given")
+    if ratio is None:
+        return
+    if memory is None:
+        raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
+    if not is_memory(memory):
         return
     own, asked = torch.as_tensor(memory.ratio).cpu(), torch.as_tensor(ratio).cpu()
-    if not bool((own == asked).all()):
+    fit = own.dim() == 0 or asked.dim() == 0 or 1 in (len(own), len(asked)) or own.shape == asked.shape
+    if not fit or not bool((own == asked).all()):
         raise ValueError(f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out")
 
 

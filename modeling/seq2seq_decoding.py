@@ -124,7 +124,7 @@ class Seq2SeqDecodingMixin:
             context_input_ids: second form, contexts `(batch_size, num_context_tokens)` to compress first.
             context_attention_mask: their mask.
             memory: second form, contexts that are already compressed; one row serves any number of texts.
-            ratio: ratio for the contexts, as in `compress`.
+            ratio: ratio for the contexts, as in `compress`; beside a memory, its own or none.
             use_cache: whether to return the cache; in evaluation mode as the configuration says if not given.
             logits_to_keep: compute only the last so many logits, or those at these indices; 0 for all.
 
@@ -146,6 +146,7 @@ class Seq2SeqDecodingMixin:
             outputs = self.text_states(input_ids, attention_mask, memory, **decoding)
             slots = memory.embeddings
         else:
+            check_memory_ratio(None, None if encoder_outputs is None else ratio, context_attention_mask)
             slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio)
             if decoder_input_ids is None:
                 if labels is None:
@@ -177,7 +178,7 @@ class Seq2SeqDecodingMixin:
         ratio: int | Tensor | None,
     ) -> CompressedContext:
         if context_input_ids is None:
-            check_memory_ratio(memory, ratio)
+            check_memory_ratio(memory, ratio, context_attention_mask)
             return memory
         if memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")

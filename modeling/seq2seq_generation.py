@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from .compressed_context import CompressedContext
-from .inputs import check_mask, check_memory, check_text, check_token_ids
+from .inputs import check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
 from .questions import check_question, question_in_front, with_start
 from .seq2seq_decoding import readable_slots
 from .splicing import left_padded
@@ -46,7 +46,7 @@ class Seq2SeqGenerationMixin:
             memory: A compressed context; one row serves any number of questions.
             context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
             context_attention_mask: Their mask.
-            ratio: Ratio for the contexts, as in `compress`.
+            ratio: Ratio for the contexts, as in `compress`; beside a memory, its own or none.
             kwargs: Arguments of `transformers.GenerationMixin.generate`.
 
         Returns:
@@ -54,8 +54,9 @@ class Seq2SeqGenerationMixin:
             encoder-decoder, the start token and new tokens.
 
         Raises:
-            ValueError: neither memory nor context, both of them, a question without tokens, or another question than
-                the memory was compressed with; see also `compress`.
+            ValueError: neither memory nor context, both of them, a ratio or mask of contexts where there is none to
+                compress, a question without tokens, or another question than the memory was compressed with; see also
+                `compress`.
         """
         if inputs is not None and input_ids is not None:
             raise ValueError("give the tokens either as `inputs` or as `input_ids`, not both")
@@ -65,8 +66,10 @@ class Seq2SeqGenerationMixin:
         if memory is not None or context_input_ids is not None:
             context = (context_input_ids, context_attention_mask)
             return self._answer(input_ids, attention_mask, memory, context, ratio, kwargs)
+        check_memory_ratio(None, None, context_attention_mask)
         if input_ids is None:
             if "encoder_outputs" in kwargs:
+                check_memory_ratio(None, ratio, None)
                 return super().generate(attention_mask=attention_mask, **kwargs)
             raise ValueError("give a context, as `input_ids` or `context_input_ids`, or a `memory`")
         memory = self.model._compress(input_ids, attention_mask, [ratio])[0]
@@ -89,6 +92,8 @@ class Seq2SeqGenerationMixin:
         """Question and new tokens."""
         if memory is not None and context[0] is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
+        if memory is not None:
+            check_memory_ratio(memory, ratio, context[1])
         start, in_encoder = self.config.decoder_start_token_id, self.config.question_placement == "encoder"
         has_question = question is not None
         if not has_question:

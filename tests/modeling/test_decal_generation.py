@@ -342,8 +342,15 @@ def test_what_forward_and_generate_refuse(decal, question, random_rows):
         decal.generate(question.clamp(max=0) + VOCAB_SIZE, memory=memory)
     with raises("has no token in row 0"):
         decal.generate(question[:, :0], memory=memory)
-    with raises("ratio 2", "`ratio` is 3"):
-        decal(input_ids=question, memory=memory, ratio=3)
+    for call in (decal, decal.generate):
+        with raises("ratio 2", "`ratio` is 3"):
+            call(input_ids=question, memory=memory, ratio=3)
+        with raises("`context_attention_mask`", "not given"):
+            call(input_ids=question, memory=memory, context_attention_mask=torch.ones_like(ids))
+        with raises("`context_attention_mask`", "not given"):
+            call(input_ids=ids, context_attention_mask=torch.ones_like(ids))
+        with raises("`ratio` is 3, but no context"):
+            call(encoder_outputs=(memory.embeddings,), ratio=3)
     with pytest.raises(TypeError, match="did you mean 'context_input_ids'"):
         decal(input_ids=question, context_inputs_ids=ids)
     with pytest.raises(TypeError, match="rate"):

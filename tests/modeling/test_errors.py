@@ -134,6 +134,25 @@ def test_context_and_memory_together_are_refused(model):
             call(input_ids=TEXT, memory=memory, context_input_ids=CONTEXT)
 
 
+def test_a_ratio_beside_a_memory_is_the_memorys_own(model):
+    memory = model.compress(CONTEXT.expand(2, -1), ratio=torch.tensor([2, 3]))
+    for call in (model, model.model, model.generate):
+        for ratio in (8, torch.tensor([3, 2]), torch.tensor([2, 3, 2])):
+            with raises(ValueError, "compressed at ratio", "`ratio` is", "leave `ratio` out"):
+                call(input_ids=TEXT.expand(2, -1), memory=memory, ratio=ratio)
+        call(input_ids=TEXT.expand(2, -1), memory=memory, ratio=torch.tensor([2, 3]))
+
+
+def test_settings_of_a_context_without_one_are_refused(model):
+    memory = model.compress(CONTEXT)
+    for call in (model, model.model, model.generate):
+        with raises(ValueError, "`ratio` is 999", "`context_input_ids`"):
+            call(input_ids=TEXT, ratio=999)
+        for given in ({}, {"memory": memory}):
+            with raises(ValueError, "`context_attention_mask`", "`context_input_ids`"):
+                call(input_ids=TEXT, context_attention_mask=torch.ones_like(CONTEXT), **given)
+
+
 # --- masks and ids ---
 
 
