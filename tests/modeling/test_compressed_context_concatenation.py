@@ -180,6 +180,12 @@ def test_other_refusals_of_concatenate():
         CompressedContext.concatenate([memory, replace(memory, inverse_frequencies=memory.inverse_frequencies * 2)])
 
 
+def test_any_iterable_of_memories_is_joined():
+    memories = [make_memory(), make_memory()]
+    joined = CompressedContext.concatenate(memory for memory in memories)
+    assert joined.embeddings.equal(CompressedContext.concatenate(memories).embeddings)
+
+
 def test_default_keys_join_without_frequencies():
     memory = replace(make_memory(carrier="key_values"), inverse_frequencies=None)
     assert CompressedContext.concatenate([memory, memory]).num_slots.tolist() == [6, 10, 0]

@@ -55,6 +55,12 @@ def test_loading_converts_the_carrier_alone(tmp_path):
     assert loaded.dtype == torch.bfloat16
     assert loaded.inverse_frequencies.dtype == torch.float32
     assert loaded.attention_mask.dtype == torch.long
+    named = CompressedContext.load(tmp_path / "memory.safetensors", dtype="bfloat16")
+    assert_same(named, loaded)
+    assert loaded.to(dtype="float32").dtype == torch.float32
+    for wrong in ("float99", "int64", "Tensor", torch.int64, 16):
+        with pytest.raises(TypeError, match=r"floating-point type or its name, got .*(99|64|Tensor|16)"):
+            CompressedContext.load(tmp_path / "memory.safetensors", dtype=wrong)
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

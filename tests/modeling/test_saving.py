@@ -11,8 +11,9 @@ import torch
 from decal_models import build as build_decal
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from context_compressors import DeCALForConditionalGeneration, DeCALForRetrieval
+from context_compressors import CompressedContext, DeCALForConditionalGeneration, DeCALForRetrieval
 from context_compressors.configuration.configuration_compressor import CompressorConfig
 from context_compressors.modeling.modeling_compressor import CompressorForCausalLM
 
@@ -138,6 +139,31 @@ def test_checkpoints_of_decal_and_of_other_methods_and_bases_are_told_apart(meth
         type(model).from_pretrained(tmp_path / "decal")
     with pytest.raises(ValueError, match=r"'llama'.*a base model with `from_base`"):
         type(model).from_pretrained(tmp_path / "base")
+
+
+@pytest.mark.parametrize("name", ["mean_pooling", "five_hundred_x"])
+@torch.no_grad()
+def test_memories_of_a_checkpoints_own_code_and_of_the_package_mix(method_cases, name, inputs, question, tmp_path):
+    model = method_cases[name].model
+    model.save_pretrained(tmp_path)
+    # The Auto classes would take this package's code.
+    remote_class = get_class_from_dynamic_module(model.config.auto_map["AutoModelForCausalLM"], tmp_path)
+    remote = remote_class.from_pretrained(tmp_path, attn_implementation=method_cases[name].attention)
+    memories = [remote.compress(inputs["context_input_ids"]), model.compress(inputs["context_input_ids"])]
+    classes = [type(memory) for memory in memories]
+    assert classes[0].__module__.startswith("transformers_modules.")
+    assert classes[1] is CompressedContext
+    expected = CompressedContext.concatenate(memories[1:] * 2)
+    for order in (memories, memories[::-1]):
+        for own in classes:
+            joined = own.concatenate(order)
+            assert joined.position_ids.equal(expected.position_ids)
+            for reader in (model, remote):
+                assert reader(question, memory=joined).logits.equal(model(question, memory=expected).logits)
+    for reader, memory in zip((model, remote), memories, strict=True):
+        for call in (reader, reader.generate):
+            with pytest.raises(ValueError, match="`ratio` is 8"):
+                call(input_ids=question, memory=memory, ratio=8)
 
 
 def test_the_configuration_comes_back(case, tmp_path):
