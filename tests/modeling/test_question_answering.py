@@ -142,6 +142,21 @@ def test_documents_are_cut_only_when_that_is_asked_for(pipe):
     assert [int(memory.num_slots[2]) for memory in pipe.compress(DOCUMENTS, ratio=[2, 8])] == [2, 1]
 
 
+def test_a_single_document_is_not_taken_apart(pipe, slots):
+    one, listed = pipe.compress(DOCUMENTS[0], ratio=3), pipe.compress(DOCUMENTS[:1], ratio=3)
+    assert one.num_context_tokens.tolist() == [len(DOCUMENTS[0]) + 1]
+    assert slots(one).equal(slots(listed))
+    assert [memory.batch_size for memory in pipe.compress(DOCUMENTS[0], ratio=[2, 8])] == [1, 1]
+
+
+def test_what_cannot_be_compressed_is_refused(pipe):
+    with pytest.raises(ValueError, match="`documents` is an empty list"):
+        pipe.compress([])
+    for wrong in (0, -5):
+        with pytest.raises(ValueError, match=f"`max_tokens` must be 1 or more, got {wrong}"):
+            pipe.compress(DOCUMENTS, max_tokens=wrong)
+
+
 def test_generation_settings_pass_through(pipe, tmp_path):
     beams = pipe(QUESTIONS, context=DOCUMENTS[0], num_beams=2)
     assert len(beams) == 2
@@ -158,6 +173,9 @@ def test_generation_settings_pass_through(pipe, tmp_path):
         ({"memory": []}, "`memory` is an empty list"),
         ({"context": "a", "prompt": "Q:"}, r"`prompt` must hold \{question\} exactly once, got 'Q:'"),
         ({"context": "a", "ratio": 7}, "not trained for the ratio 7"),
+        ({"context": "a", "ratio": [2, 3]}, r"`ratio` must be a single one, got \[2, 3\]"),
+        ({"context": "a", "batch_size": -1}, "`batch_size` must be 1 or more, got -1"),
+        ({"context": "a", "batch_size": 0}, "`batch_size` must be 1 or more, got 0"),
         ({"context": "a", "num_return_sequences": 2}, "`num_return_sequences` must be 1"),
     ],
 )
