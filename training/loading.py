@@ -103,6 +103,9 @@ def load_compressor(
             "give either base (a new compressor) or checkpoint (one to go on from), or for decal model_config (a new "
             f"encoder-decoder), got {given}"
         )
+    for name in ("base_revision", "encoder", "encoder_revision"):
+        if model_args.base is None and getattr(model_args, name) is not None:
+            raise ValueError(f"{name} goes with base (a new compressor): leave it out, or null, beside {given[0]}")
     fields = dict(model_args.method_config or {})
     if model_args.checkpoint is not None and fields:
         raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")

@@ -261,6 +261,7 @@ def build_compression(
     if args.objective == "compression":
         arguments = _data_arguments(data_args, args, tokenizer, args.context_mode, **tokens)
         return CompressionTrainer(model=model, **arguments)
+    check_choice("objective of a decoder-only compressor:", args.objective, ("compression", "distillation", "joint"))
     teacher = None
     if model_args.teacher is not None:
         teacher = AutoModelForCausalLM.from_pretrained(
@@ -320,6 +321,10 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     Raises:
         ValueError: fields that do not go together, a missing source, column or file.
     """
+    if model_args.teacher is not None and args.objective != "distillation":
+        raise ValueError(
+            f"teacher goes with the objective distillation, not with {args.objective!r}: leave it out, or distil"
+        )
     set_seed(args.seed)
     build = {
         "language_modeling": build_language_modeling,

@@ -231,6 +231,16 @@ def test_help_shows_examples(argv, capsys):
         ({"objective": "teacher", "base": "BASE", "teacher_lora": {"rnk": 2}}, "did you mean 'rank'"),
         ({"objective": "teacher", "tokenizer": "BASE"}, "give a base"),
         ({"objective": "teacher"}, "give a tokenizer, a base, a checkpoint"),
+        ({"objective": "denoising", "base": "BASE"}, "objective of a decoder-only compressor: 'denoising'; allowed"),
+        ({"objective": "compression", "base": "BASE", "teacher": "BASE"}, "teacher goes with the objective distil"),
+        ({**new_model(), "teacher": "BASE"}, "teacher goes with the objective distillation, not with 'language_mod"),
+        ({"objective": "compression", "checkpoint": "BASE", "encoder": "BASE"}, "encoder goes with base .* beside"),
+        ({"objective": "compression", "checkpoint": "BASE", "encoder_revision": "v1"}, "encoder_revision goes with b"),
+        ({"objective": "compression", "checkpoint": "BASE", "base_revision": "v1"}, "base_revision goes with base"),
+        (
+            {"method": "decal", "model_config": {}, "tokenizer": "BASE", "base_revision": "v1"},
+            "base_revision goes with base .* beside model_config",
+        ),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(tmp_path, base_folder, fields, message):
