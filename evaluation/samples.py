@@ -26,6 +26,7 @@ _HOPS = {"one_hop": 1, "two_hop": 2}
 # Reading a source needs a task; this one asks for no more than a text or a context.
 _ANY_TEXT = ("reconstruction",)
 _ATTEMPTS = 100
+_READ_AS_TEXT = {"question_answering": ("context", "question"), "summarisation": ("context", "summary")}
 
 
 @dataclass(frozen=True)
@@ -318,25 +319,38 @@ class SampleBuilder:
 
 
 def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
+    for column in _READ_AS_TEXT.get(task, ()):
+        for row, example in enumerate(dataset.examples):
+            _check_text(example[column], column, dataset.name, row)
     if task == "question_answering":
-        return [{**example, "answers": _answers(example["answers"], dataset.name)} for example in dataset.examples]
+        return [
+            {**example, "answers": _answers(example["answers"], dataset.name, row)}
+            for row, example in enumerate(dataset.examples)
+        ]
     if task == "summarisation":
         # Several summaries of one context are several rows; together they are the references of one sample.
         references: dict[str, list[str]] = {}
         for example in dataset.examples:
             references.setdefault(example["context"], []).append(example["summary"])
         return [{"context": context, "answers": summaries} for context, summaries in references.items()]
-    texts = (example.get("text") or example.get("context") or "" for example in dataset.examples)
+    texts = [example.get("text") or example.get("context") or "" for example in dataset.examples]
+    for row, text in enumerate(texts):
+        _check_text(text, "text", dataset.name, row)
     return [{"text": text} for text in dict.fromkeys(texts)]
 
 
-def _answers(value: Any, name: str) -> list[str]:
+def _check_text(value: Any, column: str, name: str, row: int) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"data set {name!r}: {column!r} must be a text, got {value!r} in row {row} (counted from 0)")
+
+
+def _answers(value: Any, name: str, row: int) -> list[str]:
     """The accepted answers, from a list, a single string, or SQuAD's mapping with `text`."""
-    if isinstance(value, Mapping):
-        value = value.get("text")
-    answers = [value] if isinstance(value, str) else list(value or ())
+    found = value.get("text") if isinstance(value, Mapping) else value
+    answers = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else [found]
     if not answers or not all(isinstance(answer, str) for answer in answers):
         raise ValueError(
-            f"data set {name!r} has a question without answers: got {value!r}, a list of strings is needed"
+            f"data set {name!r} has a question without answers in row {row} (counted from 0): got {value!r}, a list "
+            'of strings is needed; keep only the rows with one, e.g. by `dataset.filter(lambda row: row["answers"])`'
         )
     return answers

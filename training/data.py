@@ -32,6 +32,7 @@ _NEEDED_COLUMNS = {
     "question_answering": ("context", "question", "answers"),
     "summarisation": ("context", "summary"),
 }
+_NO_ANSWER = '; keep only the rows with an answer, e.g. by `dataset.filter(lambda row: row["answers"])`'
 _COLUMNS = ("id", "context", "question", "answers", "summary", "text")
 _READERS = {".parquet": pyarrow.parquet.read_table, ".jsonl": pyarrow.json.read_json, ".json": pyarrow.json.read_json}
 
@@ -121,7 +122,8 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
         seed: draws the rows that `max_samples` keeps.
 
     Raises:
-        ValueError: no such file, an unknown file type, a missing column or no row.
+        ValueError: no such file, an unknown file type, a missing column, no row, or a row that lacks a value which the
+            tasks need: no text, or a question without an answer.
     """
     table = read_table(source, data_dir)
     columns = table.column_names
@@ -140,6 +142,8 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
         raise ValueError(f"source {source.label!r} has no rows")
     if "question_answering" in source.tasks:
         table = _with_answer_lists(table, source)
+    for column in _text_columns(source, columns):
+        check_texts(table, column, source)
     if source.max_samples is not None and source.max_samples < table.num_rows:
         kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
         table = _rows_at(table, kept)
@@ -182,7 +186,10 @@ def _read_files(source: DataSource, data_dir: str | None) -> pyarrow.Table:
     tables = []
     for path in paths:
         check_choice(f"file type of {path}:", Path(path).suffix, _READERS)
-        tables.append(_READERS[Path(path).suffix](path))
+        try:
+            tables.append(_READERS[Path(path).suffix](path))
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"source {source.path!r}: {path} cannot be read: {error}") from error
     shared = [name for name in tables[0].column_names if all(name in table.column_names for table in tables)]
     return pyarrow.concat_tables([table.select(shared) for table in tables], promote_options="permissive")
 
@@ -211,10 +218,50 @@ def _with_our_columns(table: pyarrow.Table, source: DataSource) -> pyarrow.Table
     return table
 
 
+def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
+    """The columns whose texts the tasks of a source read."""
+    needed = [column for task in source.tasks for column in _NEEDED_COLUMNS.get(task, ()) if column != "answers"]
+    return list(dict.fromkeys([*needed, "text" if "text" in columns else "context"]))
+
+
+def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
+    """Raise `ValueError` naming source, column and row unless every value of a column is a text.
+
+    Args:
+        table: rows with our names for the columns.
+        column: our name of the column.
+        source: a [`DataSource`], or anything with its `columns` and `label`.
+    """
+    values = table[column]
+    _refuse_rows(values.is_null(), "is null", source, column)
+    if not _is_text(values.type):
+        raise ValueError(f"{_place(source, column)} must hold texts, not {values.type} (row 0: {values[0].as_py()!r})")
+
+
+def _refuse_rows(wrong: pyarrow.ChunkedArray, fault: str, source: Any, column: str, advice: str = "") -> None:
+    """`ValueError` with the first of the rows that are wrong, if there is one."""
+    row = pyarrow.compute.index(wrong, True).as_py()
+    if row >= 0:
+        raise ValueError(f"{_place(source, column)} {fault} in row {row} (counted from 0){advice}")
+
+
+def _place(source: Any, column: str) -> str:
+    """Source and column, by the name that the source has for it."""
+    return f"source {source.label!r}: column {(source.columns or {}).get(column, column)!r}"
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
+
+
 def _with_answer_lists(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
-    """Bring answers, which may be strings or truth values, into lists of strings."""
-    kind = table.schema.field("answers").type
+    """Bring answers, which may be strings, numbers or truth values, into lists of strings, none of them empty."""
+    answers = table["answers"]
+    kind = answers.type
+    _refuse_rows(answers.is_null(), "is null", source, "answers", _NO_ANSWER)
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        _check_answer_lists(answers, source)
         return table
     if pyarrow.types.is_nested(kind):
         raise ValueError(
@@ -222,8 +269,23 @@ def _with_answer_lists(table: pyarrow.Table, source: DataSource) -> pyarrow.Tabl
             "columns, e.g. {answers: answers.text}"
         )
     words = {True: "yes", False: "no"}
-    answers = [[str(words.get(answer, answer))] for answer in table["answers"].to_pylist()]
-    return table.drop_columns(["answers"]).append_column("answers", pyarrow.array(answers))
+    lists = [[str(words.get(answer, answer))] for answer in answers.to_pylist()]
+    return table.drop_columns(["answers"]).append_column("answers", pyarrow.array(lists))
+
+
+def _check_answer_lists(answers: pyarrow.ChunkedArray, source: DataSource) -> None:
+    """Every list has an answer, and holds texts only."""
+    lengths = pyarrow.compute.list_value_length(answers)
+    _refuse_rows(pyarrow.compute.equal(lengths, 0), "is an empty list", source, "answers", _NO_ANSWER)
+    parts = pyarrow.compute.list_flatten(answers)
+    first = pyarrow.compute.index(parts.is_null(), True).as_py()
+    if first >= 0:
+        row = pyarrow.compute.list_parent_indices(answers)[first].as_py()
+        raise ValueError(f"{_place(source, 'answers')} has a null in its list in row {row} (counted from 0)")
+    if not _is_text(parts.type):
+        raise ValueError(
+            f"{_place(source, 'answers')} must hold lists of texts, not {answers.type} (row 0: {answers[0].as_py()!r})"
+        )
 
 
 def distinct_texts(table: pyarrow.Table) -> list[str]:

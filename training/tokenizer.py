@@ -36,7 +36,7 @@ def _training_texts(
         texts = distinct_texts(table)
         for text in rng.sample(texts, min(count, len(texts))):
             yield text[:num_characters]
-        if "question" in table.column_names:
+        if "question_answering" in source.tasks:
             for row in table.select(["question", "answers"]).to_pylist()[:count]:
                 yield format_prompt("question_answering", row["question"]) + " " + row["answers"][0]
 

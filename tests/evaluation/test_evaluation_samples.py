@@ -165,6 +165,25 @@ def test_answers_may_be_a_list_a_string_or_a_squad_mapping(tokenizer):
             builder(tokenizer).build(data, QA)
 
 
+@pytest.mark.parametrize(
+    ("task", "column", "value"),
+    [
+        (QA, "context", None),
+        (QA, "question", 5),
+        (QA, "answers", []),
+        (QA, "answers", ["a", None]),
+        (QA, "answers", 42),
+        ("summarisation", "summary", None),
+        (RECONSTRUCTION, "context", 5),
+    ],
+)
+def test_a_row_that_lacks_a_value_is_named(tokenizer, task, column, value):
+    whole = {"context": "a b", "question": "?", "answers": ["a"], "summary": "a"}
+    data = EvaluationDataset("tiny", [whole, {**whole, column: value}])
+    with pytest.raises(ValueError, match=r"data set 'tiny'.* in row 1 \(counted from 0\)"):
+        builder(tokenizer).build(data, task)
+
+
 def test_prompts_that_leave_no_room_are_refused_even_with_truncation(tokenizer):
     data = EvaluationDataset("tiny", ROWS)
     with pytest.raises(ValueError, match="ask for fewer new tokens"):

@@ -8,6 +8,7 @@ import pytest
 
 from context_compressors.training.data import DataSource, TokenizedTexts, distinct_texts, encode, read_rows
 from context_compressors.training.data import start_token_id as find_start
+from context_compressors.training.tokenizer import train_tokenizer
 
 
 def source(**fields) -> DataSource:
@@ -98,6 +99,71 @@ def test_empty_sources_are_refused(folder):
     pyarrow.parquet.write_table(table, folder / "empty.parquet")
     with pytest.raises(ValueError, match="has no rows"):
         read_rows(source(path="empty.parquet", tasks=["continuation"]), str(folder))
+
+
+QUESTION = {"context": "c", "question": "q", "answers": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        (
+            "question_answering",
+            {"answers": []},
+            "column 'answers' is an empty list in row 2 .* keep only the rows with",
+        ),
+        ("question_answering", {"answers": None}, "column 'answers' is null in row 2 .* keep only the rows"),
+        ("question_answering", {"answers": [None, "x"]}, "column 'answers' has a null in its list in row 2"),
+        ("question_answering", {"question": None}, "column 'question' is null in row 2"),
+        ("question_answering", {"context": None}, "column 'context' is null in row 2"),
+        ("continuation", {"context": None}, "column 'context' is null in row 2"),
+        ("continuation", {"text": "x"}, "column 'text' is null in row 0"),
+        ("summarisation", {"summary": "x"}, "column 'summary' is null in row 0"),
+        ("question_answering", {"answers": [3]}, "qa.jsonl cannot be read: .* changed from string to number in row 2"),
+    ],
+)
+def test_a_row_that_lacks_a_value_is_named(tmp_path, task, row, message):
+    rows = [QUESTION, {**QUESTION, "answers": ["a", "b"]}, {**QUESTION, **row}]
+    (tmp_path / "qa.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    with pytest.raises(ValueError, match=f"source 'qa.jsonl': .*{message}"):
+        read_rows(source(path="qa.jsonl", tasks=[task]), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("task", "column", "value", "message"),
+    [
+        (
+            "question_answering",
+            "answers",
+            [42],
+            r"'answers' must hold lists of texts, not list.*int64.* \(row 0: \[42",
+        ),
+        ("question_answering", "question", 5, r"'question' must hold texts, not int64 \(row 0: 5\)"),
+        ("question_answering", "context", 5, "'context' must hold texts, not int64"),
+        ("reconstruction", "text", None, "'text' is null in row 0"),
+        ("summarisation", "summary", None, "'summary' is null in row 0"),
+    ],
+)
+def test_columns_of_another_type_are_refused(tmp_path, task, column, value, message):
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps({**QUESTION, column: value})] * 2))
+    with pytest.raises(ValueError, match=message):
+        read_rows(source(path="rows.jsonl", tasks=[task]), str(tmp_path))
+
+
+def test_a_faulty_row_is_counted_over_all_files_and_named_as_the_source_calls_it(tmp_path):
+    for name, answers in (("a", [["x", "y"], ["z"]]), ("b", [["x"], ["y", None]])):
+        rows = [{"context": "c", "question": "q", "labels": {"text": labels}} for labels in answers]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    labelled = source(path="*.parquet", columns={"answers": "labels.text"})
+    with pytest.raises(ValueError, match=r"column 'labels.text' has a null in its list in row 3"):
+        read_rows(labelled, str(tmp_path))
+
+
+def test_texts_alone_are_read_from_questions_without_answers(tmp_path):
+    (tmp_path / "qa.jsonl").write_text(json.dumps({**QUESTION, "answers": []}))
+    texts = source(path="qa.jsonl", tasks=["reconstruction"])
+    assert read_rows(texts, str(tmp_path)).num_rows == 1
+    assert len(train_tokenizer([texts], str(tmp_path), vocab_size=259)) == 259
 
 
 def test_encode_adds_no_special_token_and_agrees_with_the_tokenizer(tokenizer):
