@@ -157,6 +157,11 @@ class DeCALConfig(CompressorConfig):
         """The decoder's start token, with which every text begins."""
         return self.decoder_start_token_id
 
+    @property
+    def compresses_questions(self) -> bool:
+        """Whether questions are placed in the encoder."""
+        return self.question_placement == "encoder"
+
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """T5's configuration; with `decoder=True` as the decoder has it, whose layers a cache counts."""
         config = self.decoder_config

@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .arguments import NearestNameParser, positive_int
 from .documents import Document, read_documents
@@ -207,6 +207,7 @@ def _compress(arguments: argparse.Namespace) -> None:
     ratios = list(dict.fromkeys(arguments.ratio or []))
     paths = _memory_paths(documents, ratios, Path(arguments.output), arguments.force)
     pipe = _load(arguments)
+    pipe.check_serves_memories("a memory file without one answers nothing: `ask` about the document itself")
     ratios = ratios or [pipe.model.config.default_ratio]
     num_tokens = num_slots = num_bytes = 0
     for index, memories in _compress_all(pipe, documents, ratios, arguments.batch_size, arguments):
@@ -255,9 +256,7 @@ def _compress_all(
     texts = [document.text for document in documents]
     lengths = [len(row) for row in pipe.document_ids(texts)]
     limit = arguments.max_tokens
-    num_cut = sum(length > limit for length in lengths) if limit else 0
-    if num_cut:
-        print(f"cut {num_cut} of {len(texts)} documents to their first {limit} tokens", file=sys.stderr)
+    _report_cut(lengths, limit)
     # Longest first: whatever does not fit is found at once.
     order = sorted(range(len(texts)), key=lambda index: -lengths[index])
     with tqdm(total=len(texts), desc="compressing", unit="document", disable=not sys.stderr.isatty()) as progress:
@@ -276,6 +275,12 @@ def _compress_all(
             progress.update(len(batch))
 
 
+def _report_cut(lengths: Sequence[int], limit: int | None) -> None:
+    num_cut = sum(length > limit for length in lengths) if limit else 0
+    if num_cut:
+        print(f"cut {num_cut} of {len(lengths)} documents to their first {limit} tokens", file=sys.stderr)
+
+
 def _ask(arguments: argparse.Namespace) -> None:
     if "-" in arguments.sources and not arguments.question:
         raise ValueError("standard input is a document here, so that questions must be given with --question")
@@ -292,9 +297,12 @@ def _ask(arguments: argparse.Namespace) -> None:
     }
     prompt = _prompt(arguments.prompts)
     pipe = _load(arguments)
-    memories = _gather_memories(pipe, documents, arguments)
+    if pipe.model.config.compresses_questions:
+        read = _documents_alone(pipe, documents, arguments)
+    else:
+        read = {"memory": _gather_memories(pipe, documents, arguments), "join": True}
     for question in arguments.question or _questions():
-        answer = pipe(question, memory=memories, join=True, prompt=prompt, max_new_tokens=arguments.max_new_tokens)
+        answer = pipe(question, **read, prompt=prompt, max_new_tokens=arguments.max_new_tokens)
         print(answer["answer"], flush=True)
 
 
@@ -305,6 +313,24 @@ def _prompt(prompts: str | None) -> str | None:
     from .training.prompts import load_prompts
 
     return load_prompts(prompts)["question_answering"][0]
+
+
+def _documents_alone(
+    pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """What the pipeline reads where a document is compressed together with its question: one document."""
+    if any(source not in documents for source in arguments.sources):
+        pipe.check_serves_memories("so that memory files are not asked: give a document")
+    texts = [document.text for source in arguments.sources for document in documents[source]]
+    if len(texts) > 1:
+        pipe.check_serves_memories("so that several are not read together: ask about one of them")
+    _report_cut([len(ids) for ids in pipe.document_ids(texts)], arguments.max_tokens)
+    return {
+        "context": texts[0],
+        "ratio": arguments.ratio,
+        "max_tokens": arguments.max_tokens,
+        "allow_untrained_ratio": arguments.allow_untrained_ratio,
+    }
 
 
 def _gather_memories(

@@ -39,6 +39,15 @@ _OWN_FIELDS = {
     "question_placement": "A question is read by",
 }
 NOT_MEASURED = "Not measured."
+_USAGE = """\
+memory = model.compress(**{document_tokenizer}(document, return_tensors="pt"), ratio={ratio})  # once
+memory.save("document.safetensors")  # keep it
+answer = model.generate(**{question}, memory=memory, max_new_tokens=32)"""
+# Where a document is compressed together with its question.
+_USAGE_WITH_QUESTION = """\
+context = {document_tokenizer}(document, return_tensors="pt").input_ids
+asked = {question}  # the document is compressed together with its question
+answer = model.generate(**asked, context_input_ids=context, ratio={ratio}, max_new_tokens=32)"""
 _QUESTION = 'tokenizer(question, return_tensors="pt")'
 # The task token takes BOS's place.
 _QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")'
@@ -114,9 +123,11 @@ def model_card(
         model_id=model_id,
         summary=summary or _default_summary(config),
         facts=checkpoint_facts(config),
-        ratio=str(ratios[0]),
-        document_tokenizer="tokenizer" if config.encoder_tokenizer is None else "model.encoder_tokenizer",
-        question=_QUESTION_BEHIND_TASK_TOKEN if config.task_token_ids else _QUESTION,
+        usage=(_USAGE_WITH_QUESTION if config.compresses_questions else _USAGE).format(
+            document_tokenizer="tokenizer" if config.encoder_tokenizer is None else "model.encoder_tokenizer",
+            question=_QUESTION_BEHIND_TASK_TOKEN if config.task_token_ids else _QUESTION,
+            ratio=ratios[0],
+        ),
         requirements=" and `peft`" if config.encoder_lora or config.decoder_lora else "",
         auto_class="AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM",
         method=method_text(config.model_type),

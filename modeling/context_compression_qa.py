@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,9 @@ class ContextCompressionQAPipeline(Pipeline):
     pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
     pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
     ```
+
+    A checkpoint that compresses a document together with its question (DeCAL's `question_placement="encoder"`) takes
+    `context` alone, and reads each document anew for each question.
 
     Args:
         model: a compressor with its LM head.
@@ -78,8 +81,9 @@ class ContextCompressionQAPipeline(Pipeline):
                 A memory of several rows counts as several documents.
             kwargs: `join=True` reads all documents together, in order; `ratio`, a single one, and
                 `allow_untrained_ratio` as in `compress`; `prompt`, a text with `{question}` in it, in place of the
-                checkpoint's own; `batch_size`, documents or questions at once; everything else is for `generate`
-                (greedily, and at most 64 new tokens if not said otherwise).
+                checkpoint's own; `max_tokens`, keep only so many tokens of each document; `batch_size`, documents or
+                questions at once; everything else is for `generate` (greedily, and at most 64 new tokens if not said
+                otherwise).
 
         Returns:
             `{"answer": text}` for one question about one document; a list of these for several questions; for several
@@ -87,7 +91,8 @@ class ContextCompressionQAPipeline(Pipeline):
 
         Raises:
             ValueError: neither or both of `context` and `memory`, no question or document, several ratios, a
-                `batch_size` below 1, and whatever `compress` and `generate` refuse.
+                `batch_size` or `max_tokens` below 1, `memory` or several joined documents where a document is
+                compressed with its question, and whatever `compress` and `generate` refuse.
         """
         if (context is None) == (memory is None):
             raise ValueError("give either `context` or `memory`")
@@ -116,14 +121,30 @@ class ContextCompressionQAPipeline(Pipeline):
             A memory with one row for each document, or one such memory for each ratio of a list.
 
         Raises:
-            ValueError: no document, `max_tokens` below 1, and whatever the model's `compress` refuses.
+            ValueError: no document, `max_tokens` below 1, a checkpoint that compresses a document together with its
+                question, and whatever the model's `compress` refuses.
         """
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"`max_tokens` must be 1 or more, got {max_tokens}")
+        _check_max_tokens(max_tokens)
+        self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
         rows = [ids[:max_tokens] for ids in self.document_ids(documents)]
         if not rows:
             raise ValueError("`documents` is an empty list")
         return self._compress(rows, ratio, allow_untrained_ratio)
+
+    def check_serves_memories(self, otherwise: str) -> None:
+        """Refuse what needs memories that answer any question.
+
+        Args:
+            otherwise: what to do instead.
+
+        Raises:
+            ValueError: the checkpoint compresses a document together with its question.
+        """
+        if self.model.config.compresses_questions:
+            raise ValueError(
+                "this checkpoint compresses a document together with its question (`question_placement='encoder'`), "
+                + otherwise
+            )
 
     def document_ids(self, documents: str | Sequence[str]) -> list[list[int]]:
         """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
@@ -151,6 +172,7 @@ class ContextCompressionQAPipeline(Pipeline):
     def _sanitize_parameters(
         self,
         prompt: str | None = None,
+        max_tokens: int | None = None,
         join: bool | None = None,
         ratio: int | None = None,
         allow_untrained_ratio: bool | None = None,
@@ -160,22 +182,28 @@ class ContextCompressionQAPipeline(Pipeline):
             raise ValueError("`num_return_sequences` must be 1: a question has one answer")
         if isinstance(ratio, (list, tuple)):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
+        _check_max_tokens(max_tokens)
+        read = {"prompt": prompt, "max_tokens": max_tokens}
         given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
         return (
-            {} if prompt is None else {"prompt": prompt},
+            {name: value for name, value in read.items() if value is not None},
             {**{name: value for name, value in given.items() if value is not None}, **generate_kwargs},
             {},
         )
 
-    def preprocess(self, inputs: dict[str, Any], prompt: str | None = None) -> dict[str, Any]:
+    def preprocess(
+        self, inputs: dict[str, Any], prompt: str | None = None, max_tokens: int | None = None
+    ) -> dict[str, Any]:
         """Turn texts into token ids and files into memories."""
         questions, asks_one = _listed("question", inputs["question"])
         name = "context" if inputs["memory"] is None else "memory"
         sources, reads_one = _listed(name, inputs[name])
+        if name == "memory":
+            self.check_serves_memories("so that no memory is asked here: give the document, `context`")
         config = self.model.config
         return {
             "question_ids": [question_ids(config, self._question_tokenizer, text, prompt) for text in questions],
-            "document_ids": self.document_ids(sources) if name == "context" else None,
+            "document_ids": [ids[:max_tokens] for ids in self.document_ids(sources)] if name == "context" else None,
             "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
             "batch_size": inputs["batch_size"],
             "asks_one": asks_one,
@@ -190,19 +218,22 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool = False,
         **generate_kwargs: Any,
     ) -> dict[str, Any]:
-        batch_size, memories = inputs["batch_size"], inputs["memories"]
-        if memories is None:
-            documents = inputs["document_ids"]
-            batches = (documents[start : start + batch_size] for start in range(0, len(documents), batch_size))
-            memories = (self._compress(batch, ratio, allow_untrained_ratio) for batch in batches)
-        elif ratio is not None:
-            raise ValueError("`ratio` is for documents: a memory has its ratio already")
-        if join:
-            rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
-            memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
+        batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
         answers: list[list[Tensor]] = []
-        for memory in memories:
-            answers += self._answers(memory, inputs["question_ids"], batch_size, generate_kwargs)
+        if documents is not None and self.model.config.compresses_questions:
+            if join and len(documents) > 1:
+                self.check_serves_memories("so that several are not joined: ask about each of them")
+
+            def memory_of(rows: Sequence[Any], text: dict[str, Tensor]) -> CompressedContext:
+                return self._compress(rows, ratio, allow_untrained_ratio, text)
+
+            answers = self._answers(documents, questions, batch_size, memory_of, generate_kwargs)
+        else:
+            for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
+                rows = range(memory.batch_size)
+                answers += self._answers(
+                    rows, questions, batch_size, lambda rows, _, memory=memory: memory.rows(rows), generate_kwargs
+                )
         reads_one = join or (inputs["reads_one"] and len(answers) == 1)
         return {"answers": answers, "asks_one": inputs["asks_one"], "reads_one": reads_one}
 
@@ -221,26 +252,59 @@ class ContextCompressionQAPipeline(Pipeline):
         # The one beside the model: a checkpoint with code of its own has its own.
         return self.model.base_model.memory_class
 
+    def _memories(
+        self, inputs: dict[str, Any], join: bool, ratio: int | None, allow_untrained_ratio: bool
+    ) -> Iterable[CompressedContext]:
+        """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
+        memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
+        if memories is None:
+            batches = (documents[start : start + batch_size] for start in range(0, len(documents), batch_size))
+            memories = (self._compress(batch, ratio, allow_untrained_ratio) for batch in batches)
+        elif ratio is not None:
+            raise ValueError("`ratio` is for documents: a memory has its ratio already")
+        if join:
+            rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
+            memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
+        return memories
+
     def _compress(
-        self, rows: Sequence[Sequence[int]], ratio: int | Sequence[int] | None, allow_untrained_ratio: bool
+        self,
+        rows: Sequence[Sequence[int]],
+        ratio: int | Sequence[int] | None,
+        allow_untrained_ratio: bool,
+        question: dict[str, Tensor] | None = None,
     ) -> CompressedContext | list[CompressedContext]:
+        asked = {} if question is None else {f"question_{name}": tensor for name, tensor in question.items()}
         with torch.no_grad():
             return self.model.compress(
-                **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio
+                **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
             )
 
     def _answers(
-        self, memory: CompressedContext, questions: list[list[int]], batch_size: int, generate_kwargs: dict[str, Any]
+        self,
+        sources: Sequence[Any],
+        questions: list[list[int]],
+        batch_size: int,
+        memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext],
+        generate_kwargs: dict[str, Any],
     ) -> list[list[Tensor]]:
-        """The new tokens of every question for every row of a memory, questions of all rows in common batches."""
-        pairs = [(row, question) for row in range(memory.batch_size) for question in questions]
+        """The new tokens of every question for every source, questions of all sources in common batches.
+
+        Args:
+            sources: documents, or rows of a memory.
+            questions: token ids.
+            batch_size: questions at once.
+            memory_of: from the sources and the questions of a batch to its memory.
+            generate_kwargs: arguments of `generate`.
+        """
+        pairs = [(source, question) for source in sources for question in questions]
         new_tokens: list[Tensor] = []
         for start in range(0, len(pairs), batch_size):
             batch = pairs[start : start + batch_size]
             text = padded([question for _, question in batch], self.device)
             output = self.model.generate(
                 **text,
-                memory=memory.rows([row for row, _ in batch]),
+                memory=memory_of([source for source, _ in batch], text),
                 **{
                     "max_new_tokens": MAX_NEW_TOKENS,
                     "do_sample": False,
@@ -264,3 +328,8 @@ def _listed(name: str, value: Any) -> tuple[list[Any], bool]:
             raise ValueError(f"`{name}` is an empty list")
         return list(value), False
     return [value], True
+
+
+def _check_max_tokens(max_tokens: int | None) -> None:
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"`max_tokens` must be 1 or more, got {max_tokens}")

@@ -272,7 +272,7 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
         return memories
 
     def _check_question_placement(self) -> None:
-        if self.config.question_placement != "encoder":
+        if not self.config.compresses_questions:
             raise ValueError(
                 "`question_input_ids` need `question_placement='encoder'`, the configuration has "
                 f"{self.config.question_placement!r}: ask the decoder, `generate(question, memory=memory)`"

@@ -42,6 +42,10 @@ tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 _GENERATION = """memory = model.compress(**tokenizer(document, return_tensors="pt"), ratio={default_ratio})
 memory.save("document.safetensors")
 answer = model.generate(**tokenizer(question, return_tensors="pt"), memory=memory, max_new_tokens=32)"""
+# `question_placement="encoder"`: there is no memory before there is a question.
+_WITH_QUESTION = """context = tokenizer(document, return_tensors="pt").input_ids
+asked = tokenizer(question, return_tensors="pt")  # the document is compressed together with its question
+answer = model.generate(**asked, context_input_ids=context, ratio={default_ratio}, max_new_tokens=32)"""
 # What `AutoModelForTextEncoding` loads has no decoder.
 _RETRIEVAL = """found = model.encode(**tokenizer(documents, padding=True, return_tensors="pt"), ratio={default_ratio})
 asked = model.encode(**tokenizer(queries, padding=True, return_tensors="pt"), ratio={default_ratio})
@@ -128,9 +132,10 @@ def write_card(config: Any, folder: str | os.PathLike) -> None:
     shown = next((name for name in (parent, base) if is_hub_id(name)), None)
     is_retrieval = "AutoModelForTextEncoding" in config.auto_map
     generating = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+    usage = _WITH_QUESTION if config.compresses_questions else _GENERATION
     card = _CARD.format(
         purpose=_PURPOSES[is_retrieval],
-        usage=(_RETRIEVAL if is_retrieval else _GENERATION).format(default_ratio=config.default_ratio),
+        usage=(_RETRIEVAL if is_retrieval else usage).format(default_ratio=config.default_ratio),
         model_type=config.model_type,
         base_line=f"base_model: {shown}\n" if shown else "",
         parent_line=f"- fine-tuned from: `{parent}`\n" if parent else "",

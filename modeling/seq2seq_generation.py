@@ -94,7 +94,7 @@ class Seq2SeqGenerationMixin:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
         if memory is not None:
             check_memory_ratio(memory, ratio, context[1])
-        start, in_encoder = self.config.decoder_start_token_id, self.config.question_placement == "encoder"
+        start, in_encoder = self.config.decoder_start_token_id, self.config.compresses_questions
         has_question = question is not None
         if not has_question:
             num_rows = memory.batch_size if memory is not None else len(context[0])

@@ -424,6 +424,51 @@ def test_a_method_with_task_tokens_is_asked_with_its_own(
             assert "\n".join(answer) == expected
 
 
+def test_a_checkpoint_that_compresses_questions_is_asked_about_documents(
+    tokenizer: PreTrainedTokenizerFast,
+    documents: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    torch.manual_seed(0)
+    t5 = {"vocab_size": 258, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    t5 |= {"pad_token_id": 0, "eos_token_id": 257, "decoder_start_token_id": 256}
+    config = context_compressors.DeCALConfig(decoder_config=t5, question_placement="encoder")
+    model = context_compressors.DeCALForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    folder = str(tmp_path / "model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    pipe = model.question_answering(tokenizer, max_new_tokens=8)
+    questions = ["Who?", "Where is it?"]
+    options = [part for question in questions for part in ("--question", question)]
+    for path, text in zip(documents, TEXTS.values(), strict=True):
+        expected = [answer["answer"] for answer in pipe(questions, context=text)]
+        assert "\n".join(ask(capsys, folder, path, *options)) == "\n".join(expected)
+    cut = pipe("Who?", context=TEXTS["first"], max_tokens=6)["answer"]
+    arguments = [folder, documents[0], "--question", "Who?", "--max-tokens", "6", "--max-new-tokens", "8"]
+    assert cli.main(["ask", *arguments]) == 0
+    output = capsys.readouterr()
+    assert output.out.removesuffix("\n") == cut
+    assert "cut 1 of 1 documents to their first 6 tokens" in output.err
+    memory = tmp_path / "memory.safetensors"
+    model.compress(torch.tensor([[5, 6, 7]])).save(memory)
+    for arguments, message in (
+        (
+            ["compress", folder, documents[0], "--output", str(tmp_path / "memories")],
+            "`ask` about the document itself",
+        ),
+        (["ask", folder, *documents, "--question", "Who?"], "several are not read together: ask about one of them"),
+        (["ask", folder, str(memory), "--question", "Who?"], "memory files are not asked: give a document"),
+    ):
+        assert cli.main(arguments) == 1
+        error = capsys.readouterr().err
+        assert "compresses a document together with its question" in error
+        assert message in error
+    assert not (tmp_path / "memories").exists()
+
+
 def test_ask_refuses_what_it_cannot_do(
     model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -186,6 +186,11 @@ class CompressorConfig(PreTrainedConfig):
         return self.task_token_ids.get("[LM]")
 
     @property
+    def compresses_questions(self) -> bool:
+        """Whether a context is compressed together with its question, so that a memory answers no other one."""
+        return False
+
+    @property
     def vocab_size(self) -> int:
         return self.decoder_config.vocab_size
 

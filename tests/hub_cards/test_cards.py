@@ -10,12 +10,13 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from tokenizers import Tokenizer, models, processors
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedTokenizerFast
 
 import context_compressors
 from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
 from context_compressors.configuration.configuration_compressor import CompressorConfig
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
+from context_compressors.configuration.configuration_decal import DeCALConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
@@ -279,6 +280,29 @@ def test_the_snippet_of_a_method_with_task_tokens_asks_behind_its_token(
     names = {"document": "abba", "question": "ab"}
     exec(code.replace("document.safetensors", str(tmp_path / "document.safetensors")), names)
     assert names["answer"][0, :3].tolist() == [config.continuation_token_id, 0, 1]
+
+
+@pytest.mark.parametrize("placement", ["decoder", "encoder"])
+def test_the_snippets_of_an_encoder_decoder_ask_where_its_questions_are_placed(placement: str, tmp_path: Path):
+    backend = Tokenizer(models.BPE(vocab={"<pad>": 0, "</s>": 1, "a": 2, "b": 3}, merges=[]))
+    # As in T5: whatever is tokenized gets EOS behind.
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+    t5 = {"vocab_size": 4, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    config = DeCALConfig(decoder_config=t5, question_placement=placement)
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids, context = torch.tensor([[2, 3]]), torch.tensor([[2, 3, 3, 2, 1]])
+    expected = model.generate(ids, context_input_ids=context, max_new_tokens=32)[:, 2:]
+    written = model_card(config, RECORD, [], LIMITS, model_id=str(tmp_path))
+    for text in (written, (tmp_path / "README.md").read_text(encoding="utf-8")):
+        assert ("memory.save" in text) == (placement == "decoder")
+        code = text.partition("```python\n")[2].partition("```")[0]
+        names = {"document": "abba", "question": "ab", "folder": str(tmp_path)}
+        exec(code.replace("document.safetensors", str(tmp_path / "document.safetensors")), names)
+        assert names["answer"][:, 3:].equal(expected)
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones():

@@ -34,16 +34,21 @@ def pipe(method_case, tiny_tokenizer):
     return ContextCompressionQAPipeline(model=method_case.model, tokenizer=tiny_tokenizer, device="cpu", **LENGTH)
 
 
-@pytest.fixture(scope="module")
-def encoder_decoder():
+def build_encoder_decoder(**placement):
     """A DeCAL, which is no causal language model and has no part in the matrix."""
     torch.manual_seed(0)
     fields = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     special = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
-    model = DeCALForConditionalGeneration(DeCALConfig(decoder_config={**fields, **special}, compression_ratios=(2, 3)))
+    config = DeCALConfig(decoder_config={**fields, **special}, compression_ratios=(2, 3), **placement)
+    model = DeCALForConditionalGeneration(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
+
+
+@pytest.fixture(scope="module")
+def encoder_decoder():
+    return build_encoder_decoder()
 
 
 def characters(tokenizer, text):
@@ -85,6 +90,37 @@ def test_an_encoder_decoder_is_asked_the_same_way(encoder_decoder, tiny_tokenize
     assert pipe(QUESTIONS[0], memory=pipe.compress(DOCUMENTS), join=True) == together
     with pytest.raises(ValueError, match="by cross-attention, which servers do not offer"):
         pipe.compress(DOCUMENTS[:1]).to_prompt_embeds(tiny_tokenizer, "Who?", encoder_decoder)
+
+
+def test_documents_are_compressed_with_their_question_where_the_checkpoint_does_so(tiny_tokenizer):
+    model = build_encoder_decoder(question_placement="encoder")
+    pipe = model.question_answering(tiny_tokenizer, **LENGTH)
+
+    def by_hand(question, document, ratio=None, max_tokens=None):
+        text = torch.tensor([characters(tiny_tokenizer, f"\nQuestion: {question}\nAnswer:")])
+        context = torch.tensor([[tiny_tokenizer.bos_token_id, *characters(tiny_tokenizer, document)][:max_tokens]])
+        output = model.generate(text, context_input_ids=context, ratio=ratio, do_sample=False, **LENGTH)
+        return {"answer": tiny_tokenizer.decode(output[0, text.shape[1] :], skip_special_tokens=True).strip()}
+
+    expected = [[by_hand(question, document) for question in QUESTIONS] for document in DOCUMENTS]
+    assert len({answer["answer"] for answers in expected for answer in answers}) > 3
+    for batch_size in (1, 4):
+        assert pipe(QUESTIONS, context=DOCUMENTS, batch_size=batch_size) == expected
+    assert pipe(QUESTIONS[0], context=DOCUMENTS[0]) == expected[0][0]
+    assert pipe(QUESTIONS[0], context=DOCUMENTS[:1], join=True) == expected[0][0]
+    assert pipe(QUESTIONS[1], context=DOCUMENTS[1], ratio=3) == by_hand(QUESTIONS[1], DOCUMENTS[1], ratio=3)
+    cut = pipe(QUESTIONS[0], context=DOCUMENTS[0], max_tokens=5)
+    assert cut == by_hand(QUESTIONS[0], DOCUMENTS[0], max_tokens=5)
+    assert pipe("Who?", context="a", ratio=5, allow_untrained_ratio=True)["answer"]
+    with pytest.raises(ValueError, match="not trained for the ratio 5"):
+        pipe("Who?", context="a", ratio=5)
+    reason = r"compresses a document together with its question \(`question_placement='encoder'`\), "
+    with pytest.raises(ValueError, match=f"{reason}so that several are not joined: ask about each"):
+        pipe("Who?", context=DOCUMENTS, join=True)
+    with pytest.raises(ValueError, match=f"{reason}so that no memory is asked here: give the document, `context`"):
+        pipe("Who?", memory="document.safetensors")
+    with pytest.raises(ValueError, match=f"{reason}a memory without one answers nothing"):
+        pipe.compress(DOCUMENTS)
 
 
 def test_a_backbone_alone_cannot_be_asked(method_case, encoder_decoder, tiny_tokenizer):
@@ -140,6 +176,7 @@ def test_documents_are_cut_only_when_that_is_asked_for(pipe):
     assert whole.num_context_tokens.tolist() == [len(document) + 1 for document in DOCUMENTS]
     assert cut.num_context_tokens.tolist() == [5, 5, 4]
     assert [int(memory.num_slots[2]) for memory in pipe.compress(DOCUMENTS, ratio=[2, 8])] == [2, 1]
+    assert pipe(QUESTIONS, context=DOCUMENTS, max_tokens=5) == pipe(QUESTIONS, memory=cut)
 
 
 def test_a_single_document_is_not_taken_apart(pipe, slots):
