@@ -52,7 +52,7 @@ def mask_bias(bias: Tensor, token_mask: Tensor, causal: bool = False) -> Tensor:
     """The bias with the lowest number where a token may not be seen.
 
     Args:
-        bias: `(batch_size or 1, num_heads, length, length)`.
+        bias: `(batch_size or 1, num_heads, length, length)`; overwritten if it has a row for each of the mask's.
         token_mask: `(batch_size, length)`, one for real tokens; a row without any sees its pads.
         causal: Whether a token sees nothing of what stands behind it.
 
@@ -65,4 +65,8 @@ def mask_bias(bias: Tensor, token_mask: Tensor, causal: bool = False) -> Tensor:
         seen = seen & torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
     elif bool(seen.all()):
         return bias
-    return torch.where(seen, bias, torch.finfo(bias.dtype).min)
+    lowest = torch.finfo(bias.dtype).min
+    if bias.shape[0] == len(seen):
+        # A bias for each row is the largest tensor of long contexts: there is no second one.
+        return bias.masked_fill_(~seen, lowest)
+    return torch.where(seen, bias, lowest)

@@ -221,6 +221,22 @@ def test_a_row_of_pads_alone_sees_them_so_that_no_softmax_is_empty():
     assert bias[:, 0].tolist() == [[[0, lowest], [0, lowest]], [[0, 0], [0, 0]]]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_for_each_row_is_masked_where_it_stands_with_the_same_gradients(causal):
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    shared = torch.randn(1, 3, 4, 4)
+    found = []
+    for rows in (1, 2):
+        start = shared.expand(rows, -1, -1, -1).clone().requires_grad_()
+        bias = start * 1
+        masked = mask_bias(bias, mask, causal)
+        # The memory of long contexts: one bias for each row, not two.
+        assert (masked.data_ptr() == bias.data_ptr()) == (rows == 2)
+        masked.softmax(dim=-1).square().sum().backward()
+        found.append((masked.detach(), start.grad.sum(dim=0)))
+    torch.testing.assert_close(*found)
+
+
 # --- plain T5 ---
 
 
