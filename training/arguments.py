@@ -45,7 +45,8 @@ class ModelArguments:
         checkpoint: a compressor checkpoint to go on from, instead of `base`.
         checkpoint_base: where the base of a light `checkpoint` is, folder or Hub id, if not where it says.
         checkpoint_config: configuration fields that the checkpoint goes on with instead of its own, e.g.
-            `{training_stage: keft}`; its weights must fit them.
+            `{training_stage: keft}` or `{decoder_config: {dropout_rate: 0.1}}`, where the rest of `decoder_config`
+            stays; its weights must fit them.
         model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`, or with the
             method decal of its T5, e.g. `{d_model: 192}`.
         tokenizer: folder or Hub id of a tokenizer; that of `base` or `checkpoint` when not given.
@@ -301,19 +302,20 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def _over(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Fields of two recipes; of `method_config`, fields inside it."""
-    both = [recipe.get("method_config") for recipe in (earlier, later)]
+    """Fields of two recipes; of `method_config` and `checkpoint_config`, fields inside them."""
     merged = {**earlier, **later}
-    if all(isinstance(fields, dict) for fields in both):
-        merged["method_config"] = {**both[0], **both[1]}
+    for name in ("method_config", "checkpoint_config"):
+        both = [recipe.get(name) for recipe in (earlier, later)]
+        if all(isinstance(fields, dict) for fields in both):
+            merged[name] = {**both[0], **both[1]}
     return merged
 
 
 def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -> tuple[Any, ...]:
     """Parse `RECIPE.yaml [...] [--field value]` into (ModelArguments, DataArguments, TrainingConfig).
 
-    Several recipes are read in order, a later one over an earlier one (`method_config` field by field, so that one
-    recipe may name a method and another its positions); the command line over both.
+    Several recipes are read in order, a later one over an earlier one (`method_config` and `checkpoint_config` field
+    by field, so that one recipe may name a method and another its positions); the command line over both.
 
     Raises:
         ValueError: no such recipe, an unknown field (the nearest right one is named), or a value not allowed.

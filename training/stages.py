@@ -21,7 +21,8 @@ def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreT
 
     Args:
         config: the checkpoint's; it is left as it is.
-        changes: field -> value.
+        changes: field -> value. A mapping for a model's configuration in it, such as `decoder_config`, changes fields
+            of that one.
 
     Raises:
         ValueError: a field that the configuration does not have, or a value that it does not allow.
@@ -30,7 +31,14 @@ def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreT
     known = {name for parameters in own for name in parameters if hasattr(config, name)}
     for name in changes:
         check_choice(f"field of {type(config).__name__}:", name, sorted(known))
-    changed = type(config).from_dict({**config.to_dict(), **changes})
+    fields = config.to_dict()
+    for name, value in changes.items():
+        if isinstance(getattr(config, name), PreTrainedConfig) and isinstance(value, Mapping):
+            for field in value:
+                check_choice(f"field of {name}:", field, sorted(fields[name]))
+            value = {**fields[name], **value}
+        fields[name] = value
+    changed = type(config).from_dict(fields)
     changed.name_or_path = config.name_or_path
     return changed
 

@@ -26,7 +26,9 @@ from context_compressors.training.denoising import (
     Seq2SeqCompressionTrainer,
     new_encoder_decoder,
 )
+from context_compressors.training.loading import load_compressor
 from context_compressors.training.span_corruption import SpanCorruptionCollator, add_sentinel_tokens
+from context_compressors.training.stages import changed_config
 from context_compressors.training.train import main
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
@@ -244,9 +246,14 @@ def test_an_encoder_decoder_s_only_bound_is_scored_alone(model, own_tokenizer):
 def test_every_model_of_the_paper_trains(name, tmp_path, base_folder):
     baseline, output = tmp_path / "baseline", tmp_path / "output"
     recipes = ["embedded/decal.yaml", f"decal/models/{name}.yaml"]
-    if name == "ccproxy":
+    if name in ("ccproxy", "fine_tune_only"):
         first = ["embedded/decal.yaml", "decal/models/t5.yaml", *new(tmp_path, base_folder)]
         main([*first, "--output_dir", str(baseline)])
+    if name == "fine_tune_only":
+        questions = small(tmp_path, base_folder, sources=[{**SOURCE, "tasks": ["question_answering"]}])
+        recipes = ["embedded/decal.yaml", "decal/small/fine_tuning.yaml", f"decal/models/{name}.yaml", *questions]
+        main([*recipes, "--base", str(baseline), "--output_dir", str(output)])
+    elif name == "ccproxy":
         tasks = [{**SOURCE, "tasks": ["reconstruction", "continuation"]}]
         recipes += ["decal/small/autoencoding.yaml", *small(tmp_path, base_folder, sources=tasks)]
         main([*recipes, "--base", str(baseline), "--output_dir", str(output)])
@@ -288,10 +295,47 @@ def test_fine_tuning_holds_section_4_2_1(task, tmp_path):
     assert (args.optimizer, args.learning_rate, args.max_grad_norm) == ("adafactor", 1e-3, 0)
     assert [source.tasks for source in data.parsed_sources()] == [(task,)]
     assert (model.checkpoint, model.method_config, model.model_config) == ("C", None, None)
-    placement = {"question_placement": "encoder"} if task == "question_answering" else None
-    assert model.checkpoint_config == placement
+    placement = {"question_placement": "encoder"} if task == "question_answering" else {}
+    assert model.checkpoint_config == {"decoder_config": {"dropout_rate": 0.1}, **placement}
     # "The (first) answer is the target" (section 4.2.1).
     assert data.first_answer == (task == "question_answering")
+
+
+def test_compression_may_start_in_fine_tuning(own_tokenizer, tmp_path):
+    fields, loading = {"compression": "none"}, {"dtype": torch.float32}
+    baseline = new_encoder_decoder(DeCALForConditionalGeneration, TINY, fields, own_tokenizer, loading)
+    baseline.save_pretrained(tmp_path / "baseline")
+    files = ["decal/decal.yaml", "decal/fine_tuning.yaml", "decal/question_answering.yaml"]
+    arguments = ["--base", str(tmp_path / "baseline"), "--output_dir", str(tmp_path / "output"), "--bf16", "false"]
+    model_args, data, args = parse_recipe([*files, "decal/models/fine_tune_only.yaml", *arguments])
+    assert (args.objective, data.parsed_sources()[0].tasks) == ("compression", ("question_answering",))
+    config = load_compressor(model_args, own_tokenizer).config
+    found = (config.compression, config.compression_ratios, config.question_placement)
+    assert found == ("latents", (2,), "encoder")
+
+
+def test_fine_tuning_goes_on_with_dropout(model, own_tokenizer, tmp_path):
+    pretrained = str(tmp_path / "pretrained")
+    model.save_pretrained(pretrained)
+    files = ["decal/decal.yaml", "decal/fine_tuning.yaml", "decal/question_answering.yaml"]
+    arguments = ["--checkpoint", pretrained, "--output_dir", str(tmp_path / "output"), "--bf16", "false"]
+    built = load_compressor(parse_recipe([*files, *arguments])[0], own_tokenizer)
+    assert built.config.question_placement == "encoder"
+    before, after = (each.config.decoder_config.to_dict() for each in (model, built))
+    changed = {name for name in before if before[name] != after[name]} - {"dtype", "_name_or_path"}
+    assert (changed, after["dropout_rate"]) == ({"dropout_rate"}, 0.1)
+    assert {module.p for module in built.modules() if isinstance(module, torch.nn.Dropout)} == {0.1}
+    for name, parameter in model.named_parameters():
+        assert built.get_parameter(name).equal(parameter), name
+
+
+def test_a_model_s_own_configuration_changes_by_field(model):
+    config = model.config
+    changed = changed_config(config, {"decoder_config": {"dropout_rate": 0.1}})
+    assert (config.decoder_config.dropout_rate, changed.decoder_config.dropout_rate) == (0.0, 0.1)
+    assert changed.decoder_config.to_dict() == {**config.decoder_config.to_dict(), "dropout_rate": 0.1}
+    with pytest.raises(ValueError, match=r"field of decoder_config: 'dropout'"):
+        changed_config(config, {"decoder_config": {"dropout": 0.1}})
 
 
 def test_autoencoding_holds_section_4_2_3(tmp_path):
