@@ -26,6 +26,7 @@ _LABELS = {
     "rouge1": "ROUGE-1",
     "rouge2": "ROUGE-2",
     "rougeL": "ROUGE-L",
+    "rougeLsum": "ROUGE-Lsum",
     "bleu": "BLEU",
     "token_accuracy": "token accuracy",
     "perplexity": "perplexity (lower is better)",

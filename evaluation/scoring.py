@@ -16,6 +16,7 @@ from .metrics import (
     bleu,
     perplexity,
     prefix_exact_match,
+    rouge_lsum,
     rouge_scores,
     squad_scores,
     substring_accuracy,
@@ -86,7 +87,7 @@ class Tally:
             if self.targets.label_ids:
                 scores["answer_perplexity"] = self.targets.perplexity()
         elif task == "summarisation":
-            scores = rouge_scores(*texts)
+            scores = {**rouge_scores(*texts), "rougeLsum": rouge_lsum(*texts)}
         else:
             scores = {
                 "token_accuracy": self.targets.token_accuracy(),

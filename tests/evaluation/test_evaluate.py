@@ -26,6 +26,7 @@ from context_compressors.evaluation import metrics
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.samples import EvaluationDataset
+from context_compressors.evaluation.scoring import Tally
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.data import task_start_ids
@@ -51,6 +52,13 @@ def test_continuation_equals_the_naive_twin(model, tokenizer):
     for condition in CONDITIONS:
         expected = naive_scores(model, tokenizer, condition, triples)["perplexity"]
         assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
+
+
+def test_summaries_have_rouge_by_sentence_beside_the_others():
+    tally = Tally(predictions=["The dog barked. A cat sat."], references=[["A cat sat. The dog barked."]])
+    scores = tally.metrics("summarisation")
+    assert set(scores) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
+    assert (scores["rougeL"], scores["rougeLsum"]) == (pytest.approx(50.0), pytest.approx(100.0))
 
 
 def test_answers_equal_the_naive_twin(model, tokenizer, monkeypatch):

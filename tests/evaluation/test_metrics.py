@@ -16,6 +16,7 @@ from context_compressors.evaluation.metrics import (
     normalize_answer,
     perplexity,
     prefix_exact_match,
+    rouge_lsum,
     rouge_scores,
     squad_scores,
     substring_accuracy,
@@ -24,7 +25,7 @@ from context_compressors.evaluation.metrics import (
     token_accuracy,
 )
 
-TEXT_SCORES = (squad_scores, substring_accuracy, rouge_scores, bleu)
+TEXT_SCORES = (squad_scores, substring_accuracy, rouge_scores, rouge_lsum, bleu)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,9 @@ def test_substring_accuracy_is_at_least_exact_match():
 WORDS = st.lists(st.sampled_from(["red", "fox", "jumps", "Over", "the", "dog,", "7.5"]), max_size=9).map(" ".join)
 
 
+TEXTS = st.lists(WORDS, max_size=3).map("\n".join)
+
+
 @given(st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=3)), min_size=1, max_size=4))
 def test_rouge_equals_googles_scorer(samples):
     predictions, references = [sample[0] for sample in samples], [sample[1] for sample in samples]
@@ -93,10 +97,33 @@ def test_rouge_by_hand():
     assert scores == pytest.approx({"rouge1": 75.0, "rouge2": 100 / 3, "rougeL": 75.0}, abs=1e-3)
 
 
+@given(st.lists(st.tuples(TEXTS, st.lists(TEXTS, min_size=1, max_size=3)), min_size=1, max_size=4))
+def test_rouge_lsum_equals_googles_scorer_over_lines(samples):
+    scorer = rouge_scorer.RougeScorer(["rougeLsum"], use_stemmer=False)
+    best = [
+        max(scorer.score(reference, prediction)["rougeLsum"].fmeasure for reference in texts)
+        for prediction, texts in samples
+    ]
+    expected = pytest.approx(100 * sum(best) / len(best), abs=1e-3)
+    assert rouge_lsum([sample[0] for sample in samples], [sample[1] for sample in samples]) == expected
+    # A full stop ends a sentence as the end of a line does, also with spaces on both sides, as in CNN / DailyMail.
+    for end in (". ", " . ", "!  "):
+        predictions = [prediction.replace("\n", end) for prediction, _ in samples]
+        references = [[text.replace("\n", end) for text in texts] for _, texts in samples]
+        assert rouge_lsum(predictions, references) == expected
+
+
+def test_the_order_of_sentences_counts_in_rouge_l_alone():
+    prediction, reference = "The dog barked. A cat sat.", "A cat sat. The dog barked."
+    assert rouge_lsum([prediction], [[reference]]) == pytest.approx(100.0)
+    assert rouge_scores([prediction], [[reference]])["rougeL"] == pytest.approx(50.0)
+
+
 def test_rouge_needs_no_download(monkeypatch):
     nltk = pytest.importorskip("nltk")
     monkeypatch.setattr(nltk, "download", lambda *args, **kwargs: pytest.fail("ROUGE must not download anything"))
     assert rouge_scores(["one. two."], [["one. two."]])["rougeL"] == pytest.approx(100.0)
+    assert rouge_lsum(["one. two."], [["one. two."]]) == pytest.approx(100.0)
 
 
 def test_bleu_equals_sacrebleu_on_a_corpus_with_several_references():
