@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .chunking import Slots, cut, join, memory_position_ids
 from .compressed_context import CompressedContext
-from .fingerprints import fingerprint
+from .fingerprints import fingerprint, version
 from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
 from .key_value_memory import inverse_frequencies, key_value_shape
 
@@ -25,7 +25,7 @@ class CompressingMixin:
     # What the slots are: "embeddings", or "key_values" of every layer.
     carrier = "embeddings"
     memory_class = CompressedContext
-    _fingerprint: tuple[tuple[int, ...], str] | None = None
+    _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
 
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
@@ -143,9 +143,12 @@ class CompressingMixin:
 
     @property
     def model_id(self) -> str:
-        """Method and a fingerprint of the weights: what a memory must match to be read by this model."""
-        # Tensors made in inference mode cannot change, and count no versions.
-        versions = tuple(-1 if p.is_inference() else p._version for p in self.parameters())
+        """Method and a fingerprint of the weights: what a memory must match to be read by this model.
+
+        It is kept until the weights change. Of a change in place through `parameter.data` there is no sign: the model
+        keeps its old name until it is loaded anew.
+        """
+        versions = tuple(version(parameter) for parameter in self.parameters())
         if self._fingerprint is None or self._fingerprint[0] != versions:
             self._fingerprint = (versions, f"{self.config.model_type}:{fingerprint(self)}")
         return self._fingerprint[1]

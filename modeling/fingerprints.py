@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,18 @@ def fingerprint(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> str:
     if parts:
         digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def version(tensor: Tensor) -> tuple[Any, ...]:
+    """What is another after the tensor has got other values, without a look at them: place, shape, changes in place.
+
+    Args:
+        tensor: any tensor; what is written through its `data` is not seen.
+    """
+    # A quantized or shared-out weight may be a class of its own, without a place in memory.
+    place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
+    # Tensors made in inference mode count no versions.
+    return place, tuple(tensor.shape), -1 if tensor.is_inference() else tensor._version
 
 
 def checksum(tensor: Tensor) -> int | None:

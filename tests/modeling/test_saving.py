@@ -307,6 +307,19 @@ def test_a_copied_model_is_a_model_of_its_own(method_case, inputs):
     assert other.model_id != model.model_id
 
 
+def test_a_model_whose_weights_were_exchanged_has_another_name(method_case):
+    model = method_case.build()
+    names = [model.model_id]
+    trains = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    vector = torch.nn.utils.parameters_to_vector(trains).detach()
+    torch.nn.utils.vector_to_parameters(3 * vector, trains)
+    names.append(model.model_id)
+    model.resize_token_embeddings(model.config.vocab_size + 7)
+    names.append(model.model_id)
+    assert len(set(names)) == 3
+    assert copy.deepcopy(model).model_id == names[-1]
+
+
 # --- adapters ---
 
 
