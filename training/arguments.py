@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from trl import SFTConfig, TrlParser
 
 from .collators import CONTEXT_MODES
@@ -17,6 +16,7 @@ from .data import DataSource
 from .examples import OVERLONG_CONTEXTS
 from .span_corruption import SpanCorruption
 from .suggestions import check_choice, nearest
+from .yaml_text import parse_yaml, read_yaml
 
 OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising", "retrieval")
 OPTIMIZERS = ("adamw", "muon", "adafactor")
@@ -26,7 +26,7 @@ RATIO_MODES = ("all", "random", "per_sample")
 def _structured(name: str, value: Any, kind: type) -> Any:
     """A mapping or list field, which the command line gives as YAML text."""
     if isinstance(value, str):
-        value = yaml.safe_load(value)
+        value = parse_yaml(value, name)
     if value is not None and not isinstance(value, kind):
         word = "a mapping" if kind is dict else "a list"
         raise ValueError(f"{name} must be {word}, got {value!r}")
@@ -294,8 +294,7 @@ def read_recipe(path: str) -> dict[str, Any]:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.4)
             raise ValueError(f"there is no recipe {path!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         file = names[key]
-    with open(file, encoding="utf-8") as stream:
-        recipe = yaml.safe_load(stream)
+    recipe = read_yaml(file)
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} must hold fields and values (a YAML mapping), got {type(recipe).__name__}")
     return recipe

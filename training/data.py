@@ -7,7 +7,9 @@ columns `context` with `question` and `answers`, `context` with `summary`, or `t
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -35,6 +37,14 @@ _NEEDED_COLUMNS = {
 _NO_ANSWER = '; keep only the rows with an answer, e.g. by `dataset.filter(lambda row: row["answers"])`'
 _COLUMNS = ("id", "context", "question", "answers", "summary", "text")
 _READERS = {".parquet": pyarrow.parquet.read_table, ".jsonl": pyarrow.json.read_json, ".json": pyarrow.json.read_json}
+_FIELD_TYPES = {
+    **dict.fromkeys(("name", "path", "config", "split", "kind", "licence", "hub_id", "title"), (str, "a text")),
+    **dict.fromkeys(("max_samples", "facts_per_record"), (int, "a whole number")),
+    "generated": (bool, "true or false"),
+    "weight": ((int, float), "a number, such as 0.5 or 1.0e-1"),
+    "tasks": ((list, tuple, str), "a list of tasks"),
+    "columns": (Mapping, "a mapping from our column to the source's"),
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class DataSource:
     def __post_init__(self) -> None:
         if sum((self.name is not None, self.path is not None, bool(self.generated))) != 1:
             raise ValueError(f"a source has exactly one of name, path and generated: true, got {self.label!r}")
+        self._check_types()
         tasks = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks)
         object.__setattr__(self, "tasks", tasks)
         if not tasks:
@@ -86,16 +97,28 @@ class DataSource:
             check_choice(f"task of source {self.label!r}:", task, TASKS)
         if self.generated and "summarisation" in tasks:
             raise ValueError("generated documents have no summaries: take summarisation out of their tasks")
-        if self.weight is not None and not self.weight > 0:
-            raise ValueError(f"weight of source {self.label!r} must be above 0, got {self.weight!r}")
-        for column in self.columns or {}:
-            check_choice(f"column of source {self.label!r}:", column, _COLUMNS)
+        if self.weight is not None and not 0 < self.weight < math.inf:
+            raise ValueError(f"weight of source {self.label!r} must be above 0 and finite, got {self.weight!r}")
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"max_samples of source {self.label!r} must be at least 1, got {self.max_samples!r}")
-        for field in ("licence", "hub_id", "title"):
-            value = getattr(self, field)
-            if value is not None and not (isinstance(value, str) and value.strip()):
-                raise ValueError(f"{field} of source {self.label!r} must be a text, got {value!r}")
+
+    def _check_types(self) -> None:
+        """Refuse values that a field cannot have, such as what YAML does not read as it looks."""
+        if isinstance(self.weight, str):
+            # YAML 1.1 reads 1e-1, which has no point, as a text.
+            with contextlib.suppress(ValueError):
+                object.__setattr__(self, "weight", float(self.weight))
+        for name, (kind, words) in _FIELD_TYPES.items():
+            value = getattr(self, name)
+            if value is None and getattr(type(self), name) is None:
+                continue
+            is_other = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+            if is_other or (isinstance(value, str) and not value.strip()):
+                raise ValueError(f"{name} of source {self.label!r} must be {words}, got {value!r}")
+        for column, theirs in (self.columns or {}).items():
+            check_choice(f"column of source {self.label!r}:", column, _COLUMNS)
+            if not isinstance(theirs, str):
+                raise ValueError(f"columns of source {self.label!r}: {column} must name a column, got {theirs!r}")
 
     @property
     def label(self) -> str:

@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-import yaml
-
 from .suggestions import nearest
+from .yaml_text import read_yaml
 
 TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
 DEFAULT_PROMPTS = "default"
@@ -48,14 +47,13 @@ def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
         Task -> templates; the first template of a task is the canonical one.
 
     Raises:
-        ValueError: no such file or name, a task is missing or unknown, or a template does not hold `{question}`
-            exactly where it has to.
+        ValueError: no such file or name, no YAML in it, a task is missing or unknown, or a template does not hold
+            `{question}` exactly where it has to.
     """
     file = _prompts_file(path)
-    with open(file, encoding="utf-8") as stream:
-        content = yaml.safe_load(stream)
+    content = read_yaml(file)
     if not isinstance(content, dict) or set(content) != set(TASKS):
-        found = sorted(content) if isinstance(content, dict) else type(content).__name__
+        found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"{file} must hold one list of templates for each of {TASKS}, got {found}")
     for task, templates in content.items():
         if not isinstance(templates, list) or not templates or not all(isinstance(t, str) for t in templates):

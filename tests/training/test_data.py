@@ -5,6 +5,7 @@ import random
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 
 from context_compressors.training.data import DataSource, TokenizedTexts, distinct_texts, encode, read_rows
 from context_compressors.training.data import start_token_id as find_start
@@ -81,11 +82,29 @@ def test_wrong_files_and_columns_are_named(folder, fields, message):
         ({"path": "x", "license": "MIT"}, "did you mean 'licence'"),
         ({"path": "x", "columns": {"contxt": "y"}}, "did you mean 'context'"),
         ({"generated": True, "tasks": ["summarisation"]}, "no summaries"),
+        (
+            {"path": "x", "weight": "heavy"},
+            "weight of source 'x' must be a number, such as 0.5 or 1.0e-1, got 'heavy'",
+        ),
+        ({"path": "x", "weight": True}, "weight of source 'x' must be a number"),
+        ({"path": "x", "weight": "inf"}, "must be above 0 and finite, got inf"),
+        ({"path": "x", "max_samples": "ten"}, "max_samples of source 'x' must be a whole number, got 'ten'"),
+        ({"path": "x", "max_samples": 1.5}, "max_samples of source 'x' must be a whole number, got 1.5"),
+        ({"path": "x", "tasks": None}, "tasks of source 'x' must be a list of tasks, got None"),
+        ({"path": "x", "columns": {"context": 3}}, "columns of source 'x': context must name a column, got 3"),
+        ({"path": "x", "columns": "context"}, "columns of source 'x' must be a mapping .* got 'context'"),
+        ({"path": 3}, "path of source 3 must be a text, got 3"),
+        ({"name": "x", "split": None}, "split of source 'x' must be a text, got None"),
+        ({"generated": "no"}, "generated of source 'generated' must be true or false, got 'no'"),
     ],
 )
 def test_wrong_sources_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         source(**fields)
+
+
+def test_a_weight_may_be_written_as_yaml_reads_a_text():
+    assert source(path="x", **yaml.safe_load("weight: 1e-1")).weight == 0.1
 
 
 def test_unknown_file_types_are_refused(folder):

@@ -54,3 +54,9 @@ def test_wrong_files_and_tasks_are_refused(tmp_path):
     other.write_text("\n".join(f"{task}: ['no field']" for task in TASKS))
     with pytest.raises(ValueError, match="question_answering template only"):
         load_prompts(str(other))
+    file.write_text("summarisation: [x\n")
+    with pytest.raises(ValueError, match=r"prompts.yaml is not valid YAML: line 2, column 1"):
+        load_prompts(str(file))
+    file.write_text("1: [x]\nsummarisation: [x]\n")
+    with pytest.raises(ValueError, match=r"got \['1', 'summarisation'\]"):
+        load_prompts(str(file))

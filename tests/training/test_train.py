@@ -189,6 +189,7 @@ def test_method_config_of_several_recipes_is_put_together(tmp_path):
         ({"min_context_tokens": 2000}, [], r"min_context_tokens must be 1 to max_context_tokens \(60\)"),
         ({"sources": "text"}, [], "sources must be a list"),
         ({"model_config": [1]}, [], "model_config must be a mapping"),
+        ({}, ["--method_config", "{compression_ratios: [4"], "method_config is not valid YAML: line 1, column 24: "),
         ({"distillation_chunk_size": 0}, [], "distillation_chunk_size must be at least 1"),
     ],
 )
@@ -205,6 +206,12 @@ def test_wrong_recipes_are_refused(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ValueError, match="must hold fields and values"):
         parse_recipe([str(tmp_path / "list.yaml")])
+    (tmp_path / "open.yaml").write_text("method: icae\nbase: [1\n")
+    with pytest.raises(ValueError, match=r"open.yaml is not valid YAML: line 3, column 1: expected ',' or '\]'"):
+        parse_recipe([str(tmp_path / "open.yaml")])
+    (tmp_path / "latin.yaml").write_bytes("title: Århus\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.yaml is not in UTF-8"):
+        parse_recipe([str(tmp_path / "latin.yaml")])
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"]])

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading YAML, with a refusal that names the file or field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """The value that a YAML text describes.
+
+    Args:
+        text: the text.
+        what: what refusals call it, a field or a file.
+
+    Raises:
+        ValueError: the text is no YAML.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}" if mark else error
+        raise ValueError(f"{what} is not valid YAML: {place}") from error
+
+
+def read_yaml(file: Path) -> Any:
+    """The value that a YAML file describes; `ValueError` naming the file when it is no YAML or not in UTF-8."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not in UTF-8: {error}") from error
+    return parse_yaml(text, str(file))
