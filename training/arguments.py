@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,17 @@ def _structured(name: str, value: Any, kind: type) -> Any:
     return value
 
 
+def _read_null(arguments: Any) -> None:
+    """Make `None` of the text "null" or "none" in optional fields: the command line has no other way to write it."""
+    for entry in fields(arguments):
+        value = getattr(arguments, entry.name)
+        if entry.default is None and isinstance(value, str) and value.lower() in ("null", "none"):
+            setattr(arguments, entry.name, None)
+
+
 @dataclass
 class ModelArguments:
-    """What is trained.
+    """What is trained. An optional field is `None` when it is given as null or none.
 
     Args:
         base: folder or Hub id of the pretrained language model to start from.
@@ -78,6 +86,7 @@ class ModelArguments:
     attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2"})
 
     def __post_init__(self) -> None:
+        _read_null(self)
         for name in ("model_config", "train_tokenizer", "method_config", "checkpoint_config", "teacher_lora"):
             setattr(self, name, _structured(name, getattr(self, name), dict))
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
@@ -98,7 +107,7 @@ _POSITIVE = (
 
 @dataclass
 class DataArguments:
-    """What it is trained on.
+    """What it is trained on. An optional field is `None` when it is given as null or none.
 
     Args:
         sources: list of sources, see `data.DataSource`; of the objective retrieval, `retrieval_data.RetrievalSource`.
@@ -155,6 +164,7 @@ class DataArguments:
     max_query_tokens: int = field(default=64, metadata={"help": "longest query of retrieval in tokens"})
 
     def __post_init__(self) -> None:
+        _read_null(self)
         for name, kind in (
             ("sources", list),
             ("eval_sources", list),
@@ -314,7 +324,8 @@ def parse_recipe(argv: Sequence[str], prog: str = "context-compressors train") -
     """Parse `RECIPE.yaml [...] [--field value]` into (ModelArguments, DataArguments, TrainingConfig).
 
     Several recipes are read in order, a later one over an earlier one (`method_config` and `checkpoint_config` field
-    by field, so that one recipe may name a method and another its positions); the command line over both.
+    by field, so that one recipe may name a method and another its positions); the command line over both. `--field
+    null` takes back what a recipe says.
 
     Raises:
         ValueError: no such recipe, an unknown field (the nearest right one is named), or a value not allowed.

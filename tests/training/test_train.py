@@ -167,6 +167,16 @@ def test_method_config_of_several_recipes_is_put_together(tmp_path):
     assert model.method_config == {"chunk_size": 8}
 
 
+def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_folder):
+    recipe = write_recipe(
+        tmp_path, base="b", encoder="e", teacher="t", tokenizer=str(base_folder), data_dir="d", prompts="gmsa"
+    )
+    argv = ["--base", "null", "--encoder", "None", "--teacher", "NULL", "--data_dir=null", "--prompts", "none"]
+    model, data, _ = parse_recipe([recipe, *argv, "--checkpoint", "c"])
+    assert (model.base, model.encoder, model.teacher, model.checkpoint) == (None, None, None, "c")
+    assert (data.data_dir, data.prompts, model.tokenizer) == (None, None, str(base_folder))
+
+
 @pytest.mark.parametrize(
     ("recipe", "argv", "message"),
     [
