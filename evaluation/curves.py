@@ -13,12 +13,15 @@ from ..training.suggestions import check_choice, nearest
 from .plots import plot_curves
 from .report import markdown_table
 
-METRIC = "reconstruction_loss"
+RUN_METRIC, BENCHMARK_METRIC = "loss", "reconstruction_loss"
 _STATE, _SUMMARY = "trainer_state.json", "training_summary.json"
 
 _EXAMPLES = """\
 examples:
-  # Two runs of joint pretraining, by the logs in their folders:
+  # Two runs, by the losses in their folders' logs, and how soon each is at a loss of 2.5:
+  context-compressors curves outputs/icae outputs/mean-pooling --loss 2.5 --output curves.png
+
+  # One value of two runs of joint pretraining, under names of their own:
   context-compressors curves default=outputs/icae-default enhanced=outputs/icae-enhanced --output curves.png \\
       --metric loss_reconstruction_ratio_5
 
@@ -96,14 +99,26 @@ def speed_ups(curves: Sequence[Curve], loss: float) -> dict[str, float | None]:
     return {name: None if first is None or own is None else first / own for name, own in steps.items()}
 
 
-def read_curves(source: str, metric: str = METRIC) -> list[Curve]:
+def default_metric(sources: Sequence[str]) -> str:
+    """What is drawn of sources unless another value is asked for: "loss" of runs, "reconstruction_loss" of benchmarks.
+
+    Raises:
+        ValueError: no such file, or runs and benchmarks together.
+    """
+    metrics = {source: _metric_of(_content(_log_file(_split(source)[1]))) for source in sources}
+    if len(set(metrics.values())) > 1:
+        raise ValueError(f"runs and benchmarks have no value in common by default: give --metric, got {metrics}")
+    return metrics[sources[0]]
+
+
+def read_curves(source: str, metric: str | None = None) -> list[Curve]:
     """Read the curves of a run, or of all rows of a small-scale benchmark.
 
     Args:
         source: `trainer_state.json`, `training_summary.json`, a result file of `benchmarks/small_scale.py`, or a run's
-            folder (its last state is taken); `NAME=` in front gives it another name, and is put in front of the names
-            of the rows.
-        metric: a value of the log's entries, such as "loss".
+            folder (its last state is taken), whose name the run has; `NAME=` in front gives it another name, and is
+            put in front of the names of the rows.
+        metric: a value of the log's entries; that of `default_metric` when `None`.
 
     Returns:
         One curve, or one for each method, settings and ratios of the benchmark, with all its seeds.
@@ -111,10 +126,10 @@ def read_curves(source: str, metric: str = METRIC) -> list[Curve]:
     Raises:
         ValueError: no such file, one that holds no log, or a log without the metric.
     """
-    name, _, place = source.rpartition("=")
-    path = _log_file(Path(place).expanduser())
+    name, given = _split(source)
+    path = _log_file(given)
+    content = _content(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         if "runs" in content:
             logs: dict[str, list[Any]] = {}
             for run in content["runs"]:
@@ -123,10 +138,31 @@ def read_curves(source: str, metric: str = METRIC) -> list[Curve]:
         else:
             # A summary's log is its last entries only.
             log = content["log_history"] if "log_history" in content else content["log"]
-            logs = {name or path.parent.resolve().name: [log]}
-    except (KeyError, TypeError, ValueError) as error:
+            folder = given if given.is_dir() else path.parent
+            logs = {name or folder.resolve().name: [log]}
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{path} has no training log: {error!r}") from error
-    return [_curve(label, seeds, metric, path) for label, seeds in logs.items()]
+    return [_curve(label, seeds, metric or _metric_of(content), path) for label, seeds in logs.items()]
+
+
+def _split(source: str) -> tuple[str, Path]:
+    """Name, which may be empty, and place of `[NAME=]PLACE`."""
+    name, _, place = source.rpartition("=")
+    return name, Path(place).expanduser()
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} has no training log: {error!r}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} has no training log: it holds a {type(content).__name__}, not fields and values")
+    return content
+
+
+def _metric_of(content: Mapping[str, Any]) -> str:
+    return BENCHMARK_METRIC if "runs" in content else RUN_METRIC
 
 
 def _log_file(path: Path) -> Path:
@@ -183,7 +219,7 @@ def build_parser() -> NearestNameParser:
     add = parser.add_argument
     add("sources", nargs="+", metavar="SOURCE", help="[NAME=]folder of a run, its log, or small-scale result file")
     add("--output", required=True, metavar="PNG", help="the picture")
-    add("--metric", default=METRIC, help="value of the logs' entries (default: %(default)s)")
+    add("--metric", help=f"value of the logs' entries (default: {RUN_METRIC}, of a benchmark {BENCHMARK_METRIC})")
     add("--loss", type=float, metavar="X", help="loss to reach (default: the lowest that all runs reach)")
     add(
         "--runs",
@@ -198,10 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `context-compressors curves`; returns the exit status.
 
     Raises:
-        ValueError: a source that holds no such log, two runs of one name, or a run that is not there.
+        ValueError: a source that holds no such log, runs and benchmarks without a metric, two runs of one name, or a
+            run that is not there.
     """
     arguments = build_parser().parse_args(argv)
-    read = [curve for source in arguments.sources for curve in read_curves(source, arguments.metric)]
+    metric = arguments.metric or default_metric(arguments.sources)
+    read = [curve for source in arguments.sources for curve in read_curves(source, metric)]
     curves = {curve.name: curve for curve in read}
     if len(curves) < len(read):
         raise ValueError(f"two runs have one name among {[curve.name for curve in read]}: give names as NAME=SOURCE")
@@ -209,6 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_choice("run", name, curves)
     chosen = [curves[name] for name in arguments.runs or curves]
     loss = common_loss(chosen) if arguments.loss is None else arguments.loss
-    path = plot_curves(chosen, arguments.metric, arguments.output, loss)
+    path = plot_curves(chosen, metric, arguments.output, loss)
     print(f"{table(chosen, loss)}\n\nwrote {path}")
     return 0

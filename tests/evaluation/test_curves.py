@@ -61,18 +61,19 @@ def test_the_table_shows_what_was_never_reached():
 
 
 def test_curves_come_from_states_summaries_and_folders(tmp_path):
-    state = write(tmp_path / "a" / "trainer_state.json", {"log_history": log([2.0, 1.0])})
-    summary = write(tmp_path / "b" / "training_summary.json", {"steps": 20, "log": log([3.0, 2.5])})
+    state = write(tmp_path / "a" / "trainer_state.json", {"log_history": log([2.0, 1.0], "loss")})
+    summary = write(tmp_path / "b" / "training_summary.json", {"steps": 20, "log": log([3.0, 2.5], "loss")})
     assert read_curves(state) == [Curve("a", (10, 20), ((2.0, 1.0),))]
     assert read_curves(f"name={summary}") == [Curve("name", (10, 20), ((3.0, 2.5),))]
     assert read_curves(f"x={tmp_path / 'a'}") == [Curve("x", (10, 20), ((2.0, 1.0),))]
     # In a run's folder, the checkpoint that came furthest; a summary has the end of the log only.
     for step in (20, 100):
         losses = [1.0] * (step // 10)
-        write(tmp_path / "b" / f"checkpoint-{step}" / "trainer_state.json", {"log_history": log(losses)})
-    assert read_curves(str(tmp_path / "b"))[0].steps[-1] == 100
-    other = write(tmp_path / "c" / "trainer_state.json", {"log_history": log([2.0, 1.5], "loss")})
-    assert read_curves(other, "loss") == [Curve("c", (10, 20), ((2.0, 1.5),))]
+        write(tmp_path / "b" / f"checkpoint-{step}" / "trainer_state.json", {"log_history": log(losses, "loss")})
+    (curve,) = read_curves(str(tmp_path / "b"))
+    assert (curve.name, curve.steps[-1]) == ("b", 100)
+    other = write(tmp_path / "c" / "trainer_state.json", {"log_history": log([2.0, 1.5], "eval_loss")})
+    assert read_curves(other, "eval_loss") == [Curve("c", (10, 20), ((2.0, 1.5),))]
 
 
 def small_scale(tmp_path):
@@ -100,8 +101,8 @@ def test_rows_of_the_small_scale_benchmark_have_a_value_for_each_seed(tmp_path):
     ("content", "message"),
     [
         (
-            {"log_history": log([1.0], "loss")},
-            "no 'reconstruction_loss' in its log; allowed: loss, train_runtime",
+            {"log_history": log([1.0], "accuracy")},
+            "no 'loss' in its log; allowed: accuracy, train_runtime",
         ),
         ({"rows": []}, "has no training log: KeyError"),
         ([], "has no training log"),
@@ -174,6 +175,25 @@ def test_command_draws_chosen_runs_in_order(tmp_path, capsys):
     assert "| 2.00" in out
     assert cli.main(["curves", file, "--output", str(output), "--runs", runs[1]]) == 0
     assert "icae, ratio 5" not in capsys.readouterr().out
+
+
+def test_command_draws_the_losses_of_two_runs_by_the_names_of_their_folders(tmp_path, capsys):
+    for name, losses in (("slow", [4.0, 3.0]), ("fast", [3.0, 2.0])):
+        write(tmp_path / name / "checkpoint-20" / "trainer_state.json", {"log_history": log(losses, "loss")})
+    output = tmp_path / "curves.png"
+    argv = ["curves", str(tmp_path / "slow"), str(tmp_path / "fast"), "--loss", "3", "--output", str(output)]
+    assert cli.main(argv) == 0
+    lines = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    assert [(line[1], line[6]) for line in lines[2:4]] == [("slow", "20"), ("fast", "10")]
+    assert output.is_file()
+
+
+def test_command_wants_a_metric_for_runs_beside_benchmarks(tmp_path, capsys):
+    run = write(tmp_path / "run" / "trainer_state.json", {"log_history": log([2.0])})
+    argv = ["curves", run, small_scale(tmp_path), "--output", str(tmp_path / "curves.png")]
+    assert cli.main(argv) == 1
+    assert "give --metric" in capsys.readouterr().err
+    assert cli.main([*argv, "--metric", "reconstruction_loss"]) == 0
 
 
 def test_command_refuses_unknown_and_doubled_runs(tmp_path, capsys):
