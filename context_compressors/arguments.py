@@ -36,3 +36,26 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def check_device(name: str) -> None:
+    """Raise `ValueError` naming the allowed ones unless this machine has the device, or it is "auto"."""
+    if name == "auto":
+        return
+    import torch
+
+    allowed = ["auto", "cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        allowed += [kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
+    if name not in allowed:
+        raise ValueError(f"device must be one of {', '.join(allowed)} on this machine, got {name!r}")
+
+
+def device_name(text: str) -> str:
+    """Read a device that this machine has, or "auto", for `type=` of an argument."""
+    try:
+        check_device(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = getattr(importlib.import_module(f".{module}", __package__), function)
     try:
         return command(rest) or 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if show_traceback:
             raise
         print(f"context-compressors {name}: error: {error}", file=sys.stderr)

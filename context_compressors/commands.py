@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import NearestNameParser, positive_int
+from .arguments import NearestNameParser, check_device, device_name, positive_int
 from .documents import Document, read_documents
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def load_compressor(
         base_model: where the base of a light checkpoint is, Hub id or folder, if not where the checkpoint says.
 
     Raises:
-        ValueError: no such checkpoint, no compressor, or one whose code is not trusted.
+        ValueError: no such device or checkpoint, no compressor, or one whose code is not trusted.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
@@ -131,6 +131,7 @@ def load_compressor(
 
     from .training.task_tokens import text_tokenizer
 
+    check_device(device)
     importlib.import_module(".modeling", __package__)  # makes the Auto classes know this package's methods
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
@@ -180,7 +181,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="allow a checkpoint of a method that this package does not have to run its own code",
     )
     parser.add_argument(
-        "--device", default="auto", help="such as cpu or cuda:0 (default: an accelerator if there is one)"
+        "--device",
+        type=device_name,
+        default="auto",
+        help="such as cpu or cuda:0 (default: an accelerator if there is one)",
     )
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: as saved)"

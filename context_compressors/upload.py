@@ -256,9 +256,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         the exit code, 0; wrong options exit with 2.
 
     Raises:
-        ValueError: as `build_repository` and `push_repository`.
+        ValueError: a name that the Hub does not allow, and as `build_repository` and `push_repository`.
     """
+    from huggingface_hub.utils import validate_repo_id
+
     arguments = _parser().parse_args(argv)
+    validate_repo_id(arguments.repository)
     options: dict[str, Any] = {
         "weights": arguments.weights,
         "base_model": arguments.base_model,

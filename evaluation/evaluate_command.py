@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
+from ..arguments import device_name
 from ..training.prompts import TASKS
 from ..training.suggestions import check_choice, nearest
 from .evaluate import can_compress, evaluate_model, model_label
@@ -124,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--plots", metavar="FOLDER", help="write pictures of the report")
     add("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size")
     add("--seed", type=int, default=0, help="draws samples, windows and generated documents (default: 0)")
-    add("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
+    add("--device", type=device_name, default="auto", help='such as "cpu" or "cuda" (default: a GPU if there is one)')
     add("--dtype", default="auto", help='"auto" (as saved, the default), "float32", "bfloat16" or "float16"')
     add("--trust-remote-code", action="store_true", help="run the code that a Hub repository brings")
     return parser
@@ -155,7 +156,8 @@ def _load(name: str, arguments: argparse.Namespace, base_model: str | None = Non
     model = (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_pretrained(
         name, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code, **base
     )
-    return model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(default if arguments.device == "auto" else arguments.device)
 
 
 def main(argv: list[str] | None = None) -> int:

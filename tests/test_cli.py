@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import context_compressors
-from context_compressors import cli
+from context_compressors import cli, commands
+from context_compressors.arguments import check_device
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.documents import Document, read_documents
 from context_compressors.modeling.compressed_context import CompressedContext
@@ -114,6 +115,9 @@ def test_a_wrong_command_is_refused_with_the_nearest_one(
         (["compress", "m", "a.txt", "--dtype", "int8"], "'int8'"),
         (["ask", "m", "a.txt", "--questions", "Who?"], "unknown option '--questions'; did you mean '--question'?"),
         (["ask", "m"], "sources"),
+        (["compress", "m", "a.txt", "--device", "gpu"], "device must be one of auto, cpu"),
+        (["ask", "m", "a.txt", "--device", "cuda:99"], "device must be one of auto, cpu"),
+        (["evaluate", "m", "--data", "generated", "--device", "gpu"], "device must be one of auto, cpu"),
     ],
 )
 def test_a_wrong_option_exits_with_2_and_the_nearest_one(
@@ -143,6 +147,35 @@ def test_an_error_is_one_line_unless_the_traceback_is_asked_for(capsys: pytest.C
     assert capsys.readouterr().err.startswith("context-compressors compress: error: nowhere.txt is not there")
     with pytest.raises(ValueError, match=r"nowhere\.txt is not there"):
         cli.main(["--traceback", *argv])
+
+
+def test_a_missing_package_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def refuse(argv: list[str]) -> int:
+        raise ImportError("the package flash_attn is not installed")
+
+    monkeypatch.setattr(commands, "compress_main", refuse)
+    assert cli.main(["compress"]) == 1
+    message = "context-compressors compress: error: the package flash_attn is not installed\n"
+    assert capsys.readouterr().err == message
+    with pytest.raises(ImportError, match="flash_attn"):
+        cli.main(["--traceback", "compress"])
+
+
+def test_devices_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch, model_folder: str):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    check_device("cpu")
+    check_device("auto")
+    with pytest.raises(ValueError, match=r"device must be one of auto, cpu on this machine, got 'cuda'"):
+        check_device("cuda")
+    with pytest.raises(ValueError, match="got 'gpu'"):
+        commands.load_compressor(model_folder, device="gpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    check_device("cuda")
+    check_device("cuda:1")
+    with pytest.raises(ValueError, match=r"auto, cpu, cuda, cuda:0, cuda:1 on this machine, got 'cuda:2'"):
+        check_device("cuda:2")
 
 
 # --- reading documents ---

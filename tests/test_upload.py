@@ -99,6 +99,13 @@ def names(hub):
 # --- what is built ---
 
 
+@pytest.mark.parametrize("name", ["not a name", "me/my/compressor", "me/-compressor"])
+def test_a_name_that_the_hub_does_not_allow_is_refused_without_a_connection(checkpoint, tmp_path, capsys, name):
+    assert upload(checkpoint, name, "--dry-run", "--output", tmp_path / "repository") == 1
+    assert f"'{name}'" in capsys.readouterr().err
+    assert not (tmp_path / "repository").exists()
+
+
 def test_a_folder_loads_and_two_runs_give_the_same_bytes(checkpoint, tmp_path):
     before = contents(checkpoint)
     first = build_repository(checkpoint, tmp_path / "first", license="mit")
