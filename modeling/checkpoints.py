@@ -8,7 +8,7 @@ import difflib
 import inspect
 import os
 import tempfile
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from ..configuration.versions import CODE_VERSION, CONFIG_SCHEMA
 from .adapters import initialize_lora
-from .base_weights import DECODER_BASE, ENCODER_BASE, base_entry
+from .base_weights import DECODER_BASE, ENCODER_BASE, base_entry, stored_weights
 from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer, load_encoder_tokenizer
 from .light_checkpoints import LightCheckpointMixin, fetching_arguments, shown_name, without_quantizer
 from .remote_code import write_card, write_code
@@ -228,6 +228,10 @@ class CheckpointMixin(LightCheckpointMixin):
             if base_model is not None or encoder_base_model is not None:
                 logger.warning(f"{name} holds all its weights: the base model that was given is not used")
             model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            if name is not None:
+                # Other files than safetensors are not looked at.
+                with suppress(OSError):
+                    model._name_as_stored(lambda: stored_weights(name, **fetching_arguments(kwargs)))
         missing = sorted(info["missing_keys"])
         if missing:
             raise ValueError(

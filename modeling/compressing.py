@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class CompressingMixin:
     carrier = "embeddings"
     memory_class = CompressedContext
     _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
+    # That of the stored weights, by that of the same weights as they were loaded.
+    _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
 
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
@@ -145,10 +148,12 @@ class CompressingMixin:
     def model_id(self) -> str:
         """Method and a fingerprint of the weights: what a memory must match to be read by this model.
 
-        It is kept until the weights change. Of a change in place through `parameter.data` there is no sign: the model
+        A checkpoint gives one name in whatever floating-point type it is loaded; stored in float16 it has another.
+        The name is kept until the weights change. A change in place through `parameter.data` leaves no sign: the model
         keeps its old name until it is loaded anew.
         """
         versions = tuple(version(parameter) for parameter in self.parameters())
         if self._fingerprint is None or self._fingerprint[0] != versions:
-            self._fingerprint = (versions, f"{self.config.model_type}:{fingerprint(self)}")
+            found = fingerprint(self)
+            self._fingerprint = (versions, f"{self.config.model_type}:{self._stored_fingerprints.get(found, found)}")
         return self._fingerprint[1]

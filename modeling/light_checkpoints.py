@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from .base_weights import (
     base_tensors,
     lay_over,
     load_bases,
+    own_name,
     remember_base,
     stored_weights,
 )
-from .fingerprints import checksum
+from .fingerprints import checksum, fingerprint
 
 # Of two configurations' sources: what `from_pretrained` fetches a checkpoint's files with.
 _FETCHING = (*DOWNLOAD_ARGUMENTS, "proxies", "revision", "subfolder")
@@ -85,7 +86,17 @@ class LightCheckpointMixin:
                 model.generation_config = GenerationConfig.from_pretrained(name, **fetching)
         own = [(key, tensor) for key, tensor in model.state_dict().items() if key in of_the_base]
         remember_base(model, BaseRecord(entries, own))
+        model._name_as_stored(lambda: state)
         return model, info
+
+    def _name_as_stored(self, load_stored: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Keep the fingerprint of the weights as they are stored: that of a float16 copy would be another."""
+        parameters = list(self.parameters())
+        if not any(p.dtype == torch.float16 for p in parameters) or any(p.is_meta for p in parameters):
+            return
+        stored = {own_name(key): tensor for key, tensor in load_stored().items()}
+        backbone = getattr(self, "model", self)
+        backbone._stored_fingerprints = {fingerprint(backbone): fingerprint(backbone, stored=stored)}
 
     def _remember_base(self, entries: dict[str, dict[str, str | None]]) -> None:
         if self.base_auto_class is not AutoModelForCausalLM:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeCAL's memories: under padding, in generation, with questions, saved, and what is refused."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -292,6 +293,10 @@ def test_weights_load_in_the_type_that_is_asked_for(decal, question, random_rows
     assert (memory.embeddings - expected.embeddings).norm() < 0.1 * expected.embeddings.norm()
     assert loaded.generate(question, memory=memory, **GREEDY).shape == (2, 9)
     assert loaded.model_id == decal.model_id
+    for model_class in (DeCALForConditionalGeneration, DeCALModel):
+        half = model_class.from_pretrained(tmp_path, dtype=torch.float16)
+        assert half.model_id == decal.model_id
+    assert copy.deepcopy(half).float().model_id == decal.model_id
 
 
 # --- errors ---

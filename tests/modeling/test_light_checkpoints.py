@@ -362,6 +362,27 @@ def test_a_fingerprint_does_not_depend_on_the_type_but_on_every_weight(method_ca
         parameter.data = before
 
 
+@pytest.mark.parametrize("light", [True, False])
+def test_a_checkpoint_has_one_name_in_any_type(method_case, inputs, tmp_path, local_hub, start_light, light):
+    model = start_light(method_case, local_hub, dtype=torch.float32)
+    model.save_pretrained(tmp_path, include_base=not light)
+    memory = model.compress(inputs["context_input_ids"])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
+        assert loaded.dtype == dtype
+        assert loaded.model_id == model.model_id
+    assert copy.deepcopy(loaded).model_id == model.model_id
+    assert type(loaded.model).from_pretrained(tmp_path, dtype=dtype).model_id == model.model_id
+    assert loaded(inputs["input_ids"], memory=memory).logits.isfinite().all()
+    with torch.no_grad():
+        loaded.get_input_embeddings().weight.mul_(2)
+    assert loaded.model_id != model.model_id
+    # What float16 stores are other values.
+    type(model).from_pretrained(tmp_path, dtype=dtype).save_pretrained(tmp_path / "half", include_base=True)
+    names = {type(model).from_pretrained(tmp_path / "half", dtype=dtype).model_id for dtype in ("float32", "float16")}
+    assert len(names) == 1
+
+
 def test_a_method_that_trains_all_of_its_base_is_saved_whole(tmp_path, local_hub):
     config = T5Config(
         vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu"
