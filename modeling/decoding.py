@@ -13,7 +13,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .adapters import DECODER
 from .compressed_context import CompressedContext
-from .inputs import check_keywords, check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
+from .inputs import (
+    check_keywords,
+    check_mask,
+    check_memory,
+    check_memory_ratio,
+    check_text,
+    check_token_ids,
+    warn_about_positions,
+)
 from .key_value_memory import (
     ReadOnlyCache,
     aligned_right,
@@ -135,6 +143,7 @@ class DecodingMixin:
             return self._arranged(sequence, embeddings, positions), sequence
         if offset is None:
             offset = self.text_position_offset(memory, input_ids, text_mask)
+        warn_about_positions(config.decoder_config, int((offset + text_mask.sum(dim=1)).max()))
         if memory.carrier == "key_values":
             slot_mask = memory.attention_mask.sort(dim=1).values
             check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])

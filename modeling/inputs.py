@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from .compressed_context import CompressedContext
 from .key_value_memory import key_value_shape
@@ -17,6 +18,8 @@ from .memory_checks import is_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+logger = logging.get_logger(__name__)
+
 _OWN_KEYWORDS = ("context_input_ids", "context_attention_mask", "memory", "ratio", "text_position_offset")
 
 
@@ -24,7 +27,7 @@ def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Te
     """The mask of `ids` as a LongTensor of ones and zeros; all ones where none is given.
 
     Raises:
-        TypeError: the ids are not an integer tensor.
+        TypeError: the ids are not an integer tensor, or the mask is no tensor.
         ValueError: the ids are not two-dimensional, or the mask has another shape.
     """
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
@@ -33,6 +36,8 @@ def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Te
         raise ValueError(f"`{ids_name}` must have shape (batch_size, num_tokens), got {tuple(ids.shape)}")
     if mask is None:
         return torch.ones_like(ids, dtype=torch.long)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"`{name}` must be a tensor of ones and zeros, got {type(mask).__name__}")
     if tuple(mask.shape) != tuple(ids.shape):
         raise ValueError(f"`{name}` must have the shape of `{ids_name}`, {tuple(ids.shape)}, got {tuple(mask.shape)}")
     return (mask != 0).to(device=ids.device, dtype=torch.long)
@@ -117,6 +122,16 @@ def check_context_length(encoder_config: PreTrainedConfig, num_positions: int, c
         hint = "set `chunk_size` in the configuration, or cut the context" if chunk_size is None else "cut the context"
         raise ValueError(
             f"the context needs {num_positions} positions, the encoder has {limit} (max_position_embeddings): {hint}"
+        )
+
+
+def warn_about_positions(decoder_config: PreTrainedConfig, num_positions: int) -> None:
+    """Say once that slots and text reach further than the decoder's positions, where it may have learned nothing."""
+    limit = getattr(decoder_config, "max_position_embeddings", None)
+    if limit is not None and num_positions > limit:
+        logger.warning_once(
+            f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
+            "may not read what lies behind them: take a higher ratio, or join fewer memories"
         )
 
 

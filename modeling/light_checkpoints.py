@@ -125,8 +125,7 @@ class LightCheckpointMixin:
         Raises:
             ValueError: no weight is the base's, or the method trains all of its base.
         """
-        if self.base_auto_class is not AutoModelForCausalLM:
-            raise ValueError(f"{type(self).__name__} trains all of its base: its checkpoints are always whole")
+        self._check_base_stays()
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", **loading)
         entries = {DECODER_BASE: base_entry(model, base, hub_id, loading.get("revision"), loading)}
         bases = {DECODER_BASE: base_tensors(model)}
@@ -146,11 +145,16 @@ class LightCheckpointMixin:
         self.config.base_model_revision = entries[DECODER_BASE]["revision"]
         remember_base(self, BaseRecord(entries, same))
 
+    def _check_base_stays(self) -> None:
+        if self.base_auto_class is not AutoModelForCausalLM:
+            raise ValueError(f"{type(self).__name__} trains all of its base: its checkpoints are always whole")
+
     def _base_to_leave_out(self, include_base: bool | None) -> BaseRecord | None:
         """What a light checkpoint leaves out; `None` for a whole one."""
         record = base_record(self)
         if include_base or (include_base is None and not (record and record.is_on_the_hub)):
             return None
+        self._check_base_stays()
         if record is None:
             raise ValueError(
                 "nothing tells which weights are the base's: this model was loaded whole, or its adapters are merged; "

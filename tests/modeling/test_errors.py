@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from context_compressors.modeling import inputs
+
 CONTEXT, TEXT = torch.arange(5, 15)[None], torch.arange(20, 24)[None]
 
 
@@ -104,6 +106,19 @@ def test_a_chunk_longer_than_the_positions_is_refused(method_case):
         model.compress(torch.full((1, 18), 9))
 
 
+def test_memories_beyond_the_decoders_positions_are_read_with_a_warning(method_case, caplog, monkeypatch):
+    model = method_case.build(decoder_config={"max_position_embeddings": 16}, chunk_size=8)
+    memory = model.compress(CONTEXT[:, :8])
+    # A warning that is given once in a process would be gone in the second test.
+    monkeypatch.setattr(inputs.logger, "warning_once", inputs.logger.warning, raising=False)
+    for count, warned in ((3, False), (4, True)):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            joined = type(memory).concatenate([memory] * count)
+            model(TEXT, memory=joined)
+        assert ("more positions than the 16 of the decoder" in caplog.text) == warned
+
+
 # --- questions ---
 
 
@@ -154,6 +169,11 @@ def test_settings_of_a_context_without_one_are_refused(model):
 
 
 # --- masks and ids ---
+
+
+def test_a_mask_that_is_no_tensor_is_refused(model):
+    with raises(TypeError, "`attention_mask`", "got list"):
+        model.compress(CONTEXT, [[1] * 10])
 
 
 @pytest.mark.parametrize("shape", [(1, 9), (2, 10), (10,), (1, 1, 10, 10)], ids=str)

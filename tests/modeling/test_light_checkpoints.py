@@ -399,3 +399,5 @@ def test_a_method_that_trains_all_of_its_base_is_saved_whole(tmp_path, local_hub
     assert loaded.config.base_model_name_or_path == "me/t5"
     with pytest.raises(ValueError, match="trains all of its base"):
         loaded.link_base("me/t5")
+    with pytest.raises(ValueError, match="trains all of its base: its checkpoints are always whole"):
+        loaded.save_pretrained(tmp_path / "light", include_base=False)
