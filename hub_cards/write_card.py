@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from ..arguments import NearestNameParser
@@ -227,10 +226,7 @@ def _training_record(folder: Path, recipe: str | None, hardware: str | None) -> 
 
 
 def _sources(recipe: str) -> list[DataSource | RetrievalSource]:
-    try:
-        entries = read_recipe(recipe).get("sources")
-    except yaml.YAMLError as error:
-        raise ValueError(f"{recipe} is not a recipe: {error}") from error
+    entries = read_recipe(recipe).get("sources")
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{recipe} has no list of sources: a card names what the checkpoint was trained on")
     return [

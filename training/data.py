@@ -257,7 +257,7 @@ def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
     """
     values = table[column]
     _refuse_rows(values.is_null(), "is null", source, column)
-    if not _is_text(values.type):
+    if len(values) and not _is_text(values.type):
         raise ValueError(f"{_place(source, column)} must hold texts, not {values.type} (row 0: {values[0].as_py()!r})")
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.prompting import context_end_ids, context_start_ids, encode
-from .data import read_table
+from .data import check_texts, read_table
 from .suggestions import check_choice, nearest
 
 _NEEDED_COLUMNS = {"corpus": ("id", "text"), "queries": ("id", "query"), "relevance": ("query_id", "doc_id")}
@@ -110,7 +110,8 @@ class RetrievalCollection:
         data_dir: folder that local paths are relative to.
 
     Raises:
-        ValueError: no such file, a missing column, an id that stands twice or that no row has, or no relevant pair.
+        ValueError: no such file, a missing column, a row without its text, an id that stands twice or that no row has,
+            or no relevant pair.
     """
 
     def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
@@ -153,6 +154,8 @@ def _read(name: str, table: RetrievalTable, data_dir: str | None) -> pyarrow.Tab
                 f"{table.label!r} has no column {column!r}, which the {name} needs"
                 f"{nearest(column, content.column_names)}"
             )
+    if name != "relevance":
+        check_texts(content, _NEEDED_COLUMNS[name][1], table)
     return content
 
 

@@ -253,7 +253,7 @@ def test_a_missing_file_is_named(root: Path, tmp_path: Path, name: str):
     [
         ("training_summary.json", "{}", "not the summary of a training run: KeyError"),
         ("training_summary.json", "{", "not the summary of a training run"),
-        ("recipe.yaml", "sources: [", "recipe.yaml is not a recipe"),
+        ("recipe.yaml", "sources: [", "recipe.yaml is not valid YAML: line 1"),
         ("recipe.yaml", "seed: 1", "has no list of sources"),
         ("recipe.yaml", "sources: [{path: a.parquet, task: [reconstruction]}]", "did you mean 'tasks'"),
     ],

@@ -78,6 +78,8 @@ def test_a_collection_holds_its_texts_and_its_relevant_pairs(write_tables):
     [
         ({"queries": {"id": ["q0", "q0"], "query": ["a", "b"]}}, "1 ids of the queries stand twice"),
         ({"corpus": {"id": ["d0"], "txt": ["a"]}}, "no column 'text', which the corpus needs; did you mean 'txt'"),
+        ({"corpus": {"id": ["d0", "d1"], "text": ["a", None]}}, "column 'text' is null in row 1"),
+        ({"queries": {"id": ["q0"], "query": [7]}}, "column 'query' must hold texts, not int64"),
         ({"relevance": {"query_id": ["q0"], "doc_id": ["x"]}}, "names 'x', which the corpus do not have"),
         ({"relevance": {"query_id": ["q0"], "doc_id": ["d0"], "score": [0]}}, "has no relevant pair"),
     ],
