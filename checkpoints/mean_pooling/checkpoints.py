@@ -8,7 +8,7 @@ import difflib
 import inspect
 import os
 import tempfile
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from .versions import CODE_VERSION, CONFIG_SCHEMA
 from .adapters import initialize_lora
-from .base_weights import DECODER_BASE, ENCODER_BASE, base_entry
+from .base_weights import DECODER_BASE, ENCODER_BASE, base_entry, stored_weights
 from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer, load_encoder_tokenizer
 from .light_checkpoints import LightCheckpointMixin, fetching_arguments, shown_name, without_quantizer
 from .remote_code import write_card, write_code
@@ -215,8 +215,8 @@ class CheckpointMixin(LightCheckpointMixin):
             kwargs: As in `transformers`.
 
         Raises:
-            ValueError: weights are missing from the checkpoint, so that parts of the model would be random, or the
-                base is another model than the one that the checkpoint was made on.
+            ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model
+                would be random, or the base is another model than the one that the checkpoint was made on.
             OSError: the checkpoint, or the base that a light one names, cannot be had.
         """
         wants_info = kwargs.pop("output_loading_info", False)
@@ -228,6 +228,10 @@ class CheckpointMixin(LightCheckpointMixin):
             if base_model is not None or encoder_base_model is not None:
                 logger.warning(f"{name} holds all its weights: the base model that was given is not used")
             model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            if name is not None:
+                # Other files than safetensors are not looked at.
+                with suppress(OSError):
+                    model._name_as_stored(lambda: stored_weights(name, **fetching_arguments(kwargs)))
         missing = sorted(info["missing_keys"])
         if missing:
             raise ValueError(
@@ -246,8 +250,22 @@ class CheckpointMixin(LightCheckpointMixin):
     def _stored_config(cls, name: str | os.PathLike, kwargs: dict[str, Any]) -> PreTrainedConfig:
         given = kwargs.get("config")
         if isinstance(given, PreTrainedConfig):
+            cls._check_model_type(name, given.model_type)
             return given
-        return cls.config_class.from_pretrained(name if given is None else given, **fetching_arguments(kwargs))
+        # The library's `from_pretrained` would make this class's configuration of any other one's fields.
+        source = name if given is None else given
+        fields, rest = cls.config_class.get_config_dict(source, **fetching_arguments(kwargs))
+        cls._check_model_type(name, fields.get("model_type"))
+        return cls.config_class.from_dict(fields, **rest)
+
+    @classmethod
+    def _check_model_type(cls, name: str | os.PathLike, found: str | None) -> None:
+        own = cls.config_class.model_type
+        if found not in (None, own):
+            raise ValueError(
+                f"{name} is of the model type {found!r}, {cls.__name__} loads {own!r}: a checkpoint loads with its "
+                "own class or an Auto class, a base model with `from_base`"
+            )
 
     def save_pretrained(
         self,

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .memory_checks import check_memory_fields
+from .memory_checks import check_memory_fields, is_memory
 from .memory_concatenation import concatenate_memories
 from .memory_file import read_memory_file, write_memory_file
 
@@ -157,7 +157,7 @@ class CompressedContext:
         model_id: str | None = None,
         hidden_size: int | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         key_value_shape: tuple[int, int, int] | None = None,
     ) -> CompressedContext:
         """Read a memory that `save` wrote, after checking every byte of it.
@@ -167,7 +167,7 @@ class CompressedContext:
             model_id: Refuse a memory of any other model.
             hidden_size: Refuse anything but embeddings of this width.
             device: Where to put the tensors; host memory if not given.
-            dtype: Floating-point type to convert the carrier to; as saved if not given.
+            dtype: Floating-point type, or its name, to convert the carrier to; as saved if not given.
             key_value_shape: `(num_layers, num_key_value_heads, head_dim)`; refuse anything else.
 
         Returns:
@@ -192,26 +192,28 @@ class CompressedContext:
         return memory.to(device=device, dtype=dtype)
 
     def to(
-        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | str | None = None
     ) -> CompressedContext:
         """The memory on another device or in another floating-point type; masks, ids and frequencies keep theirs.
 
         Args:
             device: Where to put the tensors, or the dtype alone.
-            dtype: Floating-point type of the carrier.
+            dtype: Floating-point type of the carrier, or its name.
 
         Returns:
             A new memory; tensors that need no change are shared.
 
         Raises:
-            TypeError: `dtype` is not floating point.
+            TypeError: `dtype` is no floating-point type.
             ValueError: A finite value of the carrier does not fit in `dtype` (slots can be far larger than token
                 embeddings, and float16 ends at 65504).
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating-point type, got {dtype}")
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point type or its name, got {dtype!r}")
         if dtype is not None and torch.finfo(dtype).max < torch.finfo(self.dtype).max:
             self._check_range(dtype)
         moved = self._map_carrier(lambda tensor, slot_dim: tensor.to(device=device, dtype=dtype))
@@ -259,7 +261,7 @@ class CompressedContext:
         return self._replace(carrier, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     @staticmethod
-    def concatenate(memories: Sequence[CompressedContext]) -> CompressedContext:
+    def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
         """Memories of several documents as one memory, in order, row beside row (EPL, sections 3.1.1 and 3.2.2).
 
         Slots of a row are packed without gaps. Embeddings of the default and uniform layouts are numbered from 0 on.
@@ -277,8 +279,9 @@ class CompressedContext:
             TypeError: Something else than a `CompressedContext`.
             ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
         """
+        memories = list(memories)
         for memory in memories:
-            if not isinstance(memory, CompressedContext):
+            if not is_memory(memory):
                 raise TypeError(f"concatenate takes CompressedContext objects, got {type(memory).__name__}")
         return concatenate_memories(memories)
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .chunking import Slots, cut, join, memory_position_ids
 from .compressed_context import CompressedContext
-from .fingerprints import fingerprint
+from .fingerprints import fingerprint, version
 from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
 from .key_value_memory import inverse_frequencies, key_value_shape
 
@@ -25,7 +26,9 @@ class CompressingMixin:
     # What the slots are: "embeddings", or "key_values" of every layer.
     carrier = "embeddings"
     memory_class = CompressedContext
-    _fingerprint: tuple[tuple[int, ...], str] | None = None
+    _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
+    # That of the stored weights, by that of the same weights as they were loaded.
+    _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
 
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
@@ -143,9 +146,14 @@ class CompressingMixin:
 
     @property
     def model_id(self) -> str:
-        """Method and a fingerprint of the weights: what a memory must match to be read by this model."""
-        # Tensors made in inference mode cannot change, and count no versions.
-        versions = tuple(-1 if p.is_inference() else p._version for p in self.parameters())
+        """Method and a fingerprint of the weights: what a memory must match to be read by this model.
+
+        A checkpoint gives one name in whatever floating-point type it is loaded; stored in float16 it has another.
+        The name is kept until the weights change. A change in place through `parameter.data` leaves no sign: the model
+        keeps its old name until it is loaded anew.
+        """
+        versions = tuple(version(parameter) for parameter in self.parameters())
         if self._fingerprint is None or self._fingerprint[0] != versions:
-            self._fingerprint = (versions, f"{self.config.model_type}:{fingerprint(self)}")
+            found = fingerprint(self)
+            self._fingerprint = (versions, f"{self.config.model_type}:{self._stored_fingerprints.get(found, found)}")
         return self._fingerprint[1]

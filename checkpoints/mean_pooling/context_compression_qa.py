@@ -79,29 +79,33 @@ class ContextCompressionQAPipeline(Pipeline):
             context: a document, or several, which are compressed in batches; each is asked every question.
             memory: in place of `context`: what `compress` returned, the file that it was saved in, or a list of these.
                 A memory of several rows counts as several documents.
-            kwargs: `join=True` reads all documents together, in order; `ratio` and `allow_untrained_ratio` as in
-                `compress`; `prompt`, a text with `{question}` in it, in place of the checkpoint's own; `max_tokens`,
-                keep only so many tokens of each document; `batch_size`, documents or questions at once; everything
-                else is for `generate` (greedily, and at most 64 new tokens if not said otherwise).
+            kwargs: `join=True` reads all documents together, in order; `ratio`, a single one, and
+                `allow_untrained_ratio` as in `compress`; `prompt`, a text with `{question}` in it, in place of the
+                checkpoint's own; `max_tokens`, keep only so many tokens of each document; `batch_size`, documents or
+                questions at once; everything else is for `generate` (greedily, and at most 64 new tokens if not said
+                otherwise).
 
         Returns:
             `{"answer": text}` for one question about one document; a list of these for several questions; for several
             documents a list with one such entry for each.
 
         Raises:
-            ValueError: neither or both of `context` and `memory`, no question or document, `memory` or several joined
-                documents where a document is compressed with its question, and whatever `compress` and `generate`
-                refuse.
+            ValueError: neither or both of `context` and `memory`, no question or document, several ratios, a
+                `batch_size` or `max_tokens` below 1, `memory` or several joined documents where a document is
+                compressed with its question, and whatever `compress` and `generate` refuse.
         """
         if (context is None) == (memory is None):
             raise ValueError("give either `context` or `memory`")
-        batch_size = kwargs.pop("batch_size", None) or self._batch_size or BATCH_SIZE
+        given = kwargs.pop("batch_size", None)
+        batch_size = (self._batch_size or BATCH_SIZE) if given is None else given
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
         inputs = {"question": question, "context": context, "memory": memory, "batch_size": batch_size}
         return super().__call__(inputs, **kwargs)
 
     def compress(
         self,
-        documents: Sequence[str],
+        documents: str | Sequence[str],
         ratio: int | Sequence[int] | None = None,
         max_tokens: int | None = None,
         allow_untrained_ratio: bool = False,
@@ -109,7 +113,7 @@ class ContextCompressionQAPipeline(Pipeline):
         """Compress texts as the checkpoint was trained to read them, in one batch.
 
         Args:
-            documents: the texts.
+            documents: the texts, or a single one.
             ratio, allow_untrained_ratio: as in the model's `compress`.
             max_tokens: keep only so many tokens of each; all if not given.
 
@@ -117,10 +121,14 @@ class ContextCompressionQAPipeline(Pipeline):
             A memory with one row for each document, or one such memory for each ratio of a list.
 
         Raises:
-            ValueError: the checkpoint compresses a document together with its question; see also the model's.
+            ValueError: no document, `max_tokens` below 1, a checkpoint that compresses a document together with its
+                question, and whatever the model's `compress` refuses.
         """
+        _check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
         rows = [ids[:max_tokens] for ids in self.document_ids(documents)]
+        if not rows:
+            raise ValueError("`documents` is an empty list")
         return self._compress(rows, ratio, allow_untrained_ratio)
 
     def check_serves_memories(self, otherwise: str) -> None:
@@ -138,8 +146,9 @@ class ContextCompressionQAPipeline(Pipeline):
                 + otherwise
             )
 
-    def document_ids(self, documents: Sequence[str]) -> list[list[int]]:
-        """Token ids of documents as `compress` reads them, with what stands in front of a document."""
+    def document_ids(self, documents: str | Sequence[str]) -> list[list[int]]:
+        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
+        documents = [documents] if isinstance(documents, str) else documents
         return [document_ids(self.model.config, self._document_tokenizer, text) for text in documents]
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
@@ -171,6 +180,9 @@ class ContextCompressionQAPipeline(Pipeline):
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         if generate_kwargs.get("num_return_sequences", 1) != 1:
             raise ValueError("`num_return_sequences` must be 1: a question has one answer")
+        if isinstance(ratio, (list, tuple)):
+            raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
+        _check_max_tokens(max_tokens)
         read = {"prompt": prompt, "max_tokens": max_tokens}
         given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
         return (
@@ -316,3 +328,8 @@ def _listed(name: str, value: Any) -> tuple[list[Any], bool]:
             raise ValueError(f"`{name}` is an empty list")
         return list(value), False
     return [value], True
+
+
+def _check_max_tokens(max_tokens: int | None) -> None:
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"`max_tokens` must be 1 or more, got {max_tokens}")

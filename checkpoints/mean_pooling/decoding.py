@@ -7,12 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .adapters import DECODER
 from .compressed_context import CompressedContext
-from .inputs import check_keywords, check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
+from .inputs import (
+    check_keywords,
+    check_mask,
+    check_memory,
+    check_memory_ratio,
+    check_text,
+    check_token_ids,
+    warn_about_positions,
+)
 from .key_value_memory import (
     ReadOnlyCache,
     aligned_right,
@@ -52,7 +61,7 @@ class DecodingMixin:
             context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
             context_attention_mask: Their mask.
             memory: Contexts that are already compressed; one row serves any number of texts.
-            ratio: Ratio for `context_input_ids`, as in `compress`.
+            ratio: Ratio for `context_input_ids`, as in `compress`; beside a memory, its own or none.
             use_cache: Whether to return the cache; as the configuration says if not given.
             text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
                 text's task token if not given.
@@ -62,8 +71,9 @@ class DecodingMixin:
             `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
 
         Raises:
-            ValueError: context and memory together, a text row without tokens, unknown token ids, a mask of the wrong
-                shape, or a memory of another model, width or batch size.
+            ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
+                text row without tokens, unknown token ids, a mask of the wrong shape, or a memory of another model,
+                width or batch size.
         """
         if context_input_ids is not None and memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
@@ -76,13 +86,14 @@ class DecodingMixin:
             raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
         if context_input_ids is not None:
             memory = self._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
+        else:
+            check_memory_ratio(memory, ratio, context_attention_mask)
         cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         if memory is not None and not cached:
-            if context_input_ids is None:
-                check_memory_ratio(memory, ratio)
             memory = check_memory(memory, self, input_ids)
         if cached:
             inputs = self._next_inputs(input_ids, attention_mask, position_ids, memory, text_position_offset, cached)
+            inputs["attention_mask"] = _as_long_as(past_key_values, inputs["attention_mask"])
             sequence = None
         else:
             inputs, sequence = self._first_inputs(
@@ -132,6 +143,7 @@ class DecodingMixin:
             return self._arranged(sequence, embeddings, positions), sequence
         if offset is None:
             offset = self.text_position_offset(memory, input_ids, text_mask)
+        warn_about_positions(config.decoder_config, int((offset + text_mask.sum(dim=1)).max()))
         if memory.carrier == "key_values":
             slot_mask = memory.attention_mask.sort(dim=1).values
             check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
@@ -256,3 +268,14 @@ class DecodingMixin:
             task = self.task_embeddings[row].to(embeddings.dtype)
             embeddings = torch.where((input_ids == task_id)[:, :, None], task, embeddings)
         return embeddings
+
+
+def _as_long_as(cache: Cache, attention_mask: Tensor) -> Tensor:
+    """A mask with zeros behind it up to the length of a fixed cache, so that every pass over a token has one shape.
+
+    One compiled graph then serves all of them; the places behind the text are masked by causality already.
+    """
+    if not cache.is_compileable:
+        return attention_mask
+    length = max(layer.max_cache_len for layer in cache.layers)
+    return functional.pad(attention_mask, (0, max(0, length - attention_mask.shape[1])))

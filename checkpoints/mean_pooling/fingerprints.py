@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for weights: a fingerprint that survives another floating-point type, and an exact checksum."""
+"""Names for weights: a fingerprint that is the same in float32 and bfloat16, and an exact checksum."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def fingerprint(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> str:
+def fingerprint(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, stored: Mapping[str, Tensor] | None = None
+) -> str:
     """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16.
+
+    Not in float16, which rounds float32's values to others before they are bfloat16's.
 
     Args:
         model: the model; parameters are read in the order of their names.
         dtype: type that the values go through first, where another fingerprint was taken in it.
+        stored: by name, what parameters were loaded from, to be read in their place.
 
     Raises:
         ValueError: a parameter is offloaded.
@@ -25,12 +32,32 @@ def fingerprint(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> str:
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         if parameter.is_meta:
             raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
-        flat = whole(parameter.detach()).reshape(-1)
-        stride = max(1, flat.numel() // 8)
-        parts.append(flat[::stride][:8].to(dtype).to(torch.bfloat16).float())
+        values = _few_values(whole(parameter.detach()))
+        source = None if stored is None else stored.get(name)
+        if source is not None and source.shape == parameter.shape:
+            source = _few_values(source).to(values.device)
+            values = source if source.to(values.dtype).equal(values) else values
+        parts.append(values.to(dtype).to(torch.bfloat16).float())
     if parts:
         digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _few_values(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // 8)][:8]
+
+
+def version(tensor: Tensor) -> tuple[Any, ...]:
+    """What is another after the tensor has got other values, without a look at them: place, shape, changes in place.
+
+    Args:
+        tensor: any tensor; what is written through its `data` is not seen.
+    """
+    # A quantized or shared-out weight may be a class of its own, without a place in memory.
+    place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
+    # Tensors made in inference mode count no versions.
+    return place, tuple(tensor.shape), -1 if tensor.is_inference() else tensor._version
 
 
 def checksum(tensor: Tensor) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation import LogitsProcessorList
 
 from .compressed_context import CompressedContext
-from .inputs import check_mask, check_memory, check_text
+from .inputs import check_mask, check_memory, check_memory_ratio, check_text
 from .splicing import left_padded
 
 
@@ -48,15 +48,15 @@ class MemoryGenerationMixin:
             memory: A compressed context; one row serves any number of questions.
             context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
             context_attention_mask: Their mask.
-            ratio: Ratio for them, as in `compress`.
+            ratio: Ratio for them, as in `compress`; beside a memory, its own or none.
             kwargs: Arguments of `transformers.GenerationMixin.generate`.
 
         Returns:
             As `GenerationMixin.generate`: question and new tokens; slots never appear.
 
         Raises:
-            ValueError: no question, one without tokens, context and memory together, or a filled cache with either
-                of them; see also `compress`.
+            ValueError: no question, one without tokens, context and memory together, a ratio or mask of contexts
+                where there is none to compress, or a filled cache with a memory or context; see also `compress`.
         """
         question = inputs if input_ids is None else input_ids
         if question is None:
@@ -71,6 +71,8 @@ class MemoryGenerationMixin:
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
             memory = self.model._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
+        else:
+            check_memory_ratio(memory, ratio, context_attention_mask)
         if memory is not None:
             cache = kwargs.get("past_key_values")
             if cache is not None and cache.get_seq_length():

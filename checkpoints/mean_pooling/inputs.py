@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from .compressed_context import CompressedContext
 from .key_value_memory import key_value_shape
+from .memory_checks import is_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+logger = logging.get_logger(__name__)
 
 _OWN_KEYWORDS = ("context_input_ids", "context_attention_mask", "memory", "ratio", "text_position_offset")
 
@@ -23,7 +27,7 @@ def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Te
     """The mask of `ids` as a LongTensor of ones and zeros; all ones where none is given.
 
     Raises:
-        TypeError: the ids are not an integer tensor.
+        TypeError: the ids are not an integer tensor, or the mask is no tensor.
         ValueError: the ids are not two-dimensional, or the mask has another shape.
     """
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
@@ -32,6 +36,8 @@ def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Te
         raise ValueError(f"`{ids_name}` must have shape (batch_size, num_tokens), got {tuple(ids.shape)}")
     if mask is None:
         return torch.ones_like(ids, dtype=torch.long)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"`{name}` must be a tensor of ones and zeros, got {type(mask).__name__}")
     if tuple(mask.shape) != tuple(ids.shape):
         raise ValueError(f"`{name}` must have the shape of `{ids_name}`, {tuple(ids.shape)}, got {tuple(mask.shape)}")
     return (mask != 0).to(device=ids.device, dtype=torch.long)
@@ -119,6 +125,16 @@ def check_context_length(encoder_config: PreTrainedConfig, num_positions: int, c
         )
 
 
+def warn_about_positions(decoder_config: PreTrainedConfig, num_positions: int) -> None:
+    """Say once that slots and text reach further than the decoder's positions, where it may have learned nothing."""
+    limit = getattr(decoder_config, "max_position_embeddings", None)
+    if limit is not None and num_positions > limit:
+        logger.warning_once(
+            f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
+            "may not read what lies behind them: take a higher ratio, or join fewer memories"
+        )
+
+
 def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> CompressedContext:
     """The memory, one row for each text row, on the model's device and of its dtype.
 
@@ -132,7 +148,7 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
         ValueError: it comes from another model, has another width or carrier, another number of rows, or values that
             the model's floating-point type cannot hold.
     """
-    if not isinstance(memory, CompressedContext) and type(memory).__name__ != "CompressedContext":
+    if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
     _check_carrier(memory, model)
     # While a model trains, its fingerprint changes with every step, and memories of it carry none.
@@ -167,16 +183,28 @@ def _check_carrier(memory: CompressedContext, model: Any) -> None:
         )
 
 
-def check_memory_ratio(memory: CompressedContext, ratio: Any) -> None:
-    """A ratio given beside a memory must be the memory's own: nothing is compressed again.
+def check_memory_ratio(memory: CompressedContext | None, ratio: Any, context_attention_mask: Tensor | None) -> None:
+    """Without `context_input_ids` nothing is compressed: a ratio must be that of the memory, and a mask has no ids.
+
+    Args:
+        memory: what is read, or `None` where there is no context at all.
+        ratio: the caller's.
+        context_attention_mask: the caller's.
 
     Raises:
-        ValueError: with both ratios.
+        ValueError: a mask, a ratio without a memory, or another one than the memory's, with both.
     """
-    if ratio is None or not isinstance(memory, CompressedContext):
+    if context_attention_mask is not None:
+        raise ValueError("`context_attention_mask` is the mask of `context_input_ids`, which are not given")
+    if ratio is None:
+        return
+    if memory is None:
+        raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
+    if not is_memory(memory):
         return
     own, asked = torch.as_tensor(memory.ratio).cpu(), torch.as_tensor(ratio).cpu()
-    if not bool((own == asked).all()):
+    fit = own.dim() == 0 or asked.dim() == 0 or 1 in (len(own), len(asked)) or own.shape == asked.shape
+    if not fit or not bool((own == asked).all()):
         raise ValueError(f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out")
 
 

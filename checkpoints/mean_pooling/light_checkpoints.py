@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from .base_weights import (
     base_tensors,
     lay_over,
     load_bases,
+    own_name,
     remember_base,
     stored_weights,
 )
-from .fingerprints import checksum
+from .fingerprints import checksum, fingerprint
 
 # Of two configurations' sources: what `from_pretrained` fetches a checkpoint's files with.
 _FETCHING = (*DOWNLOAD_ARGUMENTS, "proxies", "revision", "subfolder")
@@ -85,7 +86,17 @@ class LightCheckpointMixin:
                 model.generation_config = GenerationConfig.from_pretrained(name, **fetching)
         own = [(key, tensor) for key, tensor in model.state_dict().items() if key in of_the_base]
         remember_base(model, BaseRecord(entries, own))
+        model._name_as_stored(lambda: state)
         return model, info
+
+    def _name_as_stored(self, load_stored: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Keep the fingerprint of the weights as they are stored: that of a float16 copy would be another."""
+        parameters = list(self.parameters())
+        if not any(p.dtype == torch.float16 for p in parameters) or any(p.is_meta for p in parameters):
+            return
+        stored = {own_name(key): tensor for key, tensor in load_stored().items()}
+        backbone = getattr(self, "model", self)
+        backbone._stored_fingerprints = {fingerprint(backbone): fingerprint(backbone, stored=stored)}
 
     def _remember_base(self, entries: dict[str, dict[str, str | None]]) -> None:
         if self.base_auto_class is not AutoModelForCausalLM:
@@ -114,8 +125,7 @@ class LightCheckpointMixin:
         Raises:
             ValueError: no weight is the base's, or the method trains all of its base.
         """
-        if self.base_auto_class is not AutoModelForCausalLM:
-            raise ValueError(f"{type(self).__name__} trains all of its base: its checkpoints are always whole")
+        self._check_base_stays()
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", **loading)
         entries = {DECODER_BASE: base_entry(model, base, hub_id, loading.get("revision"), loading)}
         bases = {DECODER_BASE: base_tensors(model)}
@@ -135,11 +145,16 @@ class LightCheckpointMixin:
         self.config.base_model_revision = entries[DECODER_BASE]["revision"]
         remember_base(self, BaseRecord(entries, same))
 
+    def _check_base_stays(self) -> None:
+        if self.base_auto_class is not AutoModelForCausalLM:
+            raise ValueError(f"{type(self).__name__} trains all of its base: its checkpoints are always whole")
+
     def _base_to_leave_out(self, include_base: bool | None) -> BaseRecord | None:
         """What a light checkpoint leaves out; `None` for a whole one."""
         record = base_record(self)
         if include_base or (include_base is None and not (record and record.is_on_the_hub)):
             return None
+        self._check_base_stays()
         if record is None:
             raise ValueError(
                 "nothing tells which weights are the base's: this model was loaded whole, or its adapters are merged; "

@@ -13,6 +13,11 @@ from .position_layout import POSITION_LAYOUTS
 _INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def is_memory(value: Any) -> bool:
+    """Whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
+    return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
+
+
 def check_memory_fields(memory: Any) -> None:
     """Check types, shapes and values of a memory's fields.
 
