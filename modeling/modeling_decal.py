@@ -284,6 +284,7 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
         attention_mask: Tensor | None = None,
         ratio: int | Tensor | None = None,
         return_dict: bool | None = None,
+        **unknown: Any,
     ) -> EncodedSlots | tuple[Tensor, Tensor]:
         """Tokens in, slots out.
 
@@ -294,8 +295,14 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
             return_dict: whether to return an [`EncodedSlots`] and not a tuple.
 
         Raises:
+            TypeError: other arguments, such as TRL's `SFTTrainer` gives.
             ValueError: see `compress`.
         """
+        if unknown:
+            raise TypeError(
+                f"DeCALModel is an encoder and does not take {', '.join(sorted(unknown))}; DeCAL, an encoder-decoder, "
+                "trains with transformers' Seq2SeqTrainer or this package's trainers, not with TRL's SFTTrainer"
+            )
         memory = self._compress(input_ids, attention_mask, [ratio])[0]
         outputs = EncodedSlots(last_hidden_state=memory.embeddings, attention_mask=memory.attention_mask)
         return outputs if return_dict in (None, True) else outputs.to_tuple()

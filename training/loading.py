@@ -32,6 +32,8 @@ METHODS = {
     "tcp_autoencoder": "TCPAutoencoderForCausalLM",
     "decal": "DeCALForConditionalGeneration",
 }
+# Of a new compressor, where a recipe names none.
+DEFAULT_METHOD = "mean_pooling"
 
 
 def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: int) -> PreTrainedTokenizerBase:
@@ -146,7 +148,7 @@ def load_compressor(
 def _method(model_args: ModelArguments) -> str:
     """The recipe's method, which must be the checkpoint's; where it names none, the checkpoint's own."""
     if model_args.checkpoint is None:
-        return model_args.method or "mean_pooling"
+        return model_args.method or DEFAULT_METHOD
     fields, _ = PreTrainedConfig.get_config_dict(model_args.checkpoint)
     found = fields.get("model_type", "").removesuffix("_compressor")
     if found not in METHODS:

@@ -37,7 +37,7 @@ from .language_modeling import (
     LanguageModelingRows,
     LanguageModelingTrainer,
 )
-from .loading import load_compressor, load_tokenizer, new_language_model, pretrained_language_model
+from .loading import DEFAULT_METHOD, load_compressor, load_tokenizer, new_language_model, pretrained_language_model
 from .prompts import load_prompts
 from .retrieval import RetrievalTrainer, build_retrieval_trainer
 from .run_record import latest_checkpoint, write_summary
@@ -309,7 +309,8 @@ def _build_seq2seq(
 
 def build_retrieval(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> RetrievalTrainer:
     """Trainer of a dual encoder for retrieval, from the encoder of a checkpoint or of a T5."""
-    check_choice("method of the objective retrieval:", model_args.method, ("decal",))
+    if model_args.checkpoint is None or model_args.method is not None:
+        check_choice("method of the objective retrieval:", model_args.method or DEFAULT_METHOD, ("decal",))
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
     model = load_compressor(model_args, tokenizer, DeCALForRetrieval)
     return build_retrieval_trainer(model, tokenizer, data_args, args)

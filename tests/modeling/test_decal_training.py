@@ -47,6 +47,12 @@ def test_the_stock_trainer_moves_every_weight(setting, tmp_path, random_rows):
     assert not still
 
 
+def test_the_trainer_of_decoders_is_refused_by_name():
+    model = build()
+    with pytest.raises(TypeError, match=r"context_input_ids, memory; .*Seq2SeqTrainer .*not with TRL's SFTTrainer"):
+        model.model(input_ids=torch.tensor([[5, 6]]), context_input_ids=torch.tensor([[5]]), memory=None)
+
+
 @pytest.mark.parametrize("setting", ["decal", "attention_pooling"])
 def test_gradient_checkpointing_changes_no_gradient(setting, random_rows):
     ids = torch.stack(random_rows([9, 9]))

@@ -254,6 +254,7 @@ def test_what_a_trainer_cannot_do_is_refused(tokenizer, write_tables, base_folde
         make_config(contrastive_temperature=0)
     for fields, message in (
         ({"method": "gmsa"}, "method of the objective retrieval: 'gmsa'"),
+        ({"method": None}, "method of the objective retrieval: 'mean_pooling'"),
         ({"sources": []}, "the recipe has no sources"),
         ({"eval_sources": [SOURCE]}, "no eval_sources"),
     ):
