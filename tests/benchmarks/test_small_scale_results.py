@@ -76,7 +76,7 @@ def test_the_table_of_one_ratio_has_the_best_restoration_first(script, tmp_path:
         results.main(["--results", str(file), "--ratio", "5"])
 
 
-@pytest.mark.parametrize("name", ["small_scale", "small_scale_2000_steps", "small_scale_gmsa"])
+@pytest.mark.parametrize("name", ["small_scale", "small_scale_2000_steps", "small_scale_gmsa", "small_scale_gmsa_128"])
 def test_the_page_of_results_has_the_tables_of_the_result_file(script, name):
     results, folder = script("small_scale_results"), Path(script("small_scale_results").RESULTS)
     summary = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["summary"]
