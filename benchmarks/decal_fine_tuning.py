@@ -64,7 +64,16 @@ METRICS = ("answer_perplexity", "exact_match", "f1")
 # As in the paper: a question stands in front of its context, and is compressed with it.
 _QUESTION_PLACEMENT = "encoder"
 _DATA_SEED = 0
-_BUDGET = ("steps", "text_steps", "batch_size", "context_tokens", "learning_rate", "optimizer", "test_questions")
+_BUDGET = (
+    "steps",
+    "text_steps",
+    "batch_size",
+    "context_tokens",
+    "learning_rate",
+    "muon_learning_rate",
+    "optimizer",
+    "test_questions",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,8 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=1e-3,
         metavar="R",
-        help="AdamW's; Muon's is 0.01 (default: 1e-3)",
+        help="AdamW's (default: 1e-3)",
     )
+    add("--muon-learning-rate", type=float, default=0.003, metavar="R", help="of hidden matrices (default: 0.003)")
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
     add("--test-questions", type=positive_int, default=200, metavar="N", help="per data set (default: 200)")
     add("--output", default=str(RESULTS / "decal_fine_tuning.json"), metavar="FILE", help="where the JSON goes")
