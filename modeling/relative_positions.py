@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.models.t5.modeling_t5 import T5Attention
 
 
@@ -45,7 +46,18 @@ def relative_position_bias(
     buckets = T5Attention._relative_position_bucket(
         relative_position, bidirectional=True, num_buckets=num_buckets, max_distance=max_distance
     )
-    return bias_table(buckets).permute(0, 3, 1, 2)
+    return _look_up(bias_table, buckets).permute(0, 3, 1, 2)
+
+
+def _look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
+    """`table(ids)`, also where FSDP2 shares the table out: it is T5's first block's, and read outside of that."""
+    if not hasattr(table.weight, "full_tensor"):
+        return table(ids)
+    from torch.distributed.tensor import Partial
+
+    # Every process reads other texts: as everywhere in FSDP, what trains is the mean of their gradients.
+    mean = [Partial("avg")] * table.weight.device_mesh.ndim
+    return functional.embedding(ids, table.weight.full_tensor(grad_placements=mean))
 
 
 def mask_bias(bias: Tensor, token_mask: Tensor, causal: bool = False) -> Tensor:

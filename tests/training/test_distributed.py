@@ -45,6 +45,7 @@ METHOD_CONFIGS = {
     "mean_pooling": {"compression_ratios": [2, 4]},
     "icae": {"compression_ratios": [2, 4], "chunk_size": 16, "encoder_lora": {"rank": 4}},
     "gmsa": {"compression_ratios": [2, 4], "encoder_layers": 1, "encoder_lora": {"rank": 4}},
+    "comprexit": {"compression_ratios": [4], "window_size": 16},
 }
 
 
@@ -99,7 +100,7 @@ def write_recipe(base_folder: Path, teacher_folder: Path, tmp_path: Path):
             **fields,
         }
         if recipe.get("objective") in ("compression", "distillation", "joint"):
-            recipe["method_config"] = METHOD_CONFIGS[recipe.get("method", "mean_pooling")]
+            recipe.setdefault("method_config", METHOD_CONFIGS[recipe.get("method", "mean_pooling")])
         if recipe.get("objective") == "joint":
             recipe |= {"sources": [DOCUMENTS], "min_document_tokens": 24, "max_document_tokens": 90}
         if recipe.get("objective") == "retrieval":
@@ -222,6 +223,41 @@ def test_fsdp2_trains_saves_and_resumes(write_recipe, tmp_path):
     codes = [sorted(path.name for path in (tmp_path / n / "compression").glob("*.py")) for n in ("two", "one")]
     assert codes[0] == codes[1]
     assert MeanPoolingForCausalLM.from_pretrained(folder).config.compression_ratios == (2, 4)
+
+
+@pytest.mark.slow
+def test_fsdp2_gives_the_weights_of_one_process_for_every_kind_of_training(base_folder, write_recipe, tmp_path):
+    compression = {"objective": "compression", "max_steps": 2}
+    keft = {**METHOD_CONFIGS["gmsa"], "training_stage": "keft"}
+    recipes = {
+        "icae": write_recipe("icae", **compression, method="icae"),
+        "comprexit": write_recipe("comprexit", **compression, method="comprexit"),
+        "gmsa": write_recipe("gmsa", **compression, method="gmsa", ratio_mode="per_sample"),
+        "keft": write_recipe("keft", **compression, method="gmsa", method_config=keft),
+        "retrieval": write_recipe("retrieval", **RUNS["retrieval"], max_steps=2),
+        "joint_icae": write_recipe("joint_icae", **RUNS["joint_icae"], max_steps=2),
+        "decal": write_recipe(
+            "decal",
+            objective="denoising",
+            method="decal",
+            method_config={"compression_ratios": [2]},
+            base=None,
+            model_config=SMALL_T5,
+            tokenizer=str(base_folder),
+            sources=[DOCUMENTS],
+            max_steps=2,
+        ),
+    }
+    runs = [[recipe, "--output_dir", str(tmp_path / "two" / name)] for name, recipe in recipes.items()]
+    run_worker("fsdp", "fsdp2", runs, tmp_path)
+    for name, recipe in recipes.items():
+        untrained, whole = tmp_path / "none" / name, tmp_path / "one" / name
+        main([recipe, "--learning_rate", "0", "--max_steps", "1", "--output_dir", str(untrained)])
+        main([recipe, "--per_device_train_batch_size", "4", "--output_dir", str(whole)])
+        assert_same_weights(tmp_path / "two" / name, whole)
+        before, after = (load_file(folder / "model.safetensors") for folder in (untrained, whole))
+        moved = [weight_name for weight_name, weight in after.items() if not torch.equal(weight, before[weight_name])]
+        assert moved, name
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGURATIONS.glob("*.yaml")), ids=lambda path: path.stem)
