@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of DeCAL and what its paper compares with it, fine-tuned alike on questions (Tables 2, 3 and 5).
 
-    python benchmarks/span_corruption.py --data DATA --save PRETRAINED
-    python benchmarks/decal_fine_tuning.py PRETRAINED --data DATA                       # all nine models, three seeds
-    python benchmarks/decal_fine_tuning.py PRETRAINED --data DATA --seeds 0 --models t5 decal_2x
+    python benchmarks/span_corruption.py --save PRETRAINED
+    python benchmarks/decal_fine_tuning.py PRETRAINED                               # all nine models, three seeds
+    python benchmarks/decal_fine_tuning.py PRETRAINED --seeds 0 --models t5 decal_2x
 
-PRETRAINED is a folder of models that span_corruption.py has trained, with --steps enough that they read what they are
-given (its default is not), and in words: answers have at most 16 tokens. Those with a name of their own are tuned as
-they are. Three start from its T5 baseline: `ccproxy_2x` and `autoencoding_2x` (DeCAL 2x) learn autoencoding and
-continuation first, in a share of the pretraining's steps (--text-steps), and `fine_tune_only_2x` compresses from its
-first question on. The T5 baseline reads its context whole: it is the bound.
+PRETRAINED is a folder of models that span_corruption.py has trained, with steps enough that they read what they are
+given. Those with a name of their own are tuned as they are. Three start from its T5 baseline: `ccproxy_2x` and
+`autoencoding_2x` (DeCAL 2x) learn autoencoding and continuation first, in a share of the pretraining's steps
+(--text-steps), and `fine_tune_only_2x` compresses from its first question on. The T5 baseline reads its context whole:
+it is the bound.
 
 All models see the same questions in the same order, on windows that hold the answer: of generated documents, SQuAD and
 NarrativeQA summaries, and without --data of generated documents alone. They are tested on documents that are not in
@@ -86,23 +86,17 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", metavar="FOLDER", help="folder with the data files (default: generated documents alone)")
     add("--models", nargs="+", default=list(MODELS), metavar="NAME", help=f"among {', '.join(MODELS)}")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
-    add("--steps", type=positive_int, default=300, metavar="N", help="of fine-tuning (default: 300)")
+    add("--steps", type=positive_int, default=1000, metavar="N", help="of fine-tuning (default: 1000)")
     add(
         "--text-steps",
         type=positive_int,
-        default=80,
+        default=500,
         metavar="N",
-        help="of restoring and continuing (default: 80)",
+        help="of restoring and continuing (default: 500)",
     )
-    add("--batch-size", type=positive_int, default=16, metavar="B", help="contexts in a step (default: 16)")
-    add("--context-tokens", type=positive_int, default=64, metavar="N", help="longest context (default: 64)")
-    add(
-        "--learning-rate",
-        type=float,
-        default=1e-3,
-        metavar="R",
-        help="AdamW's (default: 1e-3)",
-    )
+    add("--batch-size", type=positive_int, default=32, metavar="B", help="contexts in a step (default: 32)")
+    add("--context-tokens", type=positive_int, default=48, metavar="N", help="longest context (default: 48)")
+    add("--learning-rate", type=float, default=1e-3, metavar="R", help="AdamW's (default: 1e-3)")
     add("--muon-learning-rate", type=float, default=0.003, metavar="R", help="of hidden matrices (default: 0.003)")
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
     add("--test-questions", type=positive_int, default=200, metavar="N", help="per data set (default: 200)")

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Span-corruption accuracy of DeCAL and what its paper compares it with, from nothing on the same data and steps.
 
-    python benchmarks/span_corruption.py --data DATA                         # all six models, three seeds
-    python benchmarks/span_corruption.py --data DATA --models t5 decal_2x    # two of them
-    python benchmarks/span_corruption.py --seeds 0 --steps 20                # generated documents alone, and briefly
-    python benchmarks/span_corruption.py --data DATA --save PRETRAINED       # for decal_fine_tuning.py
-    python benchmarks/span_corruption.py --train-tokenizer 300 --steps 2500 --inputs-length 48 --hidden-size 96 \\
-        --layers 2 --batch-size 32 --test-texts 2000 --output letters.json
+    python benchmarks/span_corruption.py                                # all six models, three seeds, letters
+    python benchmarks/span_corruption.py --models t5 decal_2x           # two of them
+    python benchmarks/span_corruption.py --save PRETRAINED              # for decal_fine_tuning.py
+    python benchmarks/span_corruption.py --data DATA --tokenizer checkpoints/base --steps 400 --batch-size 16 \\
+        --inputs-length 64 --hidden-size 128 --layers 3 --output words.json    # words of real text
 
-DATA is a folder with the data files: texts of Standard Ebooks and OpenStax, whose held-out documents are the test. The
-models are those of Tables 1 and 5: the T5 baseline, DeCAL 2x, 4x and 8x, AttnPool 2x, and DeCAL 2x without token
+The models are those of Tables 1 and 5: the T5 baseline, DeCAL 2x, 4x and 8x, AttnPool 2x, and DeCAL 2x without token
 pooling (`decal_2x_no_pooling`). All of them see the same corrupted texts in the same order, and are tested on the same
 ones; a token counts as right if it is the likeliest behind the right ones before it. The context gain is by how much
 the loss grows where each text has another one's context in place of its own: zero for a model that reads none.
 
+The texts are generated documents, in a vocabulary of little more than letters: with it, all models learn to read their
+context in five to nine minutes on one core. DATA is a folder with the data files: the texts are then those of Standard
+Ebooks and OpenStax, whose held-out documents are the test; in words, 400 steps are not enough to read.
+
 Every finished (model, seed) is a run in the result file and is not done again; runs of another budget are refused
-there. Scores are means over seeds, with the standard deviation. A run of the default size takes two to three minutes
-on one core, and tells no models apart: after 400 steps none of them reads its context yet. After 3,000 steps over
-letters of generated documents, five to ten minutes (the last command), one of five does. For more, give more steps.
+there. Scores are means over seeds, with the standard deviation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "decal_2x_no_pooling": {"latent_pooling": False, "compression_ratios": [2]},
 }
 TEXTS = ("standardebooks", "openstax")
-_BASE = Path(__file__).resolve().parents[1] / "checkpoints" / "base"
 # The same texts for every model and seed.
 _DATA_SEED, _TEST_SEED = 0, 1
 # T5 does not scale the scores of its attention, which therefore stands no higher rate.
@@ -80,20 +79,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--data", metavar="FOLDER", help="folder with the data files (default: generated documents alone)")
-    add("--tokenizer", default=str(_BASE), metavar="MODEL", help="default: that of checkpoints/base")
-    add(
+    tokenizer = parser.add_mutually_exclusive_group()
+    tokenizer.add_argument("--tokenizer", metavar="MODEL", help="a folder or a Hub name (default: a trained one)")
+    tokenizer.add_argument(
         "--train-tokenizer",
         type=positive_int,
+        default=300,
         metavar="N",
-        help="train one of N tokens on generated documents, with 300 hardly more than letters (default: --tokenizer)",
+        help="tokens of one that is trained on generated documents (default: 300, little more than letters)",
     )
     add("--models", nargs="+", default=list(MODELS), metavar="NAME", help=f"among {', '.join(MODELS)}")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
-    add("--steps", type=positive_int, default=400, metavar="N", help="default: 400")
-    add("--batch-size", type=positive_int, default=16, metavar="B", help="texts in a step (default: 16)")
-    add("--inputs-length", type=positive_int, default=64, metavar="N", help="encoder's tokens (default: 64)")
-    add("--hidden-size", type=positive_int, default=128, metavar="H", help="a multiple of 32 (default: 128)")
-    add("--layers", type=positive_int, default=3, metavar="L", help="of encoder and of decoder (default: 3)")
+    add("--steps", type=positive_int, default=2500, metavar="N", help="default: 2500")
+    add("--batch-size", type=positive_int, default=32, metavar="B", help="texts in a step (default: 32)")
+    add("--inputs-length", type=positive_int, default=48, metavar="N", help="encoder's tokens (default: 48)")
+    add("--hidden-size", type=positive_int, default=96, metavar="H", help="a multiple of 32 (default: 96)")
+    add("--layers", type=positive_int, default=2, metavar="L", help="of encoder and of decoder (default: 2)")
     add("--learning-rate", type=float, default=3e-3, metavar="R", help="AdamW's (default: 3e-3)")
     add(
         "--muon-learning-rate",
@@ -104,14 +105,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
     add("--save", metavar="FOLDER", help="keep the trained models, as FOLDER/seed_S/NAME (default: they are not kept)")
-    add("--test-texts", type=positive_int, default=400, metavar="N", help="texts of the test (default: 400)")
+    add("--test-texts", type=positive_int, default=2000, metavar="N", help="texts of the test (default: 2000)")
     add("--output", default=str(RESULTS / "span_corruption.json"), metavar="FILE", help="where the JSON goes")
     return parser
 
 
 def load_tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
     """The tokenizer that is named, or a small one that is trained on generated documents."""
-    if arguments.train_tokenizer is None:
+    if arguments.tokenizer is not None:
         return AutoTokenizer.from_pretrained(arguments.tokenizer)
     source = DataSource(generated=True, tasks=("reconstruction",))
     return train_tokenizer([source], vocab_size=arguments.train_tokenizer, num_texts=50)
@@ -296,7 +297,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     output = Path(arguments.output)
     budget = {name: getattr(arguments, name) for name in _BUDGET}
     budget |= {"texts": list(TEXTS) if arguments.data is not None else ["generated"]}
-    if arguments.train_tokenizer is not None:
+    if arguments.tokenizer is None:
         budget["train_tokenizer"] = arguments.train_tokenizer
     results = read_results(output, budget)
     finished = [(run["model"], run["seed"]) for run in results["runs"]]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The latency benchmark's settings of GMSA's tables, compiled decoding, and what its roofline rests on."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -11,15 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 from context_compressors.evaluation.flops import LayerShape, compression_flops, generation_flops
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch):
-    """Import a benchmark as its own command line does: with its folder in front of the module path."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
 
 
 def llama(**fields) -> LlamaConfig:
