@@ -45,6 +45,7 @@ from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.prompting import context_end_ids
 from context_compressors.training.arguments import OPTIMIZERS
+from context_compressors.training.data import task_start_ids
 from context_compressors.training.denoising import Seq2SeqCollator
 from context_compressors.training.examples import CompressionDataset
 from context_compressors.training.stages import changed_config
@@ -168,6 +169,7 @@ def fine_tune(
         tokenizer,
         question_placement=model.config.question_placement,
         context_end_ids=context_end_ids(tokenizer),
+        task_start_ids=task_start_ids(model.config),
     )
     stages = {"questions": (("question_answering",), arguments.steps)}
     if name in FROM_BASELINE and FROM_BASELINE[name][1]:

@@ -85,7 +85,9 @@ class DeCALConfig(CompressorConfig):
         self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
         self.question_placement = one_of("question_placement", question_placement, QUESTION_PLACEMENTS)
         if isinstance(decoder_config, DeCALConfig):
-            # The base is a checkpoint of this method: what matters is the T5 inside.
+            # The base is a checkpoint of this method: what matters is the T5 inside, and what its texts start with.
+            if kwargs.get("decoder_start_token_id") is None:
+                kwargs["decoder_start_token_id"] = decoder_config.decoder_start_token_id
             decoder_config = decoder_config.decoder_config
         if not isinstance(decoder_config, PreTrainedConfig):
             decoder_config = {**FROM_SCRATCH, **(decoder_config or {})}

@@ -130,7 +130,8 @@ class Seq2SeqCollator(CompressionCollator):
     Args:
         question_placement: "decoder" or "encoder".
         context_end_ids: ids that a compressed context ends with, see `modeling.prompting.context_end_ids`.
-        kwargs: as for `CompressionCollator`.
+        kwargs: as for `CompressionCollator`; `task_start_ids` of the model's configuration name the decoder's start
+            token, which in T5 is the pad, and not the tokenizer's BOS or EOS.
     """
 
     def __init__(

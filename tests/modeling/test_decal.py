@@ -285,6 +285,17 @@ def test_compression_can_start_at_fine_tuning(t5_folder, tmp_path, random_rows):
     assert 0.1 < encoder.latent_vector.std() / encoder.encoder.embed_tokens.weight.std() < 10
 
 
+def test_a_base_of_this_method_keeps_the_token_that_its_texts_start_with(tmp_path):
+    baseline = DeCALForConditionalGeneration(
+        DeCALConfig(decoder_config=T5_FIELDS, compression="none", decoder_start_token_id=5)
+    )
+    assert baseline.config.pad_token_id != 5
+    baseline.save_pretrained(tmp_path)
+    model = DeCALForConditionalGeneration.from_base(tmp_path)
+    assert model.config.decoder_start_token_id == model.generation_config.decoder_start_token_id == 5
+    assert DeCALConfig(decoder_config=baseline.config, decoder_start_token_id=7).decoder_start_token_id == 7
+
+
 def test_fresh_weights_start_as_t5s(random_rows):
     torch.manual_seed(0)
     model = DeCALForConditionalGeneration(DeCALConfig(decoder_config={**T5_FIELDS, "d_model": 256})).eval()
