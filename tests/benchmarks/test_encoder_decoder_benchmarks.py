@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks of encoder-decoders at toy size."""
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -15,13 +14,6 @@ from context_compressors.training.tokenizer import train_tokenizer
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GENERATED = DataSource(generated=True, tasks=("reconstruction",))
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch):
-    """Import a benchmark as its own command line does: with its folder in front of the module path."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -90,7 +82,7 @@ def test_the_context_gain_is_what_another_text_s_context_costs(script, reads):
     assert test(Model(), targets.tolist(), collator, batch_size=1)["context_gain"] is None
 
 
-@pytest.mark.parametrize("name", ["span_corruption", "span_corruption_letters"])
+@pytest.mark.parametrize("name", ["span_corruption", "span_corruption_words"])
 def test_results_without_a_context_gain_are_read_and_printed(script, name):
     span_corruption = script("span_corruption")
     path = BENCHMARKS / "results" / f"{name}.json"
@@ -146,3 +138,18 @@ def test_fine_tuning_goes_on_from_what_span_corruption_has_kept(script, tokenize
     assert all(row["answer_perplexity"]["mean"] > 1 for row in results["summary"])
     assert decal_fine_tuning.main([*toy, "--models", "decal_2x"]) == 1
     assert "span_corruption.py --save" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "name"),
+    [
+        ("span_corruption", "span_corruption"),
+        ("span_corruption", "span_corruption_words"),
+        ("decal_fine_tuning", "decal_fine_tuning"),
+    ],
+)
+def test_the_page_of_results_has_the_tables_of_the_result_files(script, benchmark, name):
+    results = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    module = script(benchmark)
+    assert results["summary"] == module.summarize(results["runs"])
+    assert module.table(results["summary"]) in (BENCHMARKS / "results" / "decal.md").read_text(encoding="utf-8")
