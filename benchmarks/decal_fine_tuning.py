@@ -9,7 +9,8 @@ PRETRAINED is a folder of models that span_corruption.py has trained, with steps
 given. Those with a name of their own are tuned as they are. Three start from its T5 baseline: `ccproxy_2x` and
 `autoencoding_2x` (DeCAL 2x) learn autoencoding and continuation first, in a share of the pretraining's steps
 (--text-steps), and `fine_tune_only_2x` compresses from its first question on. The T5 baseline reads its context whole:
-it is the bound.
+it is the bound. Models write at most 16 tokens of an answer: enough for those of generated documents in letters, but
+for --data train PRETRAINED over words, with `span_corruption.py --data --tokenizer`.
 
 All models see the same questions in the same order, on windows that hold the answer: of generated documents, SQuAD and
 NarrativeQA summaries, and without --data of generated documents alone. They are tested on documents that are not in
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from benchmark_tools import RESULTS, do_runs, positive_int, write_json
 from small_scale_data import prepare
-from span_corruption import read_results, train
+from span_corruption import MUON_LEARNING_RATE, read_results, train
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from context_compressors import DeCALForConditionalGeneration
@@ -98,7 +99,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=positive_int, default=32, metavar="B", help="contexts in a step (default: 32)")
     add("--context-tokens", type=positive_int, default=48, metavar="N", help="longest context (default: 48)")
     add("--learning-rate", type=float, default=1e-3, metavar="R", help="AdamW's (default: 1e-3)")
-    add("--muon-learning-rate", type=float, default=0.003, metavar="R", help="of hidden matrices (default: 0.003)")
+    add(
+        "--muon-learning-rate",
+        type=float,
+        default=MUON_LEARNING_RATE,
+        metavar="R",
+        help=f"of the hidden matrices (default: {MUON_LEARNING_RATE})",
+    )
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
     add("--test-questions", type=positive_int, default=200, metavar="N", help="per data set (default: 200)")
     add("--output", default=str(RESULTS / "decal_fine_tuning.json"), metavar="FILE", help="where the JSON goes")

@@ -57,7 +57,7 @@ TEXTS = ("standardebooks", "openstax")
 # The same texts for every model and seed.
 _DATA_SEED, _TEST_SEED = 0, 1
 # T5 does not scale the scores of its attention, which therefore stands no higher rate.
-_MUON_LEARNING_RATE = 0.003
+MUON_LEARNING_RATE = 0.003
 _METRICS = ("accuracy", "loss", "context_gain")
 _BUDGET = (
     "steps",
@@ -99,9 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--muon-learning-rate",
         type=float,
-        default=_MUON_LEARNING_RATE,
+        default=MUON_LEARNING_RATE,
         metavar="R",
-        help=f"of the hidden matrices (default: {_MUON_LEARNING_RATE})",
+        help=f"of the hidden matrices (default: {MUON_LEARNING_RATE})",
     )
     add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
     add("--save", metavar="FOLDER", help="keep the trained models, as FOLDER/seed_S/NAME (default: they are not kept)")
