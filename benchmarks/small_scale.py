@@ -20,11 +20,12 @@ ones (--restoration-lengths).
 
 A job file is a list of mappings with `method` and, where they differ from the command line, `config`, `ratios` and
 `prompts`; it is gone through once for each seed. With --lowest-first a model of several ratios is trained at its
-lowest one alone for a share of the steps: slots are read much sooner there. Every finished (method, configuration,
-ratios, seed) is a run in the result file and is not done again; runs of another budget are refused there. Several
-processes may write to one file. Scores are means over seeds, with the standard deviation. A run's `log` has the
-training loss and the reconstruction and continuation losses of held-out documents by step, for `context-compressors
-curves`.
+lowest one alone for a share of the steps: slots are read much sooner there. --ratio-schedule says in full which ratios
+are trained when, and with --restore-first a share of the steps is reconstruction alone, the task that asks most of a
+slot. Every finished (method, configuration, ratios, seed) is a run in the result file and is not done again; runs of
+another budget are refused there. Several processes may write to one file. Scores are means over seeds, with the
+standard deviation. A run's `log` has the training loss and the reconstruction and continuation losses of held-out
+documents by step, for `context-compressors curves`.
 """
 
 from __future__ import annotations
@@ -159,7 +160,9 @@ def tokens_per_slot(
 def training_config(arguments: argparse.Namespace, seed: int, folder: Path, device: torch.device) -> TrainingConfig:
     """How all methods are trained."""
     ratios = sorted(arguments.ratios)
-    schedule = [[0.0, ratios[:1]], [arguments.lowest_first, ratios]] if arguments.lowest_first else None
+    schedule = arguments.ratio_schedule
+    if arguments.lowest_first:
+        schedule = [[0.0, ratios[:1]], [arguments.lowest_first, ratios]]
     return TrainingConfig(
         output_dir=str(folder / "trainer"),
         objective="compression",
@@ -212,6 +215,7 @@ def train(
         prompts=prompts_of(arguments, model),
         overlong_contexts="skip",
         # Copying is learned much sooner from short contexts.
+        task_schedule=_task_schedule(arguments),
         length_schedule=[[0.0, min(48, arguments.context_tokens)], [0.5, arguments.context_tokens]],
         seed=seed,
     )
@@ -246,6 +250,12 @@ def train(
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
     return model, used, log
+
+
+def _task_schedule(arguments: argparse.Namespace) -> list[list[Any]] | None:
+    if not arguments.restore_first:
+        return None
+    return [[0.0, ["reconstruction"]], [arguments.restore_first, list(arguments.tasks)]]
 
 
 def _with_tasks(sources: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> list[dict[str, Any]]:
@@ -305,6 +315,7 @@ def evaluate(
 
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Do the runs that are not in the result file yet, and write it after each."""
+    _check_schedules(arguments)
     output, budget = Path(arguments.output), budget_of(arguments)
     jobs = [(job, seed) for seed in arguments.seeds for job in read_jobs(arguments)]
     results = read_results(output, budget)
@@ -338,6 +349,14 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
             run |= {"training": training, "log": log, "evaluation_seconds": time.perf_counter() - start}
             results = _add_run(output, budget, {**run, "environment": environment(), "rows": rows})
     return results
+
+
+def _check_schedules(arguments: argparse.Namespace) -> None:
+    """Refuse schedules that contradict each other, or the tasks."""
+    if arguments.ratio_schedule is not None and arguments.lowest_first:
+        raise ValueError("--lowest-first is a ratio schedule: give either it or --ratio-schedule")
+    if arguments.restore_first and "reconstruction" not in arguments.tasks:
+        raise ValueError(f"--restore-first needs reconstruction among the --tasks, got {arguments.tasks}")
 
 
 def _check_lengths(arguments: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from benchmark_tools import RESULTS, positive_int
 
 from context_compressors.training.arguments import OPTIMIZERS
 from context_compressors.training.loading import METHODS
+from context_compressors.training.schedules import check_ratio_schedule
 from context_compressors.training.suggestions import check_choice
 
 BASE = Path(__file__).parent.parent / "checkpoints" / "base"
@@ -63,6 +64,19 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         metavar="X",
         help="share of steps at the lowest ratio (default: 0)",
     )
+    add(
+        "--ratio-schedule",
+        type=_schedule,
+        metavar="JSON",
+        help="which ratios are trained from which share of the steps on, such as [[0, [1]], [0.3, [2, 4]]]",
+    )
+    add(
+        "--restore-first",
+        type=_share,
+        default=0.0,
+        metavar="X",
+        help="share of steps with reconstruction alone (default: 0)",
+    )
     add("--context-tokens", type=positive_int, default=144, metavar="N", help="longest context (default: 144)")
     add(
         "--eval-samples",
@@ -108,6 +122,13 @@ def _share(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least 0 and less than 1")
     return value
+
+
+def _schedule(text: str) -> list[list[Any]]:
+    try:
+        return [[fraction, ratios] for fraction, ratios in check_ratio_schedule(json.loads(text))]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def read_jobs(arguments: argparse.Namespace) -> list[argparse.Namespace]:
@@ -159,6 +180,10 @@ def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
     # Only where they were asked for: files of before have runs with all tasks.
     if set(arguments.tasks) != set(TASKS):
         budget["tasks"] = sorted(arguments.tasks)
+    if arguments.ratio_schedule is not None:
+        budget["ratio_schedule"] = arguments.ratio_schedule
+    if arguments.restore_first:
+        budget["restore_first"] = arguments.restore_first
     if arguments.restoration_lengths is not None:
         budget["restoration_lengths"] = arguments.restoration_lengths
     return budget

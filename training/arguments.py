@@ -14,6 +14,7 @@ from trl import SFTConfig, TrlParser
 from .collators import CONTEXT_MODES
 from .data import DataSource
 from .examples import OVERLONG_CONTEXTS
+from .schedules import check_ratio_schedule, check_task_schedule
 from .span_corruption import SpanCorruption
 from .suggestions import check_choice, nearest
 from .yaml_text import parse_yaml, read_yaml
@@ -129,6 +130,8 @@ class DataArguments:
         group_batches: batches of a compressor that are sorted by length together, so that they hold little padding.
         num_eval_examples: examples of `eval_sources`.
         length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
+        task_schedule: (fraction of training, tasks) pairs of a compressor's training: from there on only these, of the
+            sources that have them, e.g. `[[0.0, [reconstruction]], [0.5, [reconstruction, question_answering]]]`.
         row_mixture: share of each kind of row of language modelling.
         tokens_per_batch: tokens in a batch of language modelling.
         max_questions: questions about one document in a row of language modelling.
@@ -156,6 +159,7 @@ class DataArguments:
     group_batches: int = field(default=1, metadata={"help": "batches sorted by length together"})
     num_eval_examples: int = field(default=200, metadata={"help": "number of evaluation examples"})
     length_schedule: list | str | None = field(default=None, metadata={"help": "how the length limit grows"})
+    task_schedule: list | str | None = field(default=None, metadata={"help": "which tasks are trained when"})
     row_mixture: dict | str | None = field(default=None, metadata={"help": "share of each kind of row"})
     tokens_per_batch: int = field(default=4096, metadata={"help": "tokens in a batch of language modelling"})
     max_questions: int = field(default=8, metadata={"help": "questions about one document in a row"})
@@ -169,6 +173,7 @@ class DataArguments:
             ("sources", list),
             ("eval_sources", list),
             ("length_schedule", list),
+            ("task_schedule", list),
             ("row_mixture", dict),
         ):
             setattr(self, name, _structured(name, getattr(self, name), kind))
@@ -181,7 +186,8 @@ class DataArguments:
                 f"got {self.min_context_tokens}"
             )
         check_choice("overlong_contexts", self.overlong_contexts, OVERLONG_CONTEXTS)
-
+        if self.task_schedule is not None:
+            check_task_schedule(self.task_schedule)
         self.span_corruption()
 
     def span_corruption(self) -> SpanCorruption:
@@ -194,25 +200,6 @@ class DataArguments:
         if not entries and name == "sources":
             raise ValueError("the recipe has no sources: give at least one {path | name | generated: true, tasks}")
         return [DataSource.from_mapping(entry) for entry in entries]
-
-
-def check_ratio_schedule(schedule: Sequence[Sequence[Any]]) -> list[tuple[float, list[int]]]:
-    """(fraction of training, ratios) pairs in order, the first at 0; `ValueError` otherwise."""
-    try:
-        points = [(float(fraction), list(ratios)) for fraction, ratios in schedule]
-    except (TypeError, ValueError):
-        points = []
-    fractions = [fraction for fraction, _ in points]
-    whole = all(
-        ratios and all(isinstance(ratio, int) and not isinstance(ratio, bool) and ratio >= 1 for ratio in ratios)
-        for _, ratios in points
-    )
-    if not points or not whole or fractions[0] != 0 or fractions != sorted(set(fractions)) or fractions[-1] >= 1:
-        raise ValueError(
-            "ratio_schedule must be a list of [fraction of training, [ratios]] in order, the first fraction 0 and "
-            f"all below 1, ratios at least 1, got {schedule!r}"
-        )
-    return points
 
 
 @dataclass

@@ -66,7 +66,9 @@ class DenoisingDataset(CompressionDataset):
         """Length of an example."""
         return len(example["token_ids"])
 
-    def _from_generated(self, source: DataSource, limit: int, rng: random.Random) -> dict[str, Any]:
+    def _from_generated(
+        self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
+    ) -> dict[str, Any]:
         ids: list[int] = []
         while len(ids) < self.max_context_tokens:
             document = draw_document(source, self.max_context_tokens, rng, self.tokenizer)
@@ -74,7 +76,13 @@ class DenoisingDataset(CompressionDataset):
         return self._text(ids, f"generated/{document.kind}/{document.seed}")
 
     def _from_file(
-        self, source: FileSource, position: int, turn: int, limit: int, rng: random.Random
+        self,
+        source: FileSource,
+        tasks: Sequence[str],
+        position: int,
+        turn: int,
+        limit: int,
+        rng: random.Random,
     ) -> dict[str, Any]:
         row = first = self._row(position, source.num_rows, turn)
         ids: list[int] = []

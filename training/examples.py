@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import random
 from collections import defaultdict
@@ -20,34 +19,12 @@ from ..modeling.encoder_tokenizer import in_encoder_tokens
 from .data import DataSource, TokenizedRows, TokenizedTexts, encode, read_rows
 from .generated import MIN_TOKENS, GeneratedDocument, generate_document
 from .prompts import format_prompt
+from .schedules import check_length_schedule, check_task_schedule, scheduled_length
 from .suggestions import check_choice
 from .task_tokens import prefix_ids
 
 MAX_ATTEMPTS = 100
 OVERLONG_CONTEXTS = ("truncate", "truncate_left", "skip")
-
-
-def check_length_schedule(schedule: Sequence[Sequence[float]], minimum: int) -> list[tuple[float, int]]:
-    """(fraction of training, tokens) pairs in order, each length at least `minimum`; `ValueError` otherwise."""
-    try:
-        points = [(float(fraction), int(length)) for fraction, length in schedule]
-    except (TypeError, ValueError):
-        points = []
-    if not points or points != sorted(points) or any(length < minimum for _, length in points):
-        raise ValueError(
-            "length_schedule must be a list of [fraction of training, tokens] in order, "
-            f"each with at least {minimum} tokens, got {schedule!r}"
-        )
-    return points
-
-
-def scheduled_length(points: Sequence[tuple[float, int]], fraction: float) -> int:
-    """Length limit after a fraction of the training, linear between the points and constant outside them."""
-    position = bisect.bisect_right(points, (fraction, math.inf))
-    if position == 0 or position == len(points):
-        return points[min(position, len(points) - 1)][1]
-    (x0, y0), (x1, y1) = points[position - 1], points[position]
-    return round(y0 + (y1 - y0) * (fraction - x0) / (x1 - x0))
 
 
 def draw_document(
@@ -136,6 +113,9 @@ class CompressionDataset(Dataset):
             context, and its tokens count in `max_context_tokens`.
         length_schedule: (fraction of the examples, longest context) pairs for texts and generated documents, linear in
             between.
+        task_schedule: (fraction of the examples, tasks) pairs: from there on only these, of the sources that have
+            them; all tasks all the time when `None`. Neighbours of a group (`group_size`) are put in order together,
+            so that there a change takes up to a group.
         overlong_contexts: of contexts of questions and summaries that are too long: "truncate" their end or
             "truncate_left" their beginning (both counted in `num_cut`), or "skip" them.
         group_size: with more than 1, so many neighbours are put in order of length, and then dealt out in batches of
@@ -165,6 +145,7 @@ class CompressionDataset(Dataset):
         prompts: str | None = None,
         context_prefix: str = "",
         length_schedule: Sequence[Sequence[float]] | None = None,
+        task_schedule: Sequence[Sequence[Any]] | None = None,
         overlong_contexts: str = "truncate",
         group_size: int = 1,
         batch_size: int = 1,
@@ -205,6 +186,7 @@ class CompressionDataset(Dataset):
         self.sources = [
             entry if entry.generated else FileSource(entry, data_dir, seed, tokenizer) for entry in entries
         ]
+        self.task_points = None if task_schedule is None else check_task_schedule(task_schedule)
         self._deal(entries, num_examples)
 
     def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
@@ -226,12 +208,47 @@ class CompressionDataset(Dataset):
             [entry.weight if entry.weight is not None else size for entry, size in zip(entries, sizes, strict=True)]
         )
         generator = np.random.default_rng([self.seed, 0])
-        self.source_of = generator.choice(len(entries), size=num_examples, p=shares / shares.sum()).astype(np.int32)
+        phases = [
+            self._drawn_in_phase(entries, shares, size, generator, tasks) for size, tasks in self._phases(num_examples)
+        ]
+        self.source_of = np.concatenate(phases).astype(np.int32)
         self.turn_of = np.zeros(num_examples, dtype=np.int64)
         for index in range(len(entries)):
             mine = self.source_of == index
             self.turn_of[mine] = np.arange(mine.sum())
         self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def _phases(self, num_examples: int) -> list[tuple[int, list[str] | None]]:
+        """Number of examples and allowed tasks of each part of the training, one after the other."""
+        if self.task_points is None:
+            return [(num_examples, None)]
+        # The first index whose fraction has been reached, as `_tasks_at` tells.
+        starts = [math.ceil(fraction * num_examples) for fraction, _ in self.task_points]
+        sizes = np.diff([*starts, num_examples]).tolist()
+        return [(size, tasks) for size, (_, tasks) in zip(sizes, self.task_points, strict=True)]
+
+    @staticmethod
+    def _drawn_in_phase(
+        entries: Sequence[DataSource],
+        shares: np.ndarray,
+        size: int,
+        generator: np.random.Generator,
+        tasks: list[str] | None,
+    ) -> np.ndarray:
+        """The sources of `size` examples, drawn by their shares among those that have one of the tasks."""
+        if tasks is not None:
+            serves = np.array([not set(tasks).isdisjoint(entry.tasks) for entry in entries])
+            if not serves.any():
+                raise ValueError(f"task_schedule: no source has one of the tasks {tasks}")
+            shares = shares * serves
+        return generator.choice(len(entries), size=size, p=shares / shares.sum())
+
+    def _tasks_at(self, index: int, tasks: Sequence[str]) -> list[str]:
+        """Those of a source's tasks that the schedule has at an index, as often as the source names them."""
+        if self.task_points is None:
+            return list(tasks)
+        reached = [allowed for fraction, allowed in self.task_points if fraction * len(self) <= index]
+        return [task for task in tasks if task in reached[-1]]
 
     def __len__(self) -> int:
         return len(self.source_of)
@@ -269,9 +286,10 @@ class CompressionDataset(Dataset):
         position = int(self.source_of[index])
         source = self.sources[position]
         if isinstance(source, DataSource):
-            example = self._from_generated(source, limit, rng)
+            example = self._from_generated(source, self._tasks_at(index, source.tasks), limit, rng)
         else:
-            example = self._from_file(source, position, int(self.turn_of[index]), limit, rng)
+            tasks = self._tasks_at(index, source.source.tasks)
+            example = self._from_file(source, tasks, position, int(self.turn_of[index]), limit, rng)
         if self.context_tokenizer is not None:
             ids = in_encoder_tokens(example["context_ids"], self.tokenizer, self.context_tokenizer)
             example["encoder_context_ids"] = ids
@@ -293,8 +311,10 @@ class CompressionDataset(Dataset):
             self._orders[key] = np.random.default_rng([self.seed, 1, position, epoch]).permutation(num_rows)
         return int(self._orders[key][place])
 
-    def _from_generated(self, source: DataSource, limit: int, rng: random.Random) -> dict[str, Any]:
-        task = rng.choice(source.tasks)
+    def _from_generated(
+        self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
+    ) -> dict[str, Any]:
+        task = rng.choice(tasks)
         limit = self._room(task, limit)
         document = draw_document(source, limit, rng, self.tokenizer)
         ids = encode(self.tokenizer, document.text)
@@ -305,9 +325,15 @@ class CompressionDataset(Dataset):
         return self._question_example(ids, [(q.question, q.answer) for q in questions], limit, identifier, rng)
 
     def _from_file(
-        self, source: FileSource, position: int, turn: int, limit: int, rng: random.Random
+        self,
+        source: FileSource,
+        tasks: Sequence[str],
+        position: int,
+        turn: int,
+        limit: int,
+        rng: random.Random,
     ) -> dict[str, Any]:
-        task = rng.choice(source.source.tasks)
+        task = rng.choice(tasks)
         if task in ("question_answering", "summarisation"):
             # A context that belongs to a question cannot be made shorter, so the schedule does not bear on it.
             limit = self.max_context_tokens

@@ -95,7 +95,9 @@ class JointDataset(CompressionDataset):
         """Length of an example: context and both texts together."""
         return sum(len(example[f"{name}_ids"]) for name in ("context", "reconstruction", "continuation"))
 
-    def _from_generated(self, source: DataSource, limit: int, rng: random.Random) -> dict[str, Any]:
+    def _from_generated(
+        self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
+    ) -> dict[str, Any]:
         length = rng.randint(self.min_context_tokens, max(self.min_context_tokens, limit))
         for _ in range(MAX_ATTEMPTS):
             document = generate_document(
@@ -114,7 +116,13 @@ class JointDataset(CompressionDataset):
         return self._split(ids, length, f"generated/{document.kind}/{document.seed}", rng)
 
     def _from_file(
-        self, source: FileSource, position: int, turn: int, limit: int, rng: random.Random
+        self,
+        source: FileSource,
+        tasks: Sequence[str],
+        position: int,
+        turn: int,
+        limit: int,
+        rng: random.Random,
     ) -> dict[str, Any]:
         row = self._row(position, source.num_rows, turn)
         for _ in range(MAX_ATTEMPTS):

@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
 from .data import DataSource, TokenizedTexts, distinct_texts, encode, read_rows, start_token_id
-from .examples import check_length_schedule, draw_document, scheduled_length
+from .examples import draw_document
 from .generated import MIN_TOKENS
 from .losses import logits_function
 from .prompts import format_prompt
+from .schedules import check_length_schedule, scheduled_length
 from .step_guard import StepGuard
 from .suggestions import check_choice
 from .wrapped_forward import as_forward_pass

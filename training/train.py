@@ -114,6 +114,7 @@ def build_compression_dataset(
         prompts=data_args.prompts,
         context_prefix=data_args.context_prefix,
         length_schedule=data_args.length_schedule if name == "sources" else None,
+        task_schedule=data_args.task_schedule if name == "sources" else None,
         overlong_contexts=data_args.overlong_contexts,
         group_size=data_args.group_batches * batch_size,
         batch_size=batch_size,
@@ -322,6 +323,11 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     Raises:
         ValueError: fields that do not go together, a missing source, column or file.
     """
+    if data_args.task_schedule is not None and args.objective not in ("compression", "distillation", "teacher"):
+        raise ValueError(
+            "task_schedule belongs to the objectives compression, distillation and teacher; the examples of "
+            f"{args.objective} are all of one kind"
+        )
     if model_args.teacher is not None and args.objective != "distillation":
         raise ValueError(
             f"teacher goes with the objective distillation, not with {args.objective!r}: leave it out, or distil"

@@ -16,8 +16,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
 
 from ..modeling.compressed_context import CompressedContext
-from .arguments import RATIO_MODES, TrainingConfig, check_ratio_schedule
+from .arguments import RATIO_MODES, TrainingConfig
 from .losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions
+from .schedules import check_ratio_schedule
 from .step_guard import StepGuard, without_metadata
 from .suggestions import check_choice
 from .wrapped_forward import as_forward_pass

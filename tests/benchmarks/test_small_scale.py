@@ -256,6 +256,7 @@ def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(script, base: Pat
     one = {"method": "comprexit", "config": {"gate_size": 8, "metric_size": 8}, "ratios": [2]}
     jobs.write_text(json.dumps([one, {"method": "mean_pooling"}]), encoding="utf-8")
     more = ("--jobs", str(jobs), "--ratios", "4", "2", "--ratio-mode", "random", "--lowest-first", "0.5")
+    more += ("--restore-first", "0.5")
     assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", "1", *more)) == 0
     results = json.loads(output.read_text(encoding="utf-8"))
     assert [(run["name"], run["ratios"], run["seed"]) for run in results["runs"]] == [
@@ -297,6 +298,30 @@ def test_the_lowest_ratio_comes_first(script, tmp_path: Path):
 
     assert schedule() is None
     assert schedule("--lowest-first", "0.4") == [[0.0, [2]], [0.4, [2, 4, 8]]]
+    assert schedule("--ratio-schedule", "[[0, [2]], [0.5, [4, 8]]]") == [[0.0, [2]], [0.5, [4, 8]]]
+
+
+def test_restoring_comes_first(script, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small_scale = script("small_scale")
+    arguments = small_scale.build_parser().parse_args(["--base", str(base)])
+    assert small_scale._task_schedule(arguments) is None
+    assert not {"restore_first", "ratio_schedule"} & set(small_scale.budget_of(arguments))
+    more = ["--base", str(base), "--restore-first", "0.5", "--ratio-schedule", "[[0, [4]]]"]
+    arguments = small_scale.build_parser().parse_args(more)
+    assert small_scale._task_schedule(arguments) == [[0.0, ["reconstruction"]], [0.5, arguments.tasks]]
+    budget = small_scale.budget_of(arguments)
+    assert (budget["restore_first"], budget["ratio_schedule"]) == (0.5, [[0.0, [4]]])
+    output = tmp_path / "small.json"
+    refused = [
+        (["--tasks", "continuation", "--restore-first", "0.5"], "needs reconstruction among the --tasks"),
+        (["--lowest-first", "0.5", "--ratio-schedule", "[[0, [4]]]"], "give either it or --ratio-schedule"),
+    ]
+    for wrong, message in refused:
+        assert small_scale.main(small_scale_arguments(base, output, *wrong)) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        small_scale.main(["--ratio-schedule", "[[0.5, [4]]]"])
+    assert "the first fraction 0" in capsys.readouterr().err
 
 
 def test_the_jobs_of_this_repository_can_be_read(script):

@@ -253,6 +253,29 @@ def test_embedded_recipes_train(ablation, phase, base_folder, tmp_path):
     assert trainer.state.log_history[-1]["train_loss"] > 0
 
 
+@pytest.mark.parametrize("method", ["comprexit", "five_hundred_x", "mean_pooling"])
+def test_restoring_first_is_read_after_the_recipe_of_a_method(method, base_folder, tmp_path):
+    overlay = tmp_path / "overlay.yaml"
+    tasks = ["continuation", "reconstruction", "question_answering"]
+    overlay.write_text(yaml.safe_dump({"sources": [{"generated": True, "tasks": tasks, "weight": 1}]}))
+    files = [f"embedded/{method}.yaml", "embedded/restore_first.yaml", str(overlay), "--base", str(base_folder)]
+    options = ["--max_steps", "5", "--logging_steps", "1", "--save_strategy", "no", "--use_cpu", "true"]
+    options += ["--group_batches", "1"]
+    trainer = build_trainer(*parse_recipe([*files, *options, "--output_dir", str(tmp_path / "out")]))
+    assert trainer.model.config.model_type == f"{method}_compressor"
+    assert trainer.model.config.compression_ratios == (1, 2, 4)
+    batch = trainer.args.per_device_train_batch_size
+    drawn = [trainer.train_dataset[index]["task"] for index in range(5 * batch)]
+    assert set(drawn[: 3 * batch]) == {"reconstruction"}
+    assert set(drawn[3 * batch :]) == set(tasks)
+    trainer.train()
+    ratios = [{name for name in entry if name.startswith("loss_ratio")} for entry in trainer.state.log_history[:5]]
+    assert ratios[:2] == [{"loss_ratio_1"}, {"loss_ratio_1"}]
+    assert all(names < {"loss_ratio_2", "loss_ratio_4"} for names in ratios[3:])
+    muon = [group for group in trainer.optimizer.param_groups if group["muon"]]
+    assert [group["initial_lr"] for group in muon] == [0.006]
+
+
 def test_the_embedded_recipe_has_the_data_and_budget_of_mean_pooling(tmp_path):
     (_, ours, one), (_, theirs, other) = (
         parse(f"embedded/{method}.yaml", "--data_dir", "data", folder=tmp_path)[:3]

@@ -10,14 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from context_compressors.training.data import DataSource, TokenizedRows, TokenizedTexts, encode
-from context_compressors.training.examples import (
-    CompressionDataset,
-    FileSource,
-    check_length_schedule,
-    scheduled_length,
-)
+from context_compressors.training.examples import CompressionDataset, FileSource
 from context_compressors.training.generated import generate_document
 from context_compressors.training.prompts import TASKS
+from context_compressors.training.schedules import check_length_schedule, scheduled_length
 
 GENERATED = {"generated": True, "tasks": ["question_answering", "reconstruction", "continuation"], "weight": 1}
 
@@ -228,6 +224,29 @@ def test_the_length_limit_grows(tokenizer, folder):
     assert [scheduled_length(points, x) for x in (0, 0.2, 0.3, 0.35, 0.4, 1)] == [10, 10, 20, 25, 30, 30]
 
 
+def test_tasks_come_when_the_schedule_says(tokenizer, folder):
+    sources = [{**TEXT, "tasks": ["reconstruction", "continuation"]}, QUESTIONS, GENERATED]
+    schedule = [[0.0, ["reconstruction"]], [0.25, ["summarisation", "reconstruction"]], [0.5, list(TASKS)]]
+    dataset = make(tokenizer, folder, *sources, num_examples=122, task_schedule=schedule, max_context_tokens=120)
+    tasks = [dataset[index]["task"] for index in range(122)]
+    # A fraction of 122 that is no whole number: the first index behind it, 31.
+    assert set(tasks[:31]) == {"reconstruction"}
+    assert set(tasks[31:61]) == {"summarisation", "reconstruction"}
+    assert set(tasks[61:]) == set(TASKS)
+    assert set(dataset.source_of[:31]) == {0, 2}
+    again = make(tokenizer, folder, *sources, num_examples=122, task_schedule=schedule, max_context_tokens=120)
+    assert [again[index] for index in (121, 3, 40)] == [dataset[index] for index in (121, 3, 40)]
+
+
+def test_a_schedule_of_all_tasks_changes_nothing(tokenizer, folder):
+    sources = [TEXT, QUESTIONS, GENERATED]
+    plain, scheduled = (
+        make(tokenizer, folder, *sources, max_context_tokens=120, task_schedule=schedule)
+        for schedule in (None, [[0.0, list(TASKS)]])
+    )
+    assert [plain[index] for index in range(40)] == [scheduled[index] for index in range(40)]
+
+
 def test_groups_hold_the_same_examples_in_batches_of_like_length(tokenizer, folder):
     def width(batch):
         return max(len(example["context_ids"]) + len(example["target_ids"]) for example in batch)
@@ -351,6 +370,12 @@ def test_iteration_ends(tokenizer, folder):
         ([TEXT], {"overlong_contexts": "truncat"}, "did you mean 'truncate'"),
         ([TEXT], {"length_schedule": [[0.5, 10], [0.1, 20]]}, "length_schedule must be"),
         ([TEXT], {"length_schedule": 7}, "length_schedule must be"),
+        ([TEXT], {"task_schedule": [[0.0, "reconstruction"]]}, "task_schedule must be"),
+        ([TEXT], {"task_schedule": [[0.1, ["reconstruction"]]]}, "the first fraction 0"),
+        ([TEXT], {"task_schedule": [[0.0, ["reconstruction"]], [float("nan"), ["continuation"]]]}, "all below 1"),
+        ([TEXT], {"task_schedule": [[0.0, ["repetition"]]]}, "tasks of question_answering, .*'repetition'"),
+        ([TEXT], {"task_schedule": [[0.0, []]]}, "task_schedule must be"),
+        ([TEXT], {"task_schedule": [[0.0, ["summarisation"]]]}, r"no source has one of the tasks \['summarisation'\]"),
         ([TEXT], {"group_size": 6, "batch_size": 4}, "group_size must be 1 or a multiple of batch_size"),
     ],
 )

@@ -118,7 +118,11 @@ def test_learning_rate_schedule_of_table_6(tmp_path):
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_recipes_use_data_for_commercial_use_only(name, tmp_path):
-    read_after = {"joint_pretraining": ["embedded/icae.yaml"], "keft": ["embedded/gmsa.yaml"]}
+    read_after = {
+        "joint_pretraining": ["embedded/icae.yaml"],
+        "keft": ["embedded/gmsa.yaml"],
+        "restore_first": ["embedded/comprexit.yaml"],
+    }
     files = [*read_after.get(name, []), f"embedded/{name}.yaml"]
     model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path)])
     allowed = {
@@ -193,6 +197,7 @@ def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_f
         ({"ratio_schedule": [[0.0, [0]]]}, [], "ratios at least 1, got"),
         ({"ratio_schedule": [[0.0, [2]], [1.0, [4]]]}, [], "all below 1"),
         ({"ratio_schedule": 2}, [], "ratio_schedule must be a list"),
+        ({"task_schedule": [[0.0, ["repeat"]]]}, [], "task_schedule must be a list of .* got"),
         ({"ratio_schedule": [[0.0, [2]]], "ratio_mode": "per_sample"}, [], "got ratio_mode 'per_sample'"),
         ({"dtype": "bfloat"}, [], "did you mean 'bfloat16'"),
         ({"max_questions": 0}, [], "max_questions must be at least 1, got 0"),
@@ -251,6 +256,10 @@ def test_help_shows_examples(argv, capsys):
         ({"objective": "denoising", "base": "BASE"}, "objective of a decoder-only compressor: 'denoising'; allowed"),
         ({"objective": "compression", "base": "BASE", "teacher": "BASE"}, "teacher goes with the objective distil"),
         ({**new_model(), "teacher": "BASE"}, "teacher goes with the objective distillation, not with 'language_mod"),
+        (
+            {**new_model(), "task_schedule": [[0.0, ["continuation"]]]},
+            "the examples of language_modeling are all of o",
+        ),
         ({"objective": "compression", "checkpoint": "BASE", "encoder": "BASE"}, "encoder goes with base .* beside"),
         ({"objective": "compression", "checkpoint": "BASE", "encoder_revision": "v1"}, "encoder_revision goes with b"),
         ({"objective": "compression", "checkpoint": "BASE", "base_revision": "v1"}, "base_revision goes with base"),
