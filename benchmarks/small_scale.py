@@ -24,8 +24,9 @@ lowest one alone for a share of the steps: slots are read much sooner there. --r
 are trained when, and with --restore-first a share of the steps is reconstruction alone, the task that asks most of a
 slot. Every finished (method, configuration, ratios, seed) is a run in the result file and is not done again; runs of
 another budget are refused there. Several processes may write to one file. Scores are means over seeds, with the
-standard deviation. A run's `log` has the training loss and the reconstruction and continuation losses of held-out
-documents by step, for `context-compressors curves`.
+standard deviation; "saved by context" is how much lower the loss of a continuation is behind its own context than
+behind another text's, which adapters that have learned the kind of text do not change. A run's `log` has the training
+loss and the reconstruction and continuation losses of held-out documents by step, for `context-compressors curves`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from transformers import (
 )
 
 from context_compressors.evaluation.evaluate import evaluate_model
-from context_compressors.evaluation.report import environment, ratio_condition
+from context_compressors.evaluation.report import FULL_CONTEXT, environment, ratio_condition
 from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
@@ -131,10 +132,11 @@ def held_out(
     context_tokens: int,
     prompts: str | None,
     task: str = "reconstruction",
+    count: int = _CURVE_SAMPLES,
 ) -> list[Sample]:
-    """A few reconstructions or continuations of a test set."""
+    """Some reconstructions or continuations of a test set."""
     builder = SampleBuilder(tokenizer, None, {}, context_tokens, _CONTINUATION_TOKENS, prompts=prompts)
-    return builder.build(test, task, _CURVE_SAMPLES)
+    return builder.build(test, task, count)
 
 
 def prompts_of(arguments: argparse.Namespace, model: PreTrainedModel) -> str | None:
@@ -155,6 +157,26 @@ def tokens_per_slot(
             tokens[index] += int(memory.num_context_tokens)
             slots[index] += int(memory.num_slots)
     return {ratio_condition(r): tokens[i] / slots[i] for i, r in enumerate(ratios)}
+
+
+def saved_by_context(
+    model: PreTrainedModel,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: Sequence[Sample],
+) -> dict[str, float]:
+    """By condition, the nats per token that a continuation's own context saves over the context of another text.
+
+    Adapters that have learned what kind of text comes lower a perplexity whatever stands in the slots; what the slots
+    are worth is the difference that the right ones make. The full context is read by the base.
+    """
+    conditions = [Condition(ratio_condition(r), model, ratio=r) for r in model.config.compression_ratios]
+    conditions.append(Condition(FULL_CONTEXT, base, with_context=True))
+    scorer = Scorer(model, tokenizer, conditions, start_token_id(tokenizer), task_start_ids(model.config))
+    others = [*samples[1:], *samples[:1]]
+    strange = [replace(sample, context_ids=other.context_ids) for sample, other in zip(samples, others, strict=True)]
+    own, other = (scorer.score("continuation", part, _EVALUATION_BATCH) for part in (samples, strange))
+    return {name: math.log(other[name]["perplexity"] / own[name]["perplexity"]) for name in own}
 
 
 def training_config(arguments: argparse.Namespace, seed: int, folder: Path, device: torch.device) -> TrainingConfig:
@@ -302,12 +324,19 @@ def evaluate(
             prompts=prompts,
         )
         report = evaluate_model(model, tokenizer, tests, settings, teacher=base)
+        saved: dict[str, dict[str, float]] = {}
+        if task == "continuation":
+            for test in tests:
+                texts = held_out(tokenizer, test, arguments.context_tokens, prompts, task, samples)
+                saved[test.name] = saved_by_context(model, base, tokenizer, texts)
         for row in report.rows:
             metrics = dict(row.metrics)
             if "perplexity" in metrics:
                 metrics["loss"] = math.log(metrics["perplexity"])
             if task == "reconstruction" and row.condition in densities.get(row.dataset, {}):
                 metrics["tokens_per_slot"] = densities[row.dataset][row.condition]
+            if row.condition in saved.get(row.dataset, {}):
+                metrics["saved_by_context"] = saved[row.dataset][row.condition]
             metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             rows.append({**asdict(row), "metrics": metrics})
     return rows

@@ -24,6 +24,7 @@ COLUMNS = (
     ("reconstruction", "loss", "loss"),
     ("reconstruction", "token_accuracy", "token accuracy"),
     ("continuation", "perplexity", "perplexity"),
+    ("continuation", "saved_by_context", "saved by context"),
     ("question_answering", "exact_match", "EM"),
     ("question_answering", "f1", "F1"),
 )
@@ -96,18 +97,19 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def table(summary: Sequence[Mapping[str, Any]]) -> str:
     """The summary as Markdown; the bounds, which no training changes, stand once for each kind of prompts."""
     rows: dict[tuple[str, ...], list[Any]] = {}
+    columns = _columns(summary)
     for row in summary:
         ratios = " ".join(map(str, row["ratios"]))
         compressed = row["condition"] in [ratio_condition(ratio) for ratio in row["ratios"]]
         bound = "base" if row["prompts"] is None else f"base, {row['prompts']} prompts"
         name = f"{row['name']}, trained at {ratios}" if compressed else bound
-        cells = _cells(row["scores"], not compressed)
+        cells = _cells(row["scores"], not compressed, columns)
         rows.setdefault(
             (row["dataset"], name, row["condition"]),
             [row["dataset"], name, row["condition"], len(row["seeds"]), *cells],
         )
     order = list(dict.fromkeys(row["dataset"] for row in summary))
-    header = ["data set", "model", "context", "seeds", *(title for *_, title in COLUMNS)]
+    header = ["data set", "model", "context", "seeds", *(title for *_, title in columns)]
     return markdown_table(
         header, sorted(rows.values(), key=lambda cells: (order.index(cells[0]), not cells[1].startswith("base")))
     )
@@ -133,7 +135,7 @@ def ratio_table(summary: Sequence[Mapping[str, Any]], dataset: str, ratio: int) 
     found = sorted((row for row in rows if row["condition"].endswith("_context")), key=lambda row: len(row["seeds"]))
     bounds = {(row["condition"], row["prompts"]): row for row in found}
     compressed.sort(key=lambda row: row["scores"]["reconstruction/loss"]["mean"])
-    body = []
+    body, columns = [], _columns(summary)
     order = sorted(bounds, key=lambda bound: (bound[1] or "", bound[0] == FULL_CONTEXT))
     for row in [*(bounds[bound] for bound in order), *compressed]:
         is_bound = row["condition"].endswith("_context")
@@ -141,13 +143,22 @@ def ratio_table(summary: Sequence[Mapping[str, Any]], dataset: str, ratio: int) 
         if is_bound and row["prompts"] is not None:
             name = f"{name}, {row['prompts']} prompts"
         trained = "-" if is_bound else " ".join(map(str, row["ratios"]))
-        body.append([name, trained, len(row["seeds"]), *_cells(row["scores"], is_bound)])
-    return markdown_table(["model", "trained at", "seeds", *(title for *_, title in COLUMNS)], body)
+        body.append([name, trained, len(row["seeds"]), *_cells(row["scores"], is_bound, columns)])
+    return markdown_table(["model", "trained at", "seeds", *(title for *_, title in columns)], body)
 
 
-def _cells(scores: Mapping[str, Mapping[str, float | None]], is_bound: bool) -> list[str]:
+def _columns(summary: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """All columns but what no run of a file was scored on: earlier files have nothing saved by context."""
+    saved = ("continuation", "saved_by_context")
+    has_saved = any("/".join(saved) in row["scores"] for row in summary)
+    return [column for column in COLUMNS if has_saved or column[:2] != saved]
+
+
+def _cells(
+    scores: Mapping[str, Mapping[str, float | None]], is_bound: bool, columns: Sequence[tuple[str, str, str]]
+) -> list[str]:
     cells = []
-    for task, metric, _ in COLUMNS:
+    for task, metric, _ in columns:
         score = scores.get(f"{task}/{metric}")
         spread = "" if score is None or score["std"] is None or is_bound else f" ± {score['std']:.2f}"
         cells.append("-" if score is None else f"{score['mean']:.2f}{spread}")

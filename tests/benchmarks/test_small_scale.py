@@ -241,6 +241,39 @@ def test_the_curves_are_the_losses_of_the_evaluation(script, base: Path, tokeniz
         assert state.log_history[0][f"{task}_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
 
 
+def test_what_a_context_saves_is_the_difference_to_another_ones(
+    script, base: Path, tokenizer: PreTrainedTokenizerFast
+):
+    small_scale = script("small_scale")
+    model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4]).eval()
+    reader = AutoModelForCausalLM.from_pretrained(base).eval()
+    rows = [{"text": text} for text in ("The mill stands by the river.", "Nora keeps eleven bees.", "Rain, at last!")]
+    samples = small_scale.held_out(tokenizer, EvaluationDataset("d", rows), 12, None, "continuation", 3)
+    assert len(samples) == 3
+
+    @torch.no_grad()
+    def loss(shift: int, ratio: int | None) -> float:
+        total = 0.0
+        for index, sample in enumerate(samples):
+            context = samples[(index + shift) % 3].context_ids
+            text = [*sample.prompt_ids, *sample.target_ids]
+            if ratio is None:
+                logits = reader(torch.tensor([[256, *context, *text]])).logits
+            else:
+                # This tokenizer starts no text with BOS by itself.
+                memory = model.compress(torch.tensor([context]), ratio=ratio)
+                logits = model(torch.tensor([[256, *text]]), memory=memory).logits
+            count = len(sample.target_ids)
+            targets = torch.tensor(sample.target_ids)
+            total += float(torch.nn.functional.cross_entropy(logits[0, -count - 1 : -1], targets, reduction="sum"))
+        return total / sum(len(sample.target_ids) for sample in samples)
+
+    saved = small_scale.saved_by_context(model, reader, tokenizer, samples)
+    expected = {"ratio=2": 2, "ratio=4": 4, "full_context": None}
+    assert saved == pytest.approx({name: loss(1, r) - loss(0, r) for name, r in expected.items()}, abs=1e-5)
+    assert all(value != 0 for value in saved.values())
+
+
 def test_tokens_per_slot_count_what_short_contexts_waste(script, base: Path, tokenizer: PreTrainedTokenizerFast):
     small_scale = script("small_scale")
     model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4])

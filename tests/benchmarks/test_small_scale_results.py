@@ -76,6 +76,20 @@ def test_the_table_of_one_ratio_has_the_best_restoration_first(script, tmp_path:
         results.main(["--results", str(file), "--ratio", "5"])
 
 
+def test_what_a_context_saves_has_a_column_where_it_was_measured(script):
+    def row(**scores: float) -> dict:
+        values = {f"continuation/{name}": {"mean": value, "std": None} for name, value in scores.items()}
+        values["reconstruction/loss"] = {"mean": 1.0, "std": None}
+        common = {"name": "m", "prompts": None, "ratios": [4], "dataset": "d", "condition": "ratio=4", "seeds": [0]}
+        return {**common, "scores": values}
+
+    results = script("small_scale_results")
+    for render in (results.table, lambda summary: results.ratio_table(summary, "d", 4)):
+        assert "saved by context" not in render([row(perplexity=2.0)])
+        assert "saved by context" in render([row(perplexity=2.0, saved_by_context=0.25)])
+        assert "0.25" in render([row(perplexity=2.0, saved_by_context=0.25)])
+
+
 @pytest.mark.parametrize("name", ["small_scale", "small_scale_2000_steps", "small_scale_gmsa", "small_scale_gmsa_128"])
 def test_the_page_of_results_has_the_tables_of_the_result_file(script, name):
     results, folder = script("small_scale_results"), Path(script("small_scale_results").RESULTS)
