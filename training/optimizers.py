@@ -132,7 +132,8 @@ def parameter_groups(
 
     Args:
         model: every `nn.Embedding`, such as T5's relative biases of its attention, the module of
-            `get_input_embeddings` and that of `get_output_embeddings` are no hidden matrices.
+            `get_input_embeddings` and that of `get_output_embeddings` are no hidden matrices; nor are tables that
+            belong to no layer, such as the embeddings of memory and task tokens.
         optimizer: "muon", or another one, which has no group of hidden matrices.
         learning_rate: of the groups that are not Muon's.
         muon_learning_rate: of Muon.
@@ -142,9 +143,11 @@ def parameter_groups(
     tables += [module for module in model.modules() if isinstance(module, nn.Embedding)]
     not_hidden = {id(p) for table in tables if table is not None for p in table.parameters()}
     hidden, matrices, vectors = [], [], []
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_hidden = optimizer == "muon" and parameter.ndim == 2 and id(parameter) not in not_hidden
+            # A layer's matrix is called so; whatever else has two dimensions is a table of vectors.
+            is_matrix = parameter.ndim == 2 and name.rpartition(".")[2] == "weight" and id(parameter) not in not_hidden
+            is_hidden = optimizer == "muon" and is_matrix
             (hidden if is_hidden else matrices if parameter.ndim >= 2 else vectors).append(parameter)
     groups = [
         {"params": hidden, "muon": True, "lr": muon_learning_rate, "weight_decay": weight_decay},

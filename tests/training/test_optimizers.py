@@ -5,7 +5,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from context_compressors import DeCALConfig, DeCALForConditionalGeneration
+from context_compressors import (
+    ComprExITForCausalLM,
+    DeCALConfig,
+    DeCALForConditionalGeneration,
+    ICAEForCausalLM,
+)
 from context_compressors.training.optimizers import (
     MuonWithAdamW,
     adafactor,
@@ -138,6 +143,19 @@ def test_adafactor_decays_matrices_alone_and_when_asked():
     assert {group["weight_decay"] for group in adafactor(model, 1e-2).param_groups} == {0.0}
     groups = adafactor(model, 1e-2, weight_decay=0.1).param_groups
     assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [(0.1, {2}), (0.0, {1})]
+
+
+def test_embeddings_of_memory_task_and_layers_are_no_hidden_matrices(language_model: LlamaForCausalLM, tmp_path):
+    language_model.save_pretrained(tmp_path)
+    for model_class, names in (
+        (ICAEForCausalLM, {"memory_embeddings", "task_embeddings"}),
+        (ComprExITForCausalLM, {"layer_embeddings"}),
+    ):
+        model = model_class.from_base(str(tmp_path))
+        hidden, others = parameter_groups(model, "muon", 1e-3, 2e-2, 0.1)[:2]
+        of = {id(parameter): name for name, parameter in model.named_parameters()}
+        assert {of[id(p)].rpartition(".")[2] for p in others["params"]} == names
+        assert {of[id(p)].rpartition(".")[2] for p in hidden["params"]} == {"weight"}
 
 
 def test_no_table_of_embeddings_is_a_hidden_matrix():
