@@ -24,9 +24,10 @@ lowest one alone for a share of the steps: slots are read much sooner there. --r
 are trained when, and with --restore-first a share of the steps is reconstruction alone, the task that asks most of a
 slot. Every finished (method, configuration, ratios, seed) is a run in the result file and is not done again; runs of
 another budget are refused there. Several processes may write to one file. Scores are means over seeds, with the
-standard deviation; "saved by context" is how much lower the loss of a continuation is behind its own context than
-behind another text's, which adapters that have learned the kind of text do not change. A run's `log` has the training
-loss and the reconstruction and continuation losses of held-out documents by step, for `context-compressors curves`.
+standard deviation; "saved by context" is by how many nats per token a continuation's loss is lower behind its own
+context than behind another text's, which adapters that have learned the kind of text do not change. A run's `log`
+has the training loss and the reconstruction and continuation losses of held-out documents by step, for
+`context-compressors curves`.
 """
 
 from __future__ import annotations
@@ -173,10 +174,14 @@ def saved_by_context(
     conditions = [Condition(ratio_condition(r), model, ratio=r) for r in model.config.compression_ratios]
     conditions.append(Condition(FULL_CONTEXT, base, with_context=True))
     scorer = Scorer(model, tokenizer, conditions, start_token_id(tokenizer), task_start_ids(model.config))
-    others = [*samples[1:], *samples[:1]]
+    if len(samples) < 2:
+        raise ValueError(f"what a context saves is told beside another one: it takes two texts, got {len(samples)}")
+    # Neighbours may be of one document, and go on from each other.
+    half = len(samples) // 2
+    others = [*samples[half:], *samples[:half]]
     strange = [replace(sample, context_ids=other.context_ids) for sample, other in zip(samples, others, strict=True)]
     own, other = (scorer.score("continuation", part, _EVALUATION_BATCH) for part in (samples, strange))
-    return {name: math.log(other[name]["perplexity"] / own[name]["perplexity"]) for name in own}
+    return {name: math.log(other[name]["perplexity"]) - math.log(own[name]["perplexity"]) for name in own}
 
 
 def training_config(arguments: argparse.Namespace, seed: int, folder: Path, device: torch.device) -> TrainingConfig:
@@ -237,8 +242,8 @@ def train(
         prompts=prompts_of(arguments, model),
         overlong_contexts="skip",
         # Copying is learned much sooner from short contexts.
-        task_schedule=_task_schedule(arguments),
         length_schedule=[[0.0, min(48, arguments.context_tokens)], [0.5, arguments.context_tokens]],
+        task_schedule=_task_schedule(arguments),
         seed=seed,
     )
     collator = _CountingCollator.from_tokenizer(tokenizer, task_start_ids=task_start_ids(model.config))
@@ -344,9 +349,10 @@ def evaluate(
 
 def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Do the runs that are not in the result file yet, and write it after each."""
-    _check_schedules(arguments)
     output, budget = Path(arguments.output), budget_of(arguments)
     jobs = [(job, seed) for seed in arguments.seeds for job in read_jobs(arguments)]
+    for job, _ in jobs:
+        _check_schedules(job)
     results = read_results(output, budget)
     _check_lengths(arguments)
     if arguments.save is not None:
@@ -386,6 +392,14 @@ def _check_schedules(arguments: argparse.Namespace) -> None:
         raise ValueError("--lowest-first is a ratio schedule: give either it or --ratio-schedule")
     if arguments.restore_first and "reconstruction" not in arguments.tasks:
         raise ValueError(f"--restore-first needs reconstruction among the --tasks, got {arguments.tasks}")
+    if arguments.restore_first and arguments.tasks == ["reconstruction"]:
+        raise ValueError("--restore-first says when the other --tasks begin, and there are none")
+    scheduled = {ratio for _, ratios in arguments.ratio_schedule or () for ratio in ratios}
+    if scheduled and scheduled != set(arguments.ratios):
+        raise ValueError(
+            f"--ratio-schedule has the ratios {sorted(scheduled)}, and {arguments.method} {sorted(arguments.ratios)}: "
+            "each ratio of a model must be trained, and no other"
+        )
 
 
 def _check_lengths(arguments: argparse.Namespace) -> None:

@@ -125,8 +125,13 @@ def _share(text: str) -> float:
 
 
 def _schedule(text: str) -> list[list[Any]]:
+    """Which ratios are trained when, from the command line."""
     try:
-        return [[fraction, ratios] for fraction, ratios in check_ratio_schedule(json.loads(text))]
+        schedule = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    try:
+        return [[fraction, ratios] for fraction, ratios in check_ratio_schedule(schedule)]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -24,7 +24,7 @@ COLUMNS = (
     ("reconstruction", "loss", "loss"),
     ("reconstruction", "token_accuracy", "token accuracy"),
     ("continuation", "perplexity", "perplexity"),
-    ("continuation", "saved_by_context", "saved by context"),
+    ("continuation", "saved_by_context", "saved by context (nats)"),
     ("question_answering", "exact_match", "EM"),
     ("question_answering", "f1", "F1"),
 )
@@ -160,8 +160,10 @@ def _cells(
     cells = []
     for task, metric, _ in columns:
         score = scores.get(f"{task}/{metric}")
-        spread = "" if score is None or score["std"] is None or is_bound else f" ± {score['std']:.2f}"
-        cells.append("-" if score is None else f"{score['mean']:.2f}{spread}")
+        # Of a nat, and so of what a context saves, a hundredth is much.
+        digits = 3 if metric == "saved_by_context" else 2
+        spread = "" if score is None or score["std"] is None or is_bound else f" ± {score['std']:.{digits}f}"
+        cells.append("-" if score is None else f"{score['mean']:.{digits}f}{spread}")
     return cells
 
 

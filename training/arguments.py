@@ -131,7 +131,8 @@ class DataArguments:
         num_eval_examples: examples of `eval_sources`.
         length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
         task_schedule: (fraction of training, tasks) pairs of a compressor's training: from there on only these, of the
-            sources that have them, e.g. `[[0.0, [reconstruction]], [0.5, [reconstruction, question_answering]]]`.
+            sources that have them, e.g. `[[0.0, [reconstruction]], [0.5, [reconstruction, question_answering]]]`;
+            `eval_sources` have all their tasks.
         row_mixture: share of each kind of row of language modelling.
         tokens_per_batch: tokens in a batch of language modelling.
         max_questions: questions about one document in a row of language modelling.

@@ -58,6 +58,8 @@ class DenoisingDataset(CompressionDataset):
                     f"denoising reads plain text: the tasks of source {entry.label!r} must be among "
                     f"{sorted(_TEXT_TASKS)}, got {list(entry.tasks)}"
                 )
+        if unknown := sorted(set(kwargs) - {"data_dir", "group_size", "batch_size", "seed", "context_tokenizer"}):
+            raise TypeError(f"DenoisingDataset has no {', '.join(unknown)}: its texts are all of one kind")
         limits = {"max_context_tokens": num_tokens, "min_context_tokens": num_tokens}
         super().__init__(entries, tokenizer, num_examples, **limits, **kwargs)
 

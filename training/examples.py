@@ -114,8 +114,8 @@ class CompressionDataset(Dataset):
         length_schedule: (fraction of the examples, longest context) pairs for texts and generated documents, linear in
             between.
         task_schedule: (fraction of the examples, tasks) pairs: from there on only these, of the sources that have
-            them; all tasks all the time when `None`. Neighbours of a group (`group_size`) are put in order together,
-            so that there a change takes up to a group.
+            them; all tasks all the time when `None`. A source's weight goes to those of its tasks that are in it.
+            Neighbours of a group (`group_size`) are put in order together, so that there a change takes up to a group.
         overlong_contexts: of contexts of questions and summaries that are too long: "truncate" their end or
             "truncate_left" their beginning (both counted in `num_cut`), or "skip" them.
         group_size: with more than 1, so many neighbours are put in order of length, and then dealt out in batches of
@@ -126,7 +126,8 @@ class CompressionDataset(Dataset):
             `tokenizer`.
 
     Raises:
-        ValueError: a source or a limit that is not allowed, some but not all weights given, or no number of examples.
+        ValueError: a source, a limit or a schedule that is not allowed, some but not all weights given, a task of the
+            schedule that no source has, a source whose tasks it never has, or no number of examples.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class CompressionDataset(Dataset):
             entry if entry.generated else FileSource(entry, data_dir, seed, tokenizer) for entry in entries
         ]
         self.task_points = None if task_schedule is None else check_task_schedule(task_schedule)
+        self._check_tasks(entries)
         self._deal(entries, num_examples)
 
     def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
@@ -218,6 +220,16 @@ class CompressionDataset(Dataset):
             self.turn_of[mine] = np.arange(mine.sum())
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
+    def _check_tasks(self, entries: Sequence[DataSource]) -> None:
+        """Refuse a schedule with tasks that no source has, and sources that it never comes to."""
+        scheduled = [set(tasks) for _, tasks in self.task_points or ()]
+        offered = {task for entry in entries for task in entry.tasks}
+        if missing := sorted(set().union(*scheduled) - offered):
+            raise ValueError(f"task_schedule has the tasks {missing}; those of the sources are {sorted(offered)}")
+        idle = [entry.label for entry in entries if scheduled and set().union(*scheduled).isdisjoint(entry.tasks)]
+        if idle:
+            raise ValueError(f"task_schedule never has a task of the sources {idle}: leave them out")
+
     def _phases(self, num_examples: int) -> list[tuple[int, list[str] | None]]:
         """Number of examples and allowed tasks of each part of the training, one after the other."""
         if self.task_points is None:
@@ -238,8 +250,6 @@ class CompressionDataset(Dataset):
         """The sources of `size` examples, drawn by their shares among those that have one of the tasks."""
         if tasks is not None:
             serves = np.array([not set(tasks).isdisjoint(entry.tasks) for entry in entries])
-            if not serves.any():
-                raise ValueError(f"task_schedule: no source has one of the tasks {tasks}")
             shares = shares * serves
         return generator.choice(len(entries), size=size, p=shares / shares.sum())
 

@@ -45,7 +45,13 @@ def check_ratio_schedule(schedule: Sequence[Sequence[Any]]) -> list[tuple[float,
 
 def check_task_schedule(schedule: Sequence[Sequence[Any]]) -> list[tuple[float, list[str]]]:
     """(fraction of training, tasks) pairs in order, the first at 0; `ValueError` otherwise."""
-    return _check_changes("task_schedule", schedule, TASKS.__contains__, "tasks", f"tasks of {', '.join(TASKS)}")
+    points = _check_changes("task_schedule", schedule, TASKS.__contains__, "tasks", f"tasks of {', '.join(TASKS)}")
+    for _, tasks in points:
+        if len(set(tasks)) < len(tasks):
+            raise ValueError(
+                f"task_schedule: {tasks} names a task twice; how often a task comes, the tasks of each source say"
+            )
+    return points
 
 
 def _check_changes(

@@ -325,8 +325,14 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     """
     if data_args.task_schedule is not None and args.objective not in ("compression", "distillation", "teacher"):
         raise ValueError(
-            "task_schedule belongs to the objectives compression, distillation and teacher; the examples of "
-            f"{args.objective} are all of one kind"
+            "task_schedule belongs to the objectives compression, distillation and teacher, not to "
+            f"{args.objective}: leave it out"
+        )
+    scheduled = [name for name in ("length_schedule", "task_schedule") if getattr(data_args, name) is not None]
+    if scheduled and args.max_steps < 1 and args.num_train_epochs > 1:
+        raise ValueError(
+            f"{scheduled[0]} is told by the share of one pass over the examples, and would start again in each of the "
+            f"{args.num_train_epochs:g} epochs: give max_steps, or num_train_epochs 1"
         )
     if model_args.teacher is not None and args.objective != "distillation":
         raise ValueError(

@@ -24,6 +24,7 @@ from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.examples import CompressionDataset
 
 
 @pytest.fixture(scope="module")
@@ -247,15 +248,18 @@ def test_what_a_context_saves_is_the_difference_to_another_ones(
     small_scale = script("small_scale")
     model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4]).eval()
     reader = AutoModelForCausalLM.from_pretrained(base).eval()
-    rows = [{"text": text} for text in ("The mill stands by the river.", "Nora keeps eleven bees.", "Rain, at last!")]
-    samples = small_scale.held_out(tokenizer, EvaluationDataset("d", rows), 12, None, "continuation", 3)
-    assert len(samples) == 3
+    rows = [
+        {"text": text}
+        for text in ("The mill stands by the river.", "Nora keeps eleven bees.", "Rain, at last!", "A bell.")
+    ]
+    samples = small_scale.held_out(tokenizer, EvaluationDataset("d", rows), 12, None, "continuation", 4)
+    assert len(samples) == 4
 
     @torch.no_grad()
     def loss(shift: int, ratio: int | None) -> float:
         total = 0.0
         for index, sample in enumerate(samples):
-            context = samples[(index + shift) % 3].context_ids
+            context = samples[(index + shift) % 4].context_ids
             text = [*sample.prompt_ids, *sample.target_ids]
             if ratio is None:
                 logits = reader(torch.tensor([[256, *context, *text]])).logits
@@ -270,8 +274,10 @@ def test_what_a_context_saves_is_the_difference_to_another_ones(
 
     saved = small_scale.saved_by_context(model, reader, tokenizer, samples)
     expected = {"ratio=2": 2, "ratio=4": 4, "full_context": None}
-    assert saved == pytest.approx({name: loss(1, r) - loss(0, r) for name, r in expected.items()}, abs=1e-5)
+    assert saved == pytest.approx({name: loss(2, r) - loss(0, r) for name, r in expected.items()}, abs=1e-5)
     assert all(value != 0 for value in saved.values())
+    with pytest.raises(ValueError, match="it takes two texts, got 1"):
+        small_scale.saved_by_context(model, reader, tokenizer, samples[:1])
 
 
 def test_tokens_per_slot_count_what_short_contexts_waste(script, base: Path, tokenizer: PreTrainedTokenizerFast):
@@ -284,13 +290,25 @@ def test_tokens_per_slot_count_what_short_contexts_waste(script, base: Path, tok
 
 
 @pytest.mark.slow
-def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(script, base: Path, tmp_path: Path):
+def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(
+    script, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     jobs, output = tmp_path / "jobs.json", tmp_path / "small.json"
     one = {"method": "comprexit", "config": {"gate_size": 8, "metric_size": 8}, "ratios": [2]}
     jobs.write_text(json.dumps([one, {"method": "mean_pooling"}]), encoding="utf-8")
     more = ("--jobs", str(jobs), "--ratios", "4", "2", "--ratio-mode", "random", "--lowest-first", "0.5")
     more += ("--restore-first", "0.5")
-    assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", "1", *more)) == 0
+    small_scale, schedules = script("small_scale"), []
+
+    def dataset(*arguments, **fields):
+        schedules.append(fields["task_schedule"])
+        return CompressionDataset(*arguments, **fields)
+
+    monkeypatch.setattr(small_scale, "CompressionDataset", dataset)
+    assert small_scale.main(small_scale_arguments(base, output, "--seeds", "0", "1", *more)) == 0
+    assert (
+        schedules == [[[0.0, ["reconstruction"]], [0.5, ["question_answering", "reconstruction", "continuation"]]]] * 4
+    )
     results = json.loads(output.read_text(encoding="utf-8"))
     assert [(run["name"], run["ratios"], run["seed"]) for run in results["runs"]] == [
         ("comprexit, gate_size=8, metric_size=8", [2], 0),
@@ -299,6 +317,9 @@ def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(script, base: Pat
         ("mean_pooling", [4, 2], 1),
     ]
     assert (results["budget"]["ratio_mode"], results["budget"]["lowest_first"]) == ("random", 0.5)
+    continued = [row for run in results["runs"] for row in run["rows"] if row["task"] == "continuation"]
+    saved = {row["condition"] for row in continued if "saved_by_context" in row["metrics"]}
+    assert saved == {"full_context", "ratio=2", "ratio=4"}
 
 
 @pytest.mark.parametrize(
@@ -347,14 +368,17 @@ def test_restoring_comes_first(script, base: Path, tmp_path: Path, capsys: pytes
     output = tmp_path / "small.json"
     refused = [
         (["--tasks", "continuation", "--restore-first", "0.5"], "needs reconstruction among the --tasks"),
+        (["--tasks", "reconstruction", "--restore-first", "0.5"], "when the other --tasks begin, and there are none"),
         (["--lowest-first", "0.5", "--ratio-schedule", "[[0, [4]]]"], "give either it or --ratio-schedule"),
+        (["--ratios", "2", "4", "--ratio-schedule", "[[0, [4]]]"], "has the ratios [4], and mean_pooling [2, 4]"),
     ]
     for wrong, message in refused:
         assert small_scale.main(small_scale_arguments(base, output, *wrong)) == 1
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        small_scale.main(["--ratio-schedule", "[[0.5, [4]]]"])
-    assert "the first fraction 0" in capsys.readouterr().err
+    for wrong, message in (("[[0.5, [4]]]", "the first fraction 0"), ("[[0, [4]", "'[[0, [4]' is not JSON")):
+        with pytest.raises(SystemExit):
+            small_scale.main(["--ratio-schedule", wrong])
+        assert message in capsys.readouterr().err
 
 
 def test_the_jobs_of_this_repository_can_be_read(script):

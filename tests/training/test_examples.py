@@ -375,7 +375,13 @@ def test_iteration_ends(tokenizer, folder):
         ([TEXT], {"task_schedule": [[0.0, ["reconstruction"]], [float("nan"), ["continuation"]]]}, "all below 1"),
         ([TEXT], {"task_schedule": [[0.0, ["repetition"]]]}, "tasks of question_answering, .*'repetition'"),
         ([TEXT], {"task_schedule": [[0.0, []]]}, "task_schedule must be"),
-        ([TEXT], {"task_schedule": [[0.0, ["summarisation"]]]}, r"no source has one of the tasks \['summarisation'\]"),
+        (
+            [TEXT],
+            {"task_schedule": [[0.0, ["summarisation"]]]},
+            r"has the tasks \['summarisation'\]; those of the sou",
+        ),
+        ([TEXT], {"task_schedule": [[0.0, ["continuation"] * 2]]}, "names a task twice"),
+        ([TEXT, QUESTIONS], {"task_schedule": [[0.0, ["continuation"]]]}, r"a task of the sources \['qa.parquet'\]"),
         ([TEXT], {"group_size": 6, "batch_size": 4}, "group_size must be 1 or a multiple of batch_size"),
     ],
 )

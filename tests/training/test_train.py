@@ -258,7 +258,15 @@ def test_help_shows_examples(argv, capsys):
         ({**new_model(), "teacher": "BASE"}, "teacher goes with the objective distillation, not with 'language_mod"),
         (
             {**new_model(), "task_schedule": [[0.0, ["continuation"]]]},
-            "the examples of language_modeling are all of o",
+            "not to language_modeling: leave it out",
+        ),
+        (
+            {"method": "mean_pooling", "base": "BASE", "max_steps": -1, "length_schedule": [[0, 60]]},
+            "each of the 3 epo",
+        ),
+        (
+            {"method": "mean_pooling", "base": "BASE", "max_steps": -1, "task_schedule": [[0, ["reconstruction"]]]},
+            "task_schedule is told by the share of one pass .* give max_steps, or num_train_epochs 1",
         ),
         ({"objective": "compression", "checkpoint": "BASE", "encoder": "BASE"}, "encoder goes with base .* beside"),
         ({"objective": "compression", "checkpoint": "BASE", "encoder_revision": "v1"}, "encoder_revision goes with b"),
@@ -313,6 +321,8 @@ def test_eval_sources_are_evaluated(tmp_path, base_folder):
         base=str(base_folder),
         method_config={"compression_ratios": [2]},
         eval_sources=[{"generated": True, "split": "test", "tasks": ["reconstruction"], "weight": 1}],
+        # Of the training alone: the first task is none of theirs.
+        task_schedule=[[0.0, ["question_answering"]], [0.5, ["reconstruction"]]],
         num_eval_examples=4,
         eval_strategy="steps",
         eval_steps=2,
