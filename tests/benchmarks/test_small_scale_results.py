@@ -90,7 +90,16 @@ def test_what_a_context_saves_has_a_column_where_it_was_measured(script):
         assert "0.25" in render([row(perplexity=2.0, saved_by_context=0.25)])
 
 
-@pytest.mark.parametrize("name", ["small_scale", "small_scale_2000_steps", "small_scale_gmsa", "small_scale_gmsa_128"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "small_scale",
+        "small_scale_2000_steps",
+        "small_scale_gmsa",
+        "small_scale_gmsa_128",
+        "small_scale_restore_first",
+    ],
+)
 def test_the_page_of_results_has_the_tables_of_the_result_file(script, name):
     results, folder = script("small_scale_results"), Path(script("small_scale_results").RESULTS)
     summary = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["summary"]
