@@ -78,13 +78,7 @@ class DenoisingDataset(CompressionDataset):
         return self._text(ids, f"generated/{document.kind}/{document.seed}")
 
     def _from_file(
-        self,
-        source: FileSource,
-        tasks: Sequence[str],
-        position: int,
-        turn: int,
-        limit: int,
-        rng: random.Random,
+        self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
     ) -> dict[str, Any]:
         row = first = self._row(position, source.num_rows, turn)
         ids: list[int] = []

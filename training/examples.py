@@ -335,13 +335,7 @@ class CompressionDataset(Dataset):
         return self._question_example(ids, [(q.question, q.answer) for q in questions], limit, identifier, rng)
 
     def _from_file(
-        self,
-        source: FileSource,
-        tasks: Sequence[str],
-        position: int,
-        turn: int,
-        limit: int,
-        rng: random.Random,
+        self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
     ) -> dict[str, Any]:
         task = rng.choice(tasks)
         if task in ("question_answering", "summarisation"):

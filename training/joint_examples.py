@@ -116,13 +116,7 @@ class JointDataset(CompressionDataset):
         return self._split(ids, length, f"generated/{document.kind}/{document.seed}", rng)
 
     def _from_file(
-        self,
-        source: FileSource,
-        tasks: Sequence[str],
-        position: int,
-        turn: int,
-        limit: int,
-        rng: random.Random,
+        self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
     ) -> dict[str, Any]:
         row = self._row(position, source.num_rows, turn)
         for _ in range(MAX_ATTEMPTS):
