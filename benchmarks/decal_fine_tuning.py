@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from benchmark_tools import RESULTS, do_runs, positive_int, write_json
 from small_scale_data import prepare
-from span_corruption import MUON_LEARNING_RATE, read_results, train
+from span_corruption import add_optimizer_arguments, read_results, train
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from context_compressors import DeCALForConditionalGeneration
@@ -45,7 +45,6 @@ from context_compressors.evaluation.report import NO_CONTEXT, environment, markd
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.prompting import context_end_ids
-from context_compressors.training.arguments import OPTIMIZERS
 from context_compressors.training.data import task_start_ids
 from context_compressors.training.denoising import Seq2SeqCollator
 from context_compressors.training.examples import CompressionDataset
@@ -98,15 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--batch-size", type=positive_int, default=32, metavar="B", help="contexts in a step (default: 32)")
     add("--context-tokens", type=positive_int, default=48, metavar="N", help="longest context (default: 48)")
-    add("--learning-rate", type=float, default=1e-3, metavar="R", help="AdamW's (default: 1e-3)")
-    add(
-        "--muon-learning-rate",
-        type=float,
-        default=MUON_LEARNING_RATE,
-        metavar="R",
-        help=f"of the hidden matrices (default: {MUON_LEARNING_RATE})",
-    )
-    add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
+    add_optimizer_arguments(parser, learning_rate=1e-3)
     add("--test-questions", type=positive_int, default=200, metavar="N", help="per data set (default: 200)")
     add("--output", default=str(RESULTS / "decal_fine_tuning.json"), metavar="FILE", help="where the JSON goes")
     return parser

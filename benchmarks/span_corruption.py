@@ -72,6 +72,20 @@ _BUDGET = (
 )
 
 
+def add_optimizer_arguments(parser: argparse.ArgumentParser, learning_rate: float) -> None:
+    """Add which optimizer trains the models, and its rates; that of AdamW has its default here."""
+    add = parser.add_argument
+    add("--learning-rate", type=float, default=learning_rate, metavar="R", help=f"AdamW's (default: {learning_rate})")
+    add(
+        "--muon-learning-rate",
+        type=float,
+        default=MUON_LEARNING_RATE,
+        metavar="R",
+        help=f"of the hidden matrices (default: {MUON_LEARNING_RATE})",
+    )
+    add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -95,15 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--inputs-length", type=positive_int, default=48, metavar="N", help="encoder's tokens (default: 48)")
     add("--hidden-size", type=positive_int, default=96, metavar="H", help="a multiple of 32 (default: 96)")
     add("--layers", type=positive_int, default=2, metavar="L", help="of encoder and of decoder (default: 2)")
-    add("--learning-rate", type=float, default=3e-3, metavar="R", help="AdamW's (default: 3e-3)")
-    add(
-        "--muon-learning-rate",
-        type=float,
-        default=MUON_LEARNING_RATE,
-        metavar="R",
-        help=f"of the hidden matrices (default: {MUON_LEARNING_RATE})",
-    )
-    add("--optimizer", choices=OPTIMIZERS, default="muon", help="default: muon")
+    add_optimizer_arguments(parser, learning_rate=3e-3)
     add("--save", metavar="FOLDER", help="keep the trained models, as FOLDER/seed_S/NAME (default: they are not kept)")
     add("--test-texts", type=positive_int, default=2000, metavar="N", help="texts of the test (default: 2000)")
     add("--output", default=str(RESULTS / "span_corruption.json"), metavar="FILE", help="where the JSON goes")

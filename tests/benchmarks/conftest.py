@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tests of the benchmarks import a benchmark."""
+"""How the tests of the benchmarks import a benchmark, and what the small-scale ones are tried on."""
 
 import importlib
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -14,3 +19,60 @@ def script(monkeypatch: pytest.MonkeyPatch):
     """Import a benchmark as its own command line does: with its folder in front of the module path."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny language model with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=257,
+    )
+    folder = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data files that the small-scale benchmark reads, each with a few rows."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, count in (
+        ("qa_squad_train", 8),
+        ("qa_squad_dev", 4),
+        ("qa_narrativeqa_valid", 24),
+    ):
+        rows = [
+            {
+                "context": f"The mill of {name} {i} stands by the river. It was built by Nora Zill {i}.",
+                "question": f"Who built mill {i}?",
+                "answers": [f"Nora Zill {i}"],
+            }
+            for i in range(count)
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+    for name in ("text_openstax_train", "text_openstax_valid"):
+        rows = [{"text": f"Cells of kind {i} in {name} divide. " * 20} for i in range(4)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+    return folder

@@ -1,90 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small-scale benchmark at toy size: what it trains, on which texts, and what it refuses."""
+"""The small-scale benchmark at toy size: what it trains, and what it refuses."""
 
 import hashlib
 import json
 import math
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    TrainerState,
 )
 
-from context_compressors.evaluation.evaluate import evaluate_model
-from context_compressors.evaluation.samples import EvaluationDataset
-from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.examples import CompressionDataset
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-
-
-@pytest.fixture(scope="module")
-def base(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny language model with random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=257,
-    )
-    folder = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data files that the small-scale benchmark reads, each with a few rows."""
-    folder = tmp_path_factory.mktemp("data")
-    for name, count in (
-        ("qa_squad_train", 8),
-        ("qa_squad_dev", 4),
-        ("qa_narrativeqa_valid", 24),
-    ):
-        rows = [
-            {
-                "context": f"The mill of {name} {i} stands by the river. It was built by Nora Zill {i}.",
-                "question": f"Who built mill {i}?",
-                "answers": [f"Nora Zill {i}"],
-            }
-            for i in range(count)
-        ]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
-    for name in ("text_openstax_train", "text_openstax_valid"):
-        rows = [{"text": f"Cells of kind {i} in {name} divide. " * 20} for i in range(4)]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
-    return folder
-
-
-# --- runs ---
 
 
 def small_scale_arguments(base: Path, output: Path, *more: str) -> list[str]:
@@ -223,72 +152,6 @@ def test_small_scale_refuses_configurations_that_are_none(
     assert message in capsys.readouterr().err
 
 
-def test_the_curves_are_the_losses_of_the_evaluation(script, base: Path, tokenizer: PreTrainedTokenizerFast):
-    small_scale = script("small_scale")
-    model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[4]).train()
-    test = EvaluationDataset("d", [{"text": "The mill stands by the river."}, {"text": "Nora keeps eleven bees."}])
-    state = TrainerState(log_history=[{"loss": 1.0}])
-    tasks = ("reconstruction", "continuation")
-    samples = {task: small_scale.held_out(tokenizer, test, 16, None, task) for task in tasks}
-    curves = small_scale._HeldOutCurves(model, tokenizer, samples)
-    curves.on_log(None, state, None, {"learning_rate": 1.0}, model)
-    assert state.log_history == [{"loss": 1.0}]
-    curves.on_log(None, state, None, {"loss": 1.0}, model)
-    assert model.training
-    settings = EvaluationSettings(tasks=tasks, context_tokens=16, batch_size=1)
-    report = evaluate_model(model, tokenizer, [test], settings, progress=False)
-    for task in tasks:
-        perplexity = report.score("d", task, "ratio=4", "perplexity")
-        assert state.log_history[0][f"{task}_loss"] == pytest.approx(math.log(perplexity), rel=1e-5)
-
-
-def test_what_a_context_saves_is_the_difference_to_another_ones(
-    script, base: Path, tokenizer: PreTrainedTokenizerFast
-):
-    small_scale = script("small_scale")
-    model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4]).eval()
-    reader = AutoModelForCausalLM.from_pretrained(base).eval()
-    rows = [
-        {"text": text}
-        for text in ("The mill stands by the river.", "Nora keeps eleven bees.", "Rain, at last!", "A bell.")
-    ]
-    samples = small_scale.held_out(tokenizer, EvaluationDataset("d", rows), 12, None, "continuation", 4)
-    assert len(samples) == 4
-
-    @torch.no_grad()
-    def loss(shift: int, ratio: int | None) -> float:
-        total = 0.0
-        for index, sample in enumerate(samples):
-            context = samples[(index + shift) % 4].context_ids
-            text = [*sample.prompt_ids, *sample.target_ids]
-            if ratio is None:
-                logits = reader(torch.tensor([[256, *context, *text]])).logits
-            else:
-                # This tokenizer starts no text with BOS by itself.
-                memory = model.compress(torch.tensor([context]), ratio=ratio)
-                logits = model(torch.tensor([[256, *text]]), memory=memory).logits
-            count = len(sample.target_ids)
-            targets = torch.tensor(sample.target_ids)
-            total += float(torch.nn.functional.cross_entropy(logits[0, -count - 1 : -1], targets, reduction="sum"))
-        return total / sum(len(sample.target_ids) for sample in samples)
-
-    saved = small_scale.saved_by_context(model, reader, tokenizer, samples)
-    expected = {"ratio=2": 2, "ratio=4": 4, "full_context": None}
-    assert saved == pytest.approx({name: loss(2, r) - loss(0, r) for name, r in expected.items()}, abs=1e-5)
-    assert all(value != 0 for value in saved.values())
-    with pytest.raises(ValueError, match="it takes two texts, got 1"):
-        small_scale.saved_by_context(model, reader, tokenizer, samples[:1])
-
-
-def test_tokens_per_slot_count_what_short_contexts_waste(script, base: Path, tokenizer: PreTrainedTokenizerFast):
-    small_scale = script("small_scale")
-    model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4])
-    test = EvaluationDataset("d", [{"text": "seven b"}, {"text": "eleven byte"}])
-    # 7 and 11 tokens in 4 + 6 slots, or in 2 + 3.
-    samples = small_scale.held_out(tokenizer, test, 16, None)
-    assert small_scale.tokens_per_slot(model, tokenizer, samples) == {"ratio=2": 1.8, "ratio=4": 3.6}
-
-
 @pytest.mark.slow
 def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(
     script, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -419,41 +282,3 @@ def test_small_scale_refuses_what_it_cannot_use(
     output.write_text('{"runs": 3}', encoding="utf-8")
     assert main(small_scale_arguments(base, output)) == 1
     assert "is not a result file of this benchmark" in capsys.readouterr().err
-
-
-# --- texts ---
-
-
-def test_windows_end_between_sentences_and_keep_the_limit(script, tokenizer: PreTrainedTokenizerFast):
-    windows = script("small_scale_data").windows
-    text = "One two. Three four? " + "Too long for any window, this one is. " + "Five! Six seven."
-    # One token a byte, and a space in front of every sentence.
-    assert windows(text, tokenizer, 24) == ["One two. Three four?", "Five! Six seven."]
-    assert windows("", tokenizer, 24) == []
-
-
-def test_a_question_gets_the_one_window_that_holds_its_answer(script, tokenizer: PreTrainedTokenizerFast):
-    answerable = script("small_scale_data").answerable
-    context = "Ada keeps bees. The cat is grey. Ada has a dog. It is two."
-
-    def ask(answer: str) -> list[dict]:
-        return answerable([{"context": context, "question": "?", "answers": [answer]}], tokenizer, 36)
-
-    assert ask("the BEES") == [
-        {"context": "Ada keeps bees. The cat is grey.", "question": "?", "answers": ["the BEES"]}
-    ]
-    assert ask("Ada") == []  # both windows hold it: which one was meant?
-    assert ask("horse") == []
-    assert ask("do") == []  # a part of a word is no answer
-
-
-def test_training_and_test_contexts_never_meet(script, tokenizer: PreTrainedTokenizerFast, data: Path, tmp_path: Path):
-    sources, tests = script("small_scale_data").prepare(str(data), tokenizer, 192, tmp_path)
-    trained = set()
-    for source in sources[1:]:
-        table = pyarrow.parquet.read_table(tmp_path / source["path"])
-        trained |= set(table["context" if "context" in table.column_names else "text"].to_pylist())
-    tested = {example.get("context") or example["text"] for test in tests for example in test.examples}
-    assert len(trained) > 20
-    assert len(tested) > 10
-    assert not trained & tested
