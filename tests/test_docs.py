@@ -61,6 +61,13 @@ def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def name_of_file(page: str, language: str, content: str) -> re.Match[str]:
+    """The comment in the first line of a block that is written down as a file."""
+    name = re.match(r"# (\S+)\n", content)
+    assert name, f"a {language} block of {page}.md starts with the name of its file: {content[:40]!r}"
+    return name
+
+
 def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the blocks of a page in order; what its Python has defined in the end."""
     names: dict[str, Any] = {"__name__": f"docs_{page}"}
@@ -72,12 +79,18 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                 if line.strip() and not line.startswith("#"):
                     run_command(line, monkeypatch)
         elif language in ("yaml", "jsonl"):
-            name = re.match(r"# (\S+)\n", content)
-            assert name, f"a {language} block of {page}.md starts with the name of its file: {content[:40]!r}"
+            name = name_of_file(page, language, content)
             Path(name[1]).write_text(content if language == "yaml" else content[name.end() :], encoding="utf-8")
-        else:
-            assert language in ("console", "text"), f"{page}.md has a block of {language!r}"
     return names
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_kind_that_runs_or_is_only_shown(page: str):
+    languages = ("python", "bash", "yaml", "jsonl", "console", "text")
+    for language, content in blocks(page):
+        assert language in languages, f"{page}.md has a block of {language!r}"
+        if language in ("yaml", "jsonl"):
+            name_of_file(page, language, content)
 
 
 @pytest.mark.slow
@@ -108,7 +121,7 @@ def test_links_lead_to_files(page: str):
 @pytest.mark.slow
 def test_the_page_on_training_runs(workplace: Path, monkeypatch: pytest.MonkeyPatch):
     names = run_page("train", monkeypatch)
-    for folder in ("berths", "distilled", "pretrained", "icae", "sft/final"):
+    for folder in ("berths", "restore_first", "distilled", "pretrained", "icae", "sft/final"):
         assert list((workplace / "outputs" / folder).glob("modeling_*.py")), folder
     assert math.isfinite(names["result"].training_loss)
 
