@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _WEIGHTS = "_context_compressor_trained_and_frozen"
 
@@ -46,6 +46,20 @@ def in_base_precision(backbone: nn.Module, within: AbstractContextManager[Any]) 
     if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
         return within
     return _both(within, torch.autocast(frozen.device.type, dtype=frozen.dtype))
+
+
+def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
+    """Hidden states in the type of an LM head's weight, which may train or be frozen apart from the backbone.
+
+    Args:
+        head: the LM head.
+        states: `(..., hidden_size)`.
+    """
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or torch.is_autocast_enabled(states.device.type):
+        # A quantized map sees to it by itself.
+        return states
+    return states.to(weight.dtype)
 
 
 @contextmanager

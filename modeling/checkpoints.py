@@ -309,6 +309,9 @@ class CheckpointMixin(LightCheckpointMixin):
             state = record.without_base(state, {key for key, p in self.named_parameters() if p.requires_grad})
         if dtype is not None:
             state = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+            # A tied weight stays one: two copies would both be stored.
+            tied = self.all_tied_weights_keys.items()
+            state |= {key: state[source] for key, source in tied if key in state and source in state}
         with nullcontext() if record is None else without_quantizer(self):
             super().save_pretrained(
                 save_directory,

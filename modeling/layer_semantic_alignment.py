@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..configuration.configuration_shallow_encoder import first_layers
+from .base_precision import in_base_precision
 
 
 class LayerSemanticAlignment(nn.Module):
@@ -78,7 +79,7 @@ class LayerSemanticAlignment(nn.Module):
         """
         batch_size, num_slots, _ = slots.shape
         weight_type = next(self.blocks.parameters()).dtype
-        with self._attention_precision(weight_type, decoder_type, slots.device.type):
+        with in_base_precision(self.blocks, self._attention_precision(weight_type, decoder_type, slots.device.type)):
             return self.blocks(
                 inputs_embeds=slots.to(weight_type),
                 # Explicit: without a mask, some attention implementations look for several sequences in a row.

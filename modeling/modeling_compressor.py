@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..configuration.configuration_compressor import CompressorConfig
 from .adapters import DECODER, ENCODER, CheckpointWithAdapters, PeftTargetMixin, inject_lora, merge_lora, use_adapter
-from .base_precision import in_base_precision, note_trained_weights
+from .base_precision import as_head_takes, in_base_precision, note_trained_weights
 from .base_weights import own_modules, remember_base
 from .checkpoints import CheckpointMixin
 from .compressed_context import CompressedContext
@@ -221,8 +221,13 @@ class CompressorModel(DecodingMixin, CompressingMixin, CompressorPreTrainedModel
         """Add the adapters to the weights they sit on, so that inference needs no `peft`.
 
         A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
-        warning says so.
+        warning says so. What else trains goes on training.
         """
+        self._merge_adapters(lambda: [f"model.{name}" for name, _ in self.named_parameters()])
+        self.apply_trainable_set()
+
+    def _merge_adapters(self, parameter_names: Callable[[], list[str]]) -> None:
+        """Merge; `parameter_names` tells afterwards what the model with everything has."""
         config = self.config
         if config.encoder_lora is None and config.decoder_lora is None:
             return
@@ -239,10 +244,11 @@ class CompressorModel(DecodingMixin, CompressingMixin, CompressorPreTrainedModel
         merge_lora(self.language_model, DECODER)
         config.encoder_lora = config.decoder_lora = None
         if config.trainable_parameters is not None:
-            names = [name for name, _ in self.named_parameters(prefix="model")]
-            kept = [p for p in config.trainable_parameters if any(re.search(p, name) for name in names)]
-            config.trainable_parameters = kept or None
-        self.apply_trainable_set()
+            names = parameter_names()
+            # None left is an empty list: `None` would be the method's own set.
+            config.trainable_parameters = [
+                pattern for pattern in config.trainable_parameters if any(re.search(pattern, name) for name in names)
+            ]
 
 
 class CompressorForCausalLM(MemoryGenerationMixin, CompressorPreTrainedModel, GenerationMixin):
@@ -291,7 +297,7 @@ class CompressorForCausalLM(MemoryGenerationMixin, CompressorPreTrainedModel, Ge
 
     def merge_adapters(self) -> None:
         """See [`CompressorModel.merge_adapters`]."""
-        self.model.merge_adapters()
+        self.model._merge_adapters(lambda: [name for name, _ in self.named_parameters()])
         self.apply_trainable_set()
 
     def decoder_language_model(self) -> PreTrainedModel:
@@ -345,7 +351,7 @@ class CompressorForCausalLM(MemoryGenerationMixin, CompressorPreTrainedModel, Ge
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, keep, :])
+        logits = self.lm_head(as_head_takes(self.lm_head, outputs.last_hidden_state[:, keep, :]))
         cap = getattr(self.config.decoder_config, "final_logit_softcapping", None)
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap

@@ -55,8 +55,8 @@ class Seq2SeqGenerationMixin:
 
         Raises:
             ValueError: neither memory nor context, both of them, a ratio or mask of contexts where there is none to
-                compress, a question without tokens, or another question than the memory was compressed with; see also
-                `compress`.
+                compress, a question without tokens, another question than the memory was compressed with, or
+                `decoder_input_ids` beside a memory or context; see also `compress`.
         """
         if inputs is not None and input_ids is not None:
             raise ValueError("give the tokens either as `inputs` or as `input_ids`, not both")
@@ -92,6 +92,10 @@ class Seq2SeqGenerationMixin:
         """Question and new tokens."""
         if memory is not None and context[0] is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
+        if given := [n for n in ("decoder_input_ids", "decoder_attention_mask") if kwargs.get(n) is not None]:
+            raise ValueError(
+                f"with `memory` or `context_input_ids` the decoder's text is `input_ids`; leave out {', '.join(given)}"
+            )
         if memory is not None:
             check_memory_ratio(memory, ratio, context[1])
         start, in_encoder = self.config.decoder_start_token_id, self.config.compresses_questions

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ..modeling.base_precision import as_head_takes
+
 Head = Callable[[Tensor], Tensor]
 
 
@@ -19,7 +21,7 @@ def logits_function(model: PreTrainedModel) -> Head:
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def logits(states: Tensor) -> Tensor:
-        scores = head(states).float()
+        scores = head(as_head_takes(head, states)).float()
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
     return logits

@@ -66,7 +66,8 @@ def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def base_entry(
     model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
 ) -> dict[str, str | None]:
-    """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `fingerprint`, and `dtype`.
+    """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
+    `fingerprint`, and `dtype`.
 
     Args:
         model: the base, as it was loaded.
@@ -81,9 +82,11 @@ def base_entry(
         file = cached_file(name, "config.json", revision=revision, **found)
         # A branch moves on: what was loaded is a commit.
         revision = extract_commit_hash(file, None) or revision
+    inside = {"subfolder": loading["subfolder"]} if loading.get("subfolder") else {}
     return {
         "repo_id": hub_id or (None if is_folder else str(name)),
         "revision": revision,
+        **inside,
         "fingerprint": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
@@ -200,10 +203,12 @@ def load_bases(
         advice = f"point to a copy of it with from_pretrained(..., {argument}=FOLDER)"
         if place is None:
             raise OSError(f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}: {advice}")
-        revision = {} if places.get(base) else {"revision": entry["revision"] or "main"}
+        inside = {}
+        if not places.get(base):
+            inside = {"revision": entry["revision"] or "main", "subfolder": entry.get("subfolder") or ""}
         wanted = config.decoder_config if base == DECODER_BASE else config.encoder_config
         try:
-            model = _load(base, place, wanted, {**download, **revision})
+            model = _load(base, place, wanted, {**download, **inside})
         except OSError as error:
             raise OSError(
                 f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}, and {place} could not be "
@@ -229,14 +234,15 @@ def _check_base(
     entry: dict[str, str | None],
     shown: str,
 ) -> None:
-    for field in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
+    # The vocabulary may have been resized since; the fingerprint is of the base with its own.
+    for field in ("model_type", "hidden_size", "num_hidden_layers"):
         found, expected = getattr(model.config, field, None), getattr(wanted, field, None)
         if found != expected:
             raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
     found = fingerprint(model, getattr(torch, entry["dtype"]))
     if found != entry["fingerprint"]:
         raise ValueError(
-            f"{place} has the shape of the base model ({shown}), but other weights: fingerprint {found}, "
+            f"{place} is not the base model ({shown}): it has other weights, fingerprint {found}, "
             f"expected {entry['fingerprint']}"
         )
 

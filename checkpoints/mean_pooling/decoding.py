@@ -28,6 +28,7 @@ from .key_value_memory import (
     caches_under_checkpointing,
     check_sliding_window,
     filled_cache,
+    note_cached_slots,
 )
 from .splicing import SplicedSequence, reads_falling_ids_as_packed, splice, text_positions
 
@@ -109,6 +110,8 @@ class DecodingMixin:
             caches_under_checkpointing(self.language_model, isinstance(past_key_values, ReadOnlyCache)),
         ):
             outputs = self.language_model(**inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        if not cached:
+            note_cached_slots(outputs.past_key_values, self.num_places(memory))
         if not use_cache:
             # Some backbones hand back the cache that they were given.
             outputs.past_key_values = None

@@ -41,16 +41,17 @@ def load_encoder_tokenizer(
 
     Args:
         checkpoint: Hub repository or folder of the compressor.
-        subfolder: where in it the tokenizer is.
+        subfolder: where beside the model's files the tokenizer is.
         loading: arguments of the model's `from_pretrained`; those for a tokenizer are picked out.
 
     Raises:
         ValueError: the checkpoint has no such tokenizer.
     """
     names = ("cache_dir", "force_download", "local_files_only", "revision", "token")
-    tokenizer = _tokenizer(checkpoint, {**{n: loading[n] for n in names if n in loading}, "subfolder": subfolder})
+    inside = "/".join(filter(None, (loading.get("subfolder"), subfolder)))
+    tokenizer = _tokenizer(checkpoint, {**{n: loading[n] for n in names if n in loading}, "subfolder": inside})
     if tokenizer is None:
-        raise ValueError(f"{checkpoint} has no tokenizer in {subfolder!r}, where its configuration says it is")
+        raise ValueError(f"{checkpoint} has no tokenizer in {inside!r}, where its configuration says it is")
     return tokenizer
 
 

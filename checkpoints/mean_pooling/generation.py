@@ -11,6 +11,7 @@ from transformers.generation import LogitsProcessorList
 
 from .compressed_context import CompressedContext
 from .inputs import check_mask, check_memory, check_memory_ratio, check_text
+from .key_value_memory import num_cached_slots
 from .splicing import left_padded
 
 
@@ -56,7 +57,8 @@ class MemoryGenerationMixin:
 
         Raises:
             ValueError: no question, one without tokens, context and memory together, a ratio or mask of contexts
-                where there is none to compress, or a filled cache with a memory or context; see also `compress`.
+                where there is none to compress, a filled cache with a memory or context, a cache with slots without
+                its memory, or pads in a question that is read in chunks (`prefill_chunk_size`); see also `compress`.
         """
         question = inputs if input_ids is None else input_ids
         if question is None:
@@ -65,18 +67,28 @@ class MemoryGenerationMixin:
             raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
         if context_input_ids is not None and memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
+        if attention_mask is None:
+            attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
             attention_mask = check_mask("attention_mask", attention_mask, "input_ids", question)
             check_text(attention_mask)
+            self._check_chunks(attention_mask, kwargs)
+            if kwargs.get("position_ids") is not None:
+                kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
             memory = self.model._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
         else:
             check_memory_ratio(memory, ratio, context_attention_mask)
+        # The library would cut the question by the cache's length, which counts the slots.
+        cache = kwargs.get("past_key_values")
+        if memory is None and num_cached_slots(cache):
+            raise ValueError(
+                f"`past_key_values` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "
+                "whole text once more, without the cache"
+            )
         if memory is not None:
-            cache = kwargs.get("past_key_values")
             if cache is not None and cache.get_seq_length():
-                # The library would cut the question by the cache's length, which counts the slots.
                 raise ValueError("`past_key_values` must be empty when `generate` starts with a memory or a context")
             memory = check_memory(memory, self.model, question)
             kwargs["memory"] = memory
@@ -84,6 +96,30 @@ class MemoryGenerationMixin:
         # Some tokenizers add it; the decoder has no use for it.
         kwargs.pop("token_type_ids", None)
         return super().generate(question, attention_mask=attention_mask, **kwargs)
+
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        """A field of the generation's configuration, which an argument of its name replaces."""
+        config = arguments.get("generation_config") or self.generation_config
+        return arguments.get(name, getattr(config, name, None))
+
+    def _mask_of_pads(self, question: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+        """The mask of a question with pads that came without one, which the library would find too late for us."""
+        pad, eos = self._setting("pad_token_id", arguments), self._setting("eos_token_id", arguments)
+        if (
+            pad is None
+            or pad in (eos if isinstance(eos, (list, tuple)) else [eos])
+            or not bool((question == pad).any())
+        ):
+            return None
+        return (question != pad).long()
+
+    def _check_chunks(self, attention_mask: Tensor, arguments: dict[str, Any]) -> None:
+        size = self._setting("prefill_chunk_size", arguments)
+        if size and not bool(attention_mask.all()):
+            raise ValueError(
+                f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
+                "generate row by row"
+            )
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         processors = super()._get_logits_processor(*args, **kwargs)

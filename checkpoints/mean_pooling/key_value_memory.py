@@ -20,6 +20,20 @@ from .splicing import take_places
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)
 
 
+_NUM_SLOTS = "_context_compressor_num_slots"
+
+
+def note_cached_slots(cache: Cache | None, num_places: int) -> None:
+    """Keep with a cache how many places slots take in it in front of the text."""
+    if cache is not None:
+        setattr(cache, _NUM_SLOTS, num_places)
+
+
+def num_cached_slots(cache: Cache | None) -> int:
+    """Places that slots take in a cache; 0 in an empty one, and where it was filled by another model."""
+    return getattr(cache, _NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
+
+
 class KeyValueRecorder(DynamicCache):
     """A cache that keeps nothing but the keys and values of some places, for one forward pass.
 

@@ -356,6 +356,10 @@ def test_what_forward_and_generate_refuse(decal, question, random_rows):
             call(input_ids=ids, context_attention_mask=torch.ones_like(ids))
         with raises("`ratio` is 3, but no context"):
             call(encoder_outputs=(memory.embeddings,), ratio=3)
+    for given in ({"memory": memory}, {"context_input_ids": ids}):
+        for name in ("decoder_input_ids", "decoder_attention_mask"):
+            with raises("the decoder's text is `input_ids`", f"leave out {name}"):
+                decal.generate(input_ids=question, **given, **{name: torch.ones_like(question)})
     with pytest.raises(TypeError, match="did you mean 'context_input_ids'"):
         decal(input_ids=question, context_inputs_ids=ids)
     with pytest.raises(TypeError, match="rate"):

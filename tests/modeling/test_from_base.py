@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting from a pretrained language model."""
 
+import copy
 import json
 import os
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from context_compressors.training.losses import logits_function
 
 DOCUMENT = "Once upon a time there was a little dog named Tim. Tim liked to play with a red ball in the park."
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -141,3 +144,33 @@ def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(method_case, pret
     relative = os.path.relpath(pretrained_base)
     model = method_case.method.causal_lm_class.from_base(relative, **method_case.method.easy)
     assert model.config.base_model_name_or_path == pretrained_base.name
+
+
+# Parts of the base that may train although it is of a half type: whole, by layer, norms, tables, and the head alone.
+PARTS = [r"language_model\.", r"language_model\.layers\.1\.", "layernorm", r"norm\.weight", "embed_tokens", "lm_head"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", PARTS)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_any_part_of_a_bfloat16_base_may_train(method_case, tiny_base_config, tmp_path, pattern, tied):
+    if tied and pattern == "lm_head":
+        pattern = "embed_tokens|lm_head"
+    method, text = method_case.method, torch.arange(5, 17)[None]
+    base = AutoModelForCausalLM.from_config(tiny_base_config(tie_word_embeddings=tied), dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    started = method.causal_lm_class.from_base(tmp_path / "base", **method.easy, trainable_parameters=[pattern])
+    started.save_pretrained(tmp_path / "compressor")
+    loaded = method.causal_lm_class.from_pretrained(tmp_path / "compressor", dtype=torch.bfloat16)
+    reference = copy.deepcopy(started).float()
+    memory = reference.compress(text)
+    expected = reference(text, memory=memory).logits.detach()
+    for model in (started, loaded):
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        outputs = model(text, context_input_ids=text, labels=text)
+        assert (outputs.logits - expected).norm() < 0.3 * expected.norm()
+        outputs.loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+        head = logits_function(model)
+        assert head(model.model(text, context_input_ids=text).last_hidden_state).dtype == torch.float32
+        assert model.generate(text, context_input_ids=text, max_new_tokens=2, min_new_tokens=2).shape == (1, 14)

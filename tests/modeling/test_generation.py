@@ -251,3 +251,65 @@ def test_a_memory_of_another_float_type_is_read(method_case, random_rows, dtype)
     logits = model(question, memory=memory.to(dtype=dtype)).logits
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, model(question, memory=memory).logits, atol=0.3, rtol=0.1)
+
+
+@torch.no_grad()
+def test_positions_of_the_callers_move_with_the_pads(method_case, texts):
+    model = method_case.model
+    ids, mask = texts["input_ids"], texts["attention_mask"]
+    order = mask.argsort(dim=1, stable=True, descending=True)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    right = {**texts, "input_ids": ids.gather(1, order), "attention_mask": mask.gather(1, order)}
+    expected = model.generate(**texts, **GREEDY)
+    assert model.generate(**texts, position_ids=positions, **GREEDY).equal(expected)
+    assert model.generate(**right, position_ids=positions.gather(1, order), **GREEDY).equal(expected)
+    # One row of positions stands for all rows.
+    whole = {**texts, "input_ids": ids.clamp(min=3), "attention_mask": torch.ones_like(mask)}
+    counted = torch.arange(ids.shape[1])[None]
+    assert model.generate(**whole, position_ids=counted, **GREEDY).equal(model.generate(**whole, **GREEDY))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["easy", "enhanced"])
+def test_pads_without_a_mask_are_found_by_their_id(method_cases, texts, random_rows, pad_rows, variant):
+    model = method_cases["icae"].on(variant=variant).model
+    rows = random_rows([5, 3, 4], seed=1)
+    rows[1][0] = model.config.reconstruction_token_id
+    context = {name: texts[name] for name in ("context_input_ids", "context_attention_mask")}
+    for side in ("left", "right"):
+        ids, mask = pad_rows(rows, side)
+        expected = model.generate(ids, attention_mask=mask, **context, **GREEDY)
+        assert model.generate(ids, **context, **GREEDY).equal(expected), side
+        assert model.generate(ids, pad_token_id=127, **context, **GREEDY).shape == expected.shape
+
+
+@torch.no_grad()
+def test_a_cache_with_slots_is_not_read_without_its_memory(method_case, random_rows):
+    model = method_case.model
+    memory = model.compress(random_rows([9])[0][None])
+    question = random_rows([4], seed=1)[0][None]
+    first = model.generate(question, memory=memory, return_dict_in_generate=True, **GREEDY)
+    text = torch.cat([first.sequences, random_rows([30], seed=2)[0][None]], dim=1)
+    slots = model.model.num_places(memory)
+    with pytest.raises(ValueError, match=rf"holds the {slots} slots of a memory: give the memory"):
+        model.generate(text, past_key_values=first.past_key_values, **GREEDY)
+    # A cache without slots goes on, also one that has held some before.
+    plain = model.generate(question, return_dict_in_generate=True, **GREEDY)
+    text = torch.cat([plain.sequences, random_rows([3], seed=2)[0][None]], dim=1)
+    expected = model.generate(text, **GREEDY)
+    assert model.generate(text, past_key_values=plain.past_key_values, **GREEDY).equal(expected)
+    cache = StaticCache(model.config.decoder_config, max_cache_len=64)
+    model(question, memory=memory, past_key_values=cache, use_cache=True)
+    cache.reset()
+    model(text[:, :-1], past_key_values=cache, use_cache=True)
+    assert model.generate(text, past_key_values=cache, **GREEDY).equal(expected)
+
+
+@torch.no_grad()
+def test_a_question_read_in_chunks_has_no_pads(method_case, texts, random_rows):
+    model, question = method_case.model, random_rows([7], seed=1)[0][None]
+    context = {"context_input_ids": texts["context_input_ids"][:1]}
+    expected = model.generate(question, **context, **GREEDY)
+    assert model.generate(question, **context, **GREEDY, prefill_chunk_size=3).equal(expected)
+    with pytest.raises(ValueError, match=r"`prefill_chunk_size` \(3\) needs questions of one length"):
+        model.generate(**texts, **GREEDY, prefill_chunk_size=3)

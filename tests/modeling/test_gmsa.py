@@ -230,6 +230,9 @@ def test_the_encoders_tokenizer_is_part_of_the_checkpoint(two_models, tmp_path):
     loaded.save_pretrained(tmp_path / "again")
     again = GMSAForCausalLM.from_pretrained(tmp_path / "again")
     assert again.encoder_tokenizer("w3 more1 w5").input_ids == context.input_ids[0].tolist()
+    loaded.save_pretrained(tmp_path / "several" / "one")
+    inside = GMSAForCausalLM.from_pretrained(tmp_path / "several", subfolder="one")
+    assert inside.encoder_tokenizer("w3 more1 w5").input_ids == context.input_ids[0].tolist()
     same = GMSAForCausalLM.from_base(decoder, encoder=decoder, encoder_layers=1)
     assert same.encoder_tokenizer is None
     assert same.config.encoder_tokenizer is None

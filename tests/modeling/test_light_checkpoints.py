@@ -192,7 +192,8 @@ def test_a_base_of_another_shape_is_refused_by_name(method_cases, tmp_path, loca
     case = method_cases["mean_pooling"]
     start_light(case, local_hub).save_pretrained(tmp_path / "light")
     local_hub("me/other", case.config(decoder_config={field: value}).decoder_config)
-    message = r"me/other .*expected" if field == "intermediate_size" else rf"me/other has {field} {value}.*me/base"
+    only_in_the_weights = field in ("intermediate_size", "vocab_size")
+    message = r"me/other .*expected" if only_in_the_weights else rf"me/other has {field} {value}.*me/base"
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model="me/other")
 
@@ -201,7 +202,7 @@ def test_a_base_with_other_weights_is_refused_by_name(method_case, tmp_path, loc
     model = start_light(method_case, local_hub)
     model.save_pretrained(tmp_path / "light")
     local_hub("me/other", model.config.decoder_config, seed=3)
-    with pytest.raises(ValueError, match=r"me/other has the shape of the base model \(me/base.*but other weights"):
+    with pytest.raises(ValueError, match=r"me/other is not the base model \(me/base.*other weights"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model="me/other")
 
 
@@ -269,6 +270,40 @@ def test_a_copy_and_a_cast_of_a_model_are_as_light(method_cases, tmp_path, local
     for other in (copy.deepcopy(model), *casts):
         other.save_pretrained(tmp_path / "light")
         assert set(stored(tmp_path / "light")) == expected_names(model)
+
+
+@torch.no_grad()
+def test_a_resized_vocabulary_lies_over_the_base(method_case, inputs, tmp_path, local_hub, start_light):
+    model = start_light(method_case, local_hub)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    inputs["input_ids"][0, 1] = model.config.vocab_size - 1
+    model.save_pretrained(tmp_path / "light")
+    resized = {
+        name for name, _ in model.named_parameters() if name.endswith(("model.embed_tokens.weight", "lm_head.weight"))
+    }
+    assert {name for name in resized if "encoder_model" not in name} <= set(stored(tmp_path / "light"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    assert loaded.config.vocab_size == model.config.vocab_size
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
+@torch.no_grad()
+def test_a_base_in_a_subfolder_is_found_again(method_cases, inputs, tmp_path, local_hub):
+    case = method_cases["mean_pooling"]
+    commit = local_hub("me/several", case.config().decoder_config)
+    snapshot = local_hub.folder / "models--me--several" / "snapshots" / commit
+    files = list(snapshot.iterdir())
+    (snapshot / "small").mkdir()
+    for file in files:
+        file.rename(snapshot / "small" / file.name)
+    model = case.method.causal_lm_class.from_base("me/several", subfolder="small", **case.fields)
+    model.save_pretrained(tmp_path / "light")
+    config = json.loads((tmp_path / "light" / "config.json").read_text())
+    assert config["external_weights"]["decoder"]["subfolder"] == "small"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+    copied = AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model=snapshot / "small")
+    assert copied(**inputs).logits.equal(model(**inputs).logits)
 
 
 def test_a_merged_model_is_saved_whole(method_cases, inputs, tmp_path, local_hub, start_light):

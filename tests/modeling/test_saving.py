@@ -349,6 +349,25 @@ def test_merged_adapters_give_the_same_outputs(case, inputs, tmp_path, caplog):
     torch.testing.assert_close(loaded(**inputs).logits, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("head", [False, True], ids=["without_head", "with_head"])
+def test_merging_keeps_what_else_trains(method_cases, head):
+    patterns = [r"\.lora_B\.encoder", *(["lm_head"] if head else [])]
+    model = method_cases["mean_pooling"].build(trainable_parameters=patterns)
+    model.merge_adapters()
+    assert trainable(model) == ({"lm_head.weight"} if head else set())
+    assert model.config.trainable_parameters == (["lm_head"] if head else [])
+
+
+def test_a_tied_table_is_stored_once_in_another_type(method_cases, tmp_path):
+    model = method_cases["mean_pooling"].on(variant="tied").build()
+    model.save_pretrained(tmp_path, save_dtype="bfloat16")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+        assert "model.language_model.embed_tokens.weight" in file.keys()  # noqa: SIM118
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+
+
 @torch.no_grad()
 def test_without_adapters_the_base_is_untouched(case, inputs, question):
     config = case.config()
