@@ -17,6 +17,7 @@ from transformers import (
 from ..training.data import start_token_id, task_start_ids
 from ..training.task_tokens import text_tokenizer
 from .bert_score import BertScorer
+from .context_limits import check_encoder_tokens, context_limit
 from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, EvaluationRow, ratio_condition
 from .samples import EvaluationDataset, Sample, SampleBuilder
 from .scoring import Condition, Scorer
@@ -77,7 +78,7 @@ def evaluate_model(
         settings.continuation_tokens,
         settings.truncate_context,
         settings.seed,
-        _max_context_tokens(model.config if ratios else None, settings),
+        _max_context_tokens(model, tokenizer, ratios, settings),
         prompts,
         settings.context_prefix or (model.config.context_prefix if compresses else ""),
         settings.truncation_side,
@@ -91,6 +92,8 @@ def evaluate_model(
         for dataset, task in work
         for entry in builder.build_by_length(dataset, task, lengths, settings.max_samples)
     ]
+    if ratios:
+        check_encoder_tokens(model, tokenizer, ratios, samples)
     scorer = (Seq2SeqScorer if model.config.is_encoder_decoder else Scorer)(
         model,
         tokenizer,
@@ -251,11 +254,11 @@ def _max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _max_context_tokens(config: PreTrainedConfig | None, settings: EvaluationSettings) -> int | None:
+def _max_context_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ratios: Sequence[int], settings: EvaluationSettings
+) -> int | None:
     """Most tokens of a context: what the settings allow and, where it is compressed, what the encoder reads."""
-    limits = [settings.max_context_tokens]
-    if config is not None and config.chunk_size is None:
-        limits.append(getattr(config.encoder_config or config.decoder_config, "max_position_embeddings", None))
+    limits = [settings.max_context_tokens, context_limit(model, tokenizer, ratios) if ratios else None]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..training.data import DataSource, encode, read_rows
+from ..training.data import DataSource, answer_text, encode, read_rows
 from ..training.generated import GeneratedDocument, generate_document
 from ..training.prompts import TASKS, format_prompt
 from ..training.suggestions import check_choice
@@ -345,12 +345,20 @@ def _check_text(value: Any, column: str, name: str, row: int) -> None:
 
 
 def _answers(value: Any, name: str, row: int) -> list[str]:
-    """The accepted answers, from a list, a single string, or SQuAD's mapping with `text`."""
+    """The accepted answers, from a list of texts, a single answer, or SQuAD's mapping with `text`."""
     found = value.get("text") if isinstance(value, Mapping) else value
-    answers = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else [found]
-    if not answers or not all(isinstance(answer, str) for answer in answers):
+    is_list = isinstance(found, Sequence) and not isinstance(found, (str, bytes))
+    if found is None or (is_list and not found):
         raise ValueError(
             f"data set {name!r} has a question without answers in row {row} (counted from 0): got {value!r}, a list "
             'of strings is needed; keep only the rows with one, e.g. by `dataset.filter(lambda row: row["answers"])`'
+        )
+    try:
+        answers = list(found) if is_list else [answer_text(found)]
+    except TypeError as error:
+        raise ValueError(f"data set {name!r}: {error} in row {row} (counted from 0)") from error
+    if not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(
+            f"data set {name!r}: answers in a list must be texts, got {value!r} in row {row} (counted from 0)"
         )
     return answers

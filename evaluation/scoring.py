@@ -181,6 +181,11 @@ class Scorer:
                     if written or (task == "reconstruction" and reconstruction_bleu):
                         limit = max_new_tokens if written else max(map(len, targets))
                         written_ids = self._write(condition.model, prompts, memory, limit)
+                        if not written:
+                            # A text's score is its own: the limit is that of the longest one beside it.
+                            written_ids = [
+                                ids[: len(target)] for ids, target in zip(written_ids, targets, strict=True)
+                            ]
                         tally.predictions += map(self._decode, written_ids)
                         tally.references += [sample.references for sample in batch]
                         if not written:

@@ -8,24 +8,23 @@ columns `context` with `question` and `answers`, `context` with `summary`, or `t
 from __future__ import annotations
 
 import contextlib
-import glob
+import datetime
 import math
+import numbers
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.compute
-import pyarrow.json
-import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.prompting import context_start_ids as context_start_ids
 from ..modeling.prompting import encode as encode
 from ..modeling.prompting import start_token_id as start_token_id
+from .data_files import read_files, with_our_columns
 from .prompts import TASKS
 from .suggestions import check_choice, nearest
 
@@ -36,7 +35,6 @@ _NEEDED_COLUMNS = {
 }
 _NO_ANSWER = '; keep only the rows with an answer, e.g. by `dataset.filter(lambda row: row["answers"])`'
 _COLUMNS = ("id", "context", "question", "answers", "summary", "text")
-_READERS = {".parquet": pyarrow.parquet.read_table, ".jsonl": pyarrow.json.read_json, ".json": pyarrow.json.read_json}
 _FIELD_TYPES = {
     **dict.fromkeys(("name", "path", "config", "split", "kind", "licence", "hub_id", "title"), (str, "a text")),
     **dict.fromkeys(("max_samples", "facts_per_record"), (int, "a whole number")),
@@ -192,29 +190,12 @@ def read_table(source: Any, data_dir: str | None = None) -> pyarrow.Table:
         data_dir: folder that local paths are relative to.
 
     Raises:
-        ValueError: no such file, an unknown file type or a missing column.
+        ValueError: no such file, an unknown file type, a file that cannot be read, files that cannot be merged or a
+            missing column.
     """
-    table = _read_hub(source) if source.name is not None else _read_files(source, data_dir)
-    return _with_our_columns(table, source)
-
-
-def _read_files(source: DataSource, data_dir: str | None) -> pyarrow.Table:
-    pattern = Path(data_dir or ".").expanduser() / source.path
-    paths = sorted(glob.glob(str(pattern)))
-    if not paths:
-        folder = pattern.parent
-        present = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        reason = nearest(pattern.name, present) if present else "; give the folder with the data files as data_dir"
-        raise ValueError(f"source {source.path!r}: there is no file {pattern}{reason}")
-    tables = []
-    for path in paths:
-        check_choice(f"file type of {path}:", Path(path).suffix, _READERS)
-        try:
-            tables.append(_READERS[Path(path).suffix](path))
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"source {source.path!r}: {path} cannot be read: {error}") from error
-    shared = [name for name in tables[0].column_names if all(name in table.column_names for table in tables)]
-    return pyarrow.concat_tables([table.select(shared) for table in tables], promote_options="permissive")
+    if source.name is not None:
+        return with_our_columns(_read_hub(source), source)
+    return read_files(source, data_dir)
 
 
 def _read_hub(source: DataSource) -> pyarrow.Table:
@@ -223,28 +204,23 @@ def _read_hub(source: DataSource) -> pyarrow.Table:
     return load_dataset(source.name, source.config, split=source.split).with_format("arrow")[:]
 
 
-def _with_our_columns(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
-    """Rename what `columns` maps."""
-    taken = {}
-    for ours, theirs in (source.columns or {}).items():
-        head, *fields = theirs.split(".")
-        if head not in table.column_names:
-            raise ValueError(f"source {source.label!r} has no column {head!r}{nearest(head, table.column_names)}")
-        try:
-            taken[ours] = pyarrow.compute.struct_field(table[head], fields) if fields else table[head]
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, TypeError) as error:
-            raise ValueError(f"source {source.label!r}: column {head!r} has no part {theirs!r}: {error}") from error
-    for ours, column in taken.items():
-        if ours in table.column_names:
-            table = table.drop_columns([ours])
-        table = table.append_column(ours, column)
-    return table
+def context_column(task: str, columns: Sequence[str]) -> str:
+    """The column that a task's contexts are in, among those of a source.
+
+    Args:
+        task: a task.
+        columns: our names of the source's columns.
+
+    Returns:
+        "context" for questions and summaries; for plain text "text", or "context" where there is none.
+    """
+    return "text" if task in _TEXT_TASKS and "text" in columns else "context"
 
 
 def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
     """The columns whose texts the tasks of a source read."""
     needed = [column for task in source.tasks for column in _NEEDED_COLUMNS.get(task, ()) if column != "answers"]
-    return list(dict.fromkeys([*needed, "text" if "text" in columns else "context"]))
+    return list(dict.fromkeys([*needed, *(context_column(task, columns) for task in source.tasks)]))
 
 
 def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
@@ -278,8 +254,24 @@ def _is_text(kind: pyarrow.DataType) -> bool:
     return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
 
 
+def answer_text(answer: Any) -> str:
+    """A single answer as it is learned and scored.
+
+    Args:
+        answer: a text, a number, a date or time, or a truth value, which is said as "yes" or "no".
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    if not isinstance(answer, (str, numbers.Number, datetime.date, datetime.time)):
+        raise TypeError(f"answers must be texts, numbers, dates or truth values, got {answer!r}")
+    return str(answer)
+
+
 def _with_answer_lists(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
-    """Bring answers, which may be strings, numbers or truth values, into lists of strings, none of them empty."""
+    """Bring answers, see `answer_text`, into lists of strings, none of them empty."""
     answers = table["answers"]
     kind = answers.type
     _refuse_rows(answers.is_null(), "is null", source, "answers", _NO_ANSWER)
@@ -291,8 +283,10 @@ def _with_answer_lists(table: pyarrow.Table, source: DataSource) -> pyarrow.Tabl
             f"source {source.label!r}: answers must be strings or lists of strings, not {kind}; name their place with "
             "columns, e.g. {answers: answers.text}"
         )
-    words = {True: "yes", False: "no"}
-    lists = [[str(words.get(answer, answer))] for answer in answers.to_pylist()]
+    try:
+        lists = [[answer_text(answer)] for answer in answers.to_pylist()]
+    except TypeError as error:
+        raise ValueError(f"{_place(source, 'answers')}: {error}") from error
     return table.drop_columns(["answers"]).append_column("answers", pyarrow.array(lists))
 
 
@@ -312,9 +306,9 @@ def _check_answer_lists(answers: pyarrow.ChunkedArray, source: DataSource) -> No
 
 
 def distinct_texts(table: pyarrow.Table) -> list[str]:
-    """The distinct `text` (or, where there is none, `context`) values of a table, in order."""
-    column = "text" if "text" in table.column_names else "context"
-    return list(dict.fromkeys(table[column].to_pylist()))
+    """The distinct `text` values of a table (`context`, where a row or all of them have no `text`), in order."""
+    has_texts = "text" in table.column_names and table["text"].null_count == 0
+    return list(dict.fromkeys(table["text" if has_texts else "context"].to_pylist()))
 
 
 def task_start_ids(config: Any) -> dict[str, int]:

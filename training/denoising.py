@@ -15,7 +15,8 @@ from ..modeling.compressed_context import CompressedContext
 from .arguments import TrainingConfig
 from .collators import CompressionCollator
 from .data import DataSource, encode
-from .examples import MAX_ATTEMPTS, CompressionDataset, FileSource, draw_document
+from .examples import MAX_ATTEMPTS, CompressionDataset, draw_document
+from .file_source import FileSource
 from .span_corruption import add_sentinel_tokens
 from .trainers import CompressionTrainer
 
@@ -32,7 +33,9 @@ class DenoisingDataset(CompressionDataset):
     Args:
         sources: `DataSource` or recipe entries, whose tasks are reconstruction or continuation: plain text.
         tokenizer: makes the token ids.
-        num_examples: length of the data set; all rows once when `None` (not with generated documents).
+        num_examples: length of the data set. `None` (not with generated documents): every row once as the first text
+            of an example, those of all sources mixed; with weights as many examples as there are rows, each of a
+            source that is drawn by its weight.
         num_tokens: length of a text before corruption, see `SpanCorruption.raw_length`.
         kwargs: `data_dir`, `group_size`, `batch_size` and `seed` as in `CompressionDataset`.
 
@@ -81,9 +84,10 @@ class DenoisingDataset(CompressionDataset):
         self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
     ) -> dict[str, Any]:
         row = first = self._row(position, source.num_rows, turn)
+        texts = source.texts(tasks[0])
         ids: list[int] = []
         for _ in range(MAX_ATTEMPTS):
-            text = source.texts[source.text_of_row[row]]
+            text = texts[row]
             missing = self.max_context_tokens - len(ids)
             start = rng.randrange(max(1, len(text) - missing + 1))
             ids += text[start : start + missing].tolist()

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.encoder_tokenizer import in_encoder_tokens
-from .data import DataSource, TokenizedRows, TokenizedTexts, encode, read_rows
+from .data import DataSource, encode
+from .file_source import FileSource
 from .generated import MIN_TOKENS, GeneratedDocument, generate_document
 from .prompts import format_prompt
 from .schedules import check_length_schedule, check_task_schedule, scheduled_length
@@ -49,46 +48,6 @@ def draw_document(
             length = max_tokens if length < max_tokens else 2 * length
 
 
-class FileSource:
-    """Rows of a file or Hub source, their texts tokenized once however many questions share them.
-
-    Without questions, rows stay in their table until they are drawn. Pickled, it is what it was made of, and reads the
-    rows again.
-    """
-
-    def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
-        self._made_of = (source, data_dir, seed, tokenizer)
-        table = read_rows(source, data_dir, seed)
-        self.source, self.num_rows = source, table.num_rows
-        text = table["text" if "text" in table.column_names else "context"]
-        wanted = [name for name in ("id", "question", "answers", "summary") if name in table.column_names]
-        self.columns = {name: table[name] for name in wanted}
-        self.rows_of_text: dict[int, list[int]] = defaultdict(list)
-        if "question" not in self.columns:
-            self.texts: TokenizedRows | TokenizedTexts = TokenizedRows(text, tokenizer)
-            self.text_of_row: Sequence[int] | np.ndarray = range(self.num_rows)
-            return
-        # Chunk by chunk, in a type that has room for more than 2 GiB.
-        distinct = text.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
-        self.texts = TokenizedTexts(distinct.dictionary.to_pylist(), tokenizer)
-        self.text_of_row = distinct.indices.to_numpy()
-        for row, index in enumerate(self.text_of_row.tolist()):
-            self.rows_of_text[index].append(row)
-
-    def __reduce__(self) -> tuple[type[FileSource], tuple[Any, ...]]:
-        # The hash that `datasets` takes of a transform would otherwise go over the whole table.
-        return FileSource, self._made_of
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FileSource:
-        return self
-
-    def value(self, column: str, row: int) -> Any:
-        return self.columns[column][row].as_py()
-
-    def identifier(self, row: int) -> str:
-        return f"{self.source.label}/{self.value('id', row) if 'id' in self.columns else row}"
-
-
 class CompressionDataset(Dataset):
     """Examples for the collators: `context_ids`, `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`, `num_cut`,
     `index`, and with a tokenizer of contexts `encoder_context_ids`.
@@ -100,7 +59,10 @@ class CompressionDataset(Dataset):
     Args:
         sources: `DataSource` or recipe entries.
         tokenizer: makes the token ids.
-        num_examples: length of the data set; all rows once when `None` (not with generated documents).
+        num_examples: length of the data set. `None` (not with generated documents): every row once, those of all
+            sources mixed, with another one in place of a row that is passed over; with weights or a `task_schedule` as
+            many examples as there are rows, each of a source that is drawn by its weight or, where there is none, its
+            number of rows.
         data_dir: folder that the sources' paths are relative to.
         max_context_tokens: longest context.
         min_context_tokens: shortest window of a plain text.
@@ -200,6 +162,7 @@ class CompressionDataset(Dataset):
             raise ValueError(f"give a weight to every source or to none; {missing} have none")
         if not any(given) and None in sizes:
             raise ValueError("generated documents have no number of rows: give a weight to every source")
+        is_each_row_once = num_examples is None and not any(given) and self.task_points is None
         if num_examples is None:
             if None in sizes:
                 raise ValueError("generated documents never end: give a number of examples")
@@ -210,9 +173,13 @@ class CompressionDataset(Dataset):
             [entry.weight if entry.weight is not None else size for entry, size in zip(entries, sizes, strict=True)]
         )
         generator = np.random.default_rng([self.seed, 0])
-        phases = [
-            self._drawn_in_phase(entries, shares, size, generator, tasks) for size, tasks in self._phases(num_examples)
-        ]
+        if is_each_row_once:
+            phases = [generator.permutation(np.repeat(np.arange(len(sizes)), sizes))]
+        else:
+            phases = [
+                self._drawn_in_phase(entries, shares, size, generator, tasks)
+                for size, tasks in self._phases(num_examples)
+            ]
         self.source_of = np.concatenate(phases).astype(np.int32)
         self.turn_of = np.zeros(num_examples, dtype=np.int64)
         for index in range(len(entries)):
@@ -342,9 +309,9 @@ class CompressionDataset(Dataset):
             # A context that belongs to a question cannot be made shorter, so the schedule does not bear on it.
             limit = self.max_context_tokens
         limit = self._room(task, limit)
-        row = self._row(position, source.num_rows, turn)
+        row, texts = self._row(position, source.num_rows, turn), source.texts(task)
         for _ in range(MAX_ATTEMPTS):
-            ids = source.texts[source.text_of_row[row]]
+            ids = texts[row]
             is_window = task in ("reconstruction", "continuation")
             too_long = not is_window and self.overlong_contexts == "skip" and len(ids) > limit
             if len(ids) >= 2 and not too_long:
@@ -360,7 +327,7 @@ class CompressionDataset(Dataset):
             return self._text_example(task, ids.tolist(), limit, identifier, rng)
         if task == "summarisation":
             return self._example(task, ids.tolist(), [("", source.value("summary", row))], limit, identifier, rng)
-        others = [other for other in source.rows_of_text[int(source.text_of_row[row])] if other != row]
+        others = [other for other in source.rows_like(row) if other != row]
         rows = [row, *rng.sample(others, min(len(others), self.questions_per_example - 1))]
         pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
         return self._question_example(ids.tolist(), pairs, limit, identifier, rng)

@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .data import DataSource, context_start_ids, encode
-from .examples import MAX_ATTEMPTS, CompressionDataset, FileSource
+from .examples import MAX_ATTEMPTS, CompressionDataset
+from .file_source import FileSource
 from .generated import MAX_TOKENS, generate_document
 
 _TASKS = {"reconstruction", "continuation"}
@@ -29,7 +30,9 @@ class JointDataset(CompressionDataset):
     Args:
         sources: `DataSource` or recipe entries, each with the tasks reconstruction and continuation.
         tokenizer: makes the token ids.
-        num_examples: length of the data set; all rows once when `None` (not with generated documents).
+        num_examples: length of the data set. `None` (not with generated documents): every row once, those of all
+            sources mixed; with weights as many examples as there are rows, each of a source that is drawn by its
+            weight.
         data_dir: folder that the sources' paths are relative to.
         min_document_tokens: shortest document; shorter texts are passed over.
         max_document_tokens: longest document; |X| is uniform between the two, as far as the text goes.
@@ -118,9 +121,9 @@ class JointDataset(CompressionDataset):
     def _from_file(
         self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
     ) -> dict[str, Any]:
-        row = self._row(position, source.num_rows, turn)
+        row, texts = self._row(position, source.num_rows, turn), source.texts(tasks[0])
         for _ in range(MAX_ATTEMPTS):
-            ids = source.texts[source.text_of_row[row]]
+            ids = texts[row]
             available = len(ids) + len(self.start_ids)
             if available >= self.min_context_tokens:
                 break

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from .data import DataSource, TokenizedTexts, distinct_texts, encode, read_rows,
 from .examples import draw_document
 from .generated import MIN_TOKENS
 from .losses import logits_function
-from .prompts import format_prompt
+from .prompts import format_prompt, load_prompts
 from .schedules import check_length_schedule, scheduled_length
 from .step_guard import StepGuard
 from .suggestions import check_choice
@@ -61,6 +62,7 @@ class LanguageModelingRows:
         row_mixture: share of each kind of row, among `ROW_KINDS`.
         max_questions: questions asked about one document.
         canonical_prompts: take the first template of each task only; a small model then spends nothing on wording.
+        prompts: file of prompt templates, or the name of a packaged one; "default" when `None`.
         seed: draws the rows that a source's `max_samples` keeps.
 
     Raises:
@@ -75,13 +77,14 @@ class LanguageModelingRows:
         row_mixture: Mapping[str, float] | None = None,
         max_questions: int = 8,
         canonical_prompts: bool = True,
+        prompts: str | None = None,
         seed: int = 0,
     ):
         mixture = dict(row_mixture) if row_mixture else dict.fromkeys(ROW_KINDS, 1.0)
         for kind, share in mixture.items():
             check_choice("kind of row in row_mixture:", kind, ROW_KINDS)
-            if share < 0:
-                raise ValueError(f"row_mixture: the share of {kind} must not be negative, got {share}")
+            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < math.inf:
+                raise ValueError(f"row_mixture: the share of {kind} must be a number from 0 on, got {share!r}")
         self.kinds = [kind for kind, share in mixture.items() if share > 0]
         self.shares = [mixture[kind] for kind in self.kinds]
         if not self.kinds:
@@ -91,7 +94,8 @@ class LanguageModelingRows:
         self.tokenizer = tokenizer
         self.start, self.end = start_token_id(tokenizer), tokenizer.eos_token_id
         self.max_questions = max_questions
-        self.canonical_prompts = canonical_prompts
+        self.canonical_prompts, self.prompts = canonical_prompts, prompts
+        load_prompts(prompts)
         self._read_sources(sources, data_dir, seed)
 
     def _read_sources(self, sources: Sequence[DataSource], data_dir: str | None, seed: int) -> None:
@@ -157,7 +161,8 @@ class LanguageModelingRows:
         return ids, labels
 
     def _prompt(self, task: str, question: str, rng: random.Random) -> list[int]:
-        return encode(self.tokenizer, format_prompt(task, question, rng=None if self.canonical_prompts else rng))
+        template_rng = None if self.canonical_prompts else rng
+        return encode(self.tokenizer, format_prompt(task, question, rng=template_rng, path=self.prompts))
 
 
 class LanguageModelingBatches(Dataset):

@@ -36,10 +36,17 @@ METHODS = {
 DEFAULT_METHOD = "mean_pooling"
 
 
+_TOKENIZER_FIELDS = ("vocab_size", "num_texts", "num_characters", "seed")
+
+
 def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: int) -> PreTrainedTokenizerBase:
     """Load the tokenizer that the recipe names, or train the one that it describes."""
     if model_args.train_tokenizer is not None and model_args.tokenizer is None:
         sources = data_args.parsed_sources()
+        for name, value in model_args.train_tokenizer.items():
+            check_choice("field of train_tokenizer", name, _TOKENIZER_FIELDS)
+            if isinstance(value, bool) or not isinstance(value, int) or value < (name != "seed"):
+                raise ValueError(f"{name} of train_tokenizer must be a whole number above 0, got {value!r}")
         return train_tokenizer(sources, data_args.data_dir, **{"seed": seed, **model_args.train_tokenizer})
     name = model_args.tokenizer or model_args.checkpoint or model_args.base
     if name is None:

@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
 import transformers
 import yaml
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..evaluation.report import environment
 from .arguments import TrainingConfig
+from .step_guard import StepGuard
 
 _PRIVATE_FIELDS = ("data_dir", "output_dir", "logging_dir", "hub_token", "resume_from_checkpoint")
+# Fields of words, which may start like a path.
+_TEXTS = ("context_prefix", "title")
 
 
 def latest_checkpoint(output_dir: str) -> str | None:
@@ -43,52 +44,44 @@ def _device_name(args: TrainingConfig) -> str:
     return f"{hardware['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _over_all_parts(log_history: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """A quantity that grows over a run and starts anew when it is resumed, added up; `None` when it is not logged."""
-    values = [entry[name] for entry in log_history if name in entry]
-    if not values:
-        return None
-    return sum(value for value, later in zip(values, [*values[1:], 0], strict=True) if later < value)
+def _without_folders(value: Any) -> Any:
+    """Paths on this machine by their last part alone, inside lists and mappings, too; anything else as it is."""
+    if isinstance(value, Mapping):
+        return {name: inside if name in _TEXTS else _without_folders(inside) for name, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_folders(inside) for inside in value]
+    is_path = isinstance(value, str) and (
+        value.startswith("~") or any(kind(value).is_absolute() for kind in (PurePosixPath, PureWindowsPath))
+    )
+    return PureWindowsPath(value).name if is_path else value
 
 
-def training_hours(log_history: Sequence[Mapping[str, Any]], resumed: bool) -> float | None:
-    """Wall-clock hours of a run, all its parts together when it was resumed; `None` when the log does not tell."""
-    seconds = _over_all_parts(log_history, "train_runtime")
-    # Only where tokens are counted does every entry show the clock; elsewhere the parts before the last are not timed.
-    untimed = resumed and any("loss" in entry and "train_runtime" not in entry for entry in log_history)
-    return None if seconds is None or untimed else float(f"{seconds / 3600:.3g}")
+def write_summary(trainer: StepGuard, recipe: Mapping[str, Any], output_dir: Path) -> None:
+    """Beside the checkpoint: the recipe as it was run, and what came of it.
 
+    Every process has to call this; the first one writes.
 
-def _without_folder(value: Any) -> Any:
-    """A path on this machine by its last part alone; anything else as it is."""
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
-
-
-def write_summary(trainer: Trainer, arguments: Sequence[object], output_dir: Path, resumed: bool) -> None:
-    """Beside the checkpoint: the recipe as it was run, and what came of it."""
-    recipe = {}
-    for group in arguments[:2]:
-        recipe |= {name: value for name, value in dataclasses.asdict(group).items() if value is not None}
-    changed = {
-        field.name: getattr(arguments[2], field.name)
-        for field in dataclasses.fields(arguments[2])
-        if field.default is not dataclasses.MISSING and getattr(arguments[2], field.name) != field.default
-    }
+    Args:
+        trainer: the trainer, when it has trained.
+        recipe: its fields, from [`recorded_recipe`].
+        output_dir: the checkpoint's folder.
+    """
+    counts = trainer.run_counts.put_together(trainer.accelerator)
+    if not trainer.is_world_process_zero():
+        return
     # Where this machine keeps its files, and tokens, are nobody else's business.
-    shown = {n: _without_folder(value) for n, value in (recipe | changed).items() if n not in _PRIVATE_FIELDS}
-    plain = json.loads(json.dumps(shown, default=str))
-    (output_dir / "recipe.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-    history = trainer.state.log_history
+    shown = _without_folders({name: value for name, value in recipe.items() if name not in _PRIVATE_FIELDS})
+    (output_dir / "recipe.yaml").write_text(yaml.safe_dump(shown, sort_keys=False), encoding="utf-8")
+    is_whole = trainer.run_counts.is_whole
     summary = {
         "steps": trainer.state.global_step,
         "input_tokens": trainer.state.num_input_tokens_seen,
-        # Each process counts its own.
-        "context_tokens": _over_all_parts(history, "num_context_tokens") if trainer.args.world_size == 1 else None,
+        "context_tokens": (counts["num_context_tokens"] or None) if is_whole else None,
         "seed": trainer.args.seed,
-        "hours": training_hours(history, resumed),
+        "hours": float(f"{trainer.run_counts.seconds / 3600:.3g}") if is_whole else None,
         "device": _device_name(trainer.args),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "log": history[-20:],
+        "log": trainer.state.log_history[-20:],
     }
     (output_dir / "training_summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

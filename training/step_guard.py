@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .optimizers import OptimizerChoice
+from .run_counts import RunCounts
 
 _METADATA = ("example_ids", "num_cut")
 
@@ -21,20 +22,27 @@ def without_metadata(inputs: dict[str, Any]) -> dict[str, Any]:
 class StepGuard(OptimizerChoice):
     """A `Trainer` that stops with the batch's ids when the loss is not finite, and logs context and cut-off tokens.
 
-    Weights that are not finite are never saved, so the last checkpoint stays good.
+    Weights that are not finite are never saved, so the last checkpoint stays good. A resumed run counts on.
     """
 
-    _num_context_tokens = 0
-    _num_cut_tokens = 0
-    _num_cut_examples = 0
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.add_callback(RunCounts())
+
+    @property
+    def run_counts(self) -> RunCounts:
+        """What this run has counted."""
+        return next(callback for callback in self.callback_handler.callbacks if isinstance(callback, RunCounts))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """One forward and backward pass; `ValueError` names step and batch ids when the loss is NaN or infinite."""
         ids, cut = inputs.get("example_ids"), inputs.get("num_cut", ())
-        self._num_cut_tokens += sum(cut)
-        self._num_cut_examples += sum(tokens > 0 for tokens in cut)
-        if "context_attention_mask" in inputs:
-            self._num_context_tokens += int(inputs["context_attention_mask"].sum())
+        contexts = inputs.get("context_attention_mask")
+        self.run_counts.add(
+            num_cut_tokens=sum(cut),
+            num_cut_examples=sum(tokens > 0 for tokens in cut),
+            num_context_tokens=0 if contexts is None else int(contexts.sum()),
+        )
         loss = super().training_step(model, without_metadata(inputs), *args, **kwargs)
         if not torch.isfinite(loss):
             batch = f"batch ids {ids}" if ids is not None else f"a batch of {len(next(iter(inputs.values())))} rows"
@@ -46,13 +54,10 @@ class StepGuard(OptimizerChoice):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the counts of all processes so far."""
         if "loss" in logs:
-            counts = [self._num_context_tokens, self._num_cut_tokens, self._num_cut_examples]
-            total = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device), reduction="sum")
-            num_context_tokens, num_cut_tokens, num_cut_examples = total.tolist()
-            if num_context_tokens:
-                logs["num_context_tokens"] = num_context_tokens
-            logs["num_cut_tokens"] = num_cut_tokens
-            logs["num_cut_examples"] = num_cut_examples
+            counts = self.run_counts.put_together(self.accelerator)
+            if not counts["num_context_tokens"]:
+                del counts["num_context_tokens"]
+            logs |= counts
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -61,6 +66,7 @@ class StepGuard(OptimizerChoice):
                 raise ValueError(
                     f"{name} is not finite after step {self.state.global_step} (a gradient was not); nothing is saved"
                 )
+        self.run_counts.put_together(self.accelerator)
         super()._save_checkpoint(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 
 from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
 from ..modeling.prompting import context_end_ids
-from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe
+from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
 from .collators import CompressionCollator
 from .data import task_start_ids
 from .denoising import (
@@ -69,6 +69,7 @@ def build_language_modeling(
         data_args.row_mixture,
         data_args.max_questions,
         data_args.canonical_prompts,
+        data_args.prompts,
         args.seed,
     )
     batches = LanguageModelingBatches(
@@ -230,6 +231,12 @@ def build_teacher(model_args: ModelArguments, data_args: DataArguments, args: Tr
         for name in model_args.teacher_lora:
             check_choice("field of teacher_lora", name, settings)
         settings |= model_args.teacher_lora
+        for name, kind, words in (("rank", int, "a whole number"), ("alpha", (int, float), "a number")):
+            value = settings[name]
+            if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+                raise ValueError(f"{name} of teacher_lora must be {words} above 0, got {value!r}")
+        if not isinstance(settings["dropout"], (int, float)) or not 0 <= settings["dropout"] < 1:
+            raise ValueError(f"dropout of teacher_lora must be from 0 to below 1, got {settings['dropout']!r}")
         peft_config = LoraConfig(
             r=settings["rank"],
             lora_alpha=settings["alpha"],
@@ -317,17 +324,30 @@ def build_retrieval(model_args: ModelArguments, data_args: DataArguments, args: 
     return build_retrieval_trainer(model, tokenizer, data_args, args)
 
 
+_READING = ("compression", "distillation", "teacher")
+_OBJECTIVES_WITH = {
+    "task_schedule": _READING,
+    "length_schedule": (*_READING, "joint", "language_modeling"),
+    "ratio_schedule": ("compression", "distillation", "joint", "denoising"),
+    "eval_sources": (*_READING, "joint", "denoising"),
+}
+_INSTEAD = {("eval_sources", "retrieval"): "measure rankings with benchmarks/retrieval.py"}
+
+
 def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Trainer:
     """The trainer of the recipe's objective, with its model and data.
 
     Raises:
         ValueError: fields that do not go together, a missing source, column or file.
     """
-    if data_args.task_schedule is not None and args.objective not in ("compression", "distillation", "teacher"):
-        raise ValueError(
-            "task_schedule belongs to the objectives compression, distillation and teacher, not to "
-            f"{args.objective}: leave it out"
-        )
+    for name, objectives in _OBJECTIVES_WITH.items():
+        given = getattr(data_args if hasattr(data_args, name) else args, name)
+        if given is not None and args.objective not in objectives:
+            instead = _INSTEAD.get((name, args.objective), "leave it out")
+            raise ValueError(
+                f"{name} belongs to the objectives {', '.join(objectives[:-1])} and {objectives[-1]}, not to "
+                f"{args.objective}: {instead}"
+            )
     scheduled = [name for name in ("length_schedule", "task_schedule") if getattr(data_args, name) is not None]
     if scheduled and args.max_steps < 1 and args.num_train_epochs > 1:
         raise ValueError(
@@ -349,7 +369,9 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the train command; returns the exit status."""
-    arguments = parse_recipe(list(sys.argv[1:] if argv is None else argv))
+    argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = parse_recipe(argv)
+    recipe = recorded_recipe(argv, arguments)
     args = arguments[2]
     trainer = build_trainer(*arguments)
     resume = args.resume_from_checkpoint
@@ -364,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (Path(args.output_dir) / "training_args.bin").unlink(missing_ok=True)
         if args.save_dtype is not None:
             store_weights_as(getattr(torch, args.save_dtype), Path(args.output_dir))
-        write_summary(trainer, arguments, Path(args.output_dir), resumed=resume is not None)
+    write_summary(trainer, recipe, Path(args.output_dir))
     return 0
 
 

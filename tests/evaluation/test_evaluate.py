@@ -172,6 +172,16 @@ def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condi
         assert tokenizer.decode(ids, skip_special_tokens=True).strip() == answer
 
 
+def test_restoration_scores_are_the_same_in_batches_of_any_size(model, tokenizer, monkeypatch):
+    # It writes until it is stopped.
+    monkeypatch.setattr(model.generation_config, "suppress_tokens", [tokenizer.eos_token_id])
+    rows = [{"context": text} for text in ("A ferry leaves Bern at noon, and another one at six.", "7 pens", "Ada")]
+    options = {"tasks": (RECONSTRUCTION,), "reconstruction_bleu": True}
+    one, all_at_once = (run(model, tokenizer, rows, batch_size=size, **options) for size in (1, 3))
+    for alone, together in zip(one.rows, all_at_once.rows, strict=True):
+        assert together.metrics == pytest.approx(alone.metrics, rel=1e-4), alone.condition
+
+
 def test_answers_are_scored_token_by_token_when_asked_for(model, tokenizer):
     assert "answer_perplexity" not in run(model, tokenizer, tasks=(QA,)).metric_names(QA)
     report = run(model, tokenizer, tasks=(QA,), answer_perplexity=True)

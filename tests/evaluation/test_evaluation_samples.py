@@ -8,6 +8,7 @@ from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, en
 
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
 from context_compressors.evaluation.task_text import text_ids
+from context_compressors.training.data import DataSource, read_rows
 from context_compressors.training.prompts import load_prompts
 
 
@@ -166,13 +167,33 @@ def test_answers_may_be_a_list_a_string_or_a_squad_mapping(tokenizer):
 
 
 @pytest.mark.parametrize(
+    "answers", [[0, 1, 2], [0.0, 1.0], [True, False], ["1990-05-02", "noon"], [["1"], ["a", "b"]]]
+)
+def test_answers_are_those_that_training_takes(tokenizer, tmp_path, answers):
+    rows = [{"context": "a b", "question": "?", "answers": answer} for answer in answers]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trained = read_rows(DataSource(path="rows.jsonl", tasks=(QA,)), str(tmp_path))["answers"].to_pylist()
+    in_a_file = load_dataset_source("rows.jsonl", tokenizer, data_dir=str(tmp_path))
+    for data in (in_a_file, EvaluationDataset("rows", rows)):
+        assert [sample.references for sample in builder(tokenizer).build(data, QA)] == trained
+
+
+@pytest.mark.parametrize("answers", [[3], ["a", None], [["a"]], b"a", {"text": [3]}, {"text": b"a"}, {"text": {}}])
+def test_answers_of_another_type_are_not_called_missing(tokenizer, answers):
+    data = EvaluationDataset("tiny", [{"context": "a b", "question": "?", "answers": answers}])
+    with pytest.raises(ValueError, match=r"data set 'tiny': answers .*must be texts.* in row 0 \(counted from 0\)"):
+        builder(tokenizer).build(data, QA)
+
+
+@pytest.mark.parametrize(
     ("task", "column", "value"),
     [
         (QA, "context", None),
         (QA, "question", 5),
         (QA, "answers", []),
         (QA, "answers", ["a", None]),
-        (QA, "answers", 42),
+        (QA, "answers", [42]),
+        (QA, "answers", b"a"),
         ("summarisation", "summary", None),
         (RECONSTRUCTION, "context", 5),
     ],

@@ -14,7 +14,6 @@ from huggingface_hub import ModelCard
 from context_compressors import cli
 from context_compressors.evaluation.report import EvaluationReport, EvaluationRow
 from context_compressors.hub_cards.write_card import main, write_card
-from context_compressors.training.run_record import training_hours
 from context_compressors.training.train import main as train
 
 QA, RECONSTRUCTION, CONTINUATION = "question_answering", "reconstruction", "continuation"
@@ -296,18 +295,9 @@ def test_a_refused_card_leaves_the_old_one(root: Path):
 
 def test_training_leaves_its_hours_and_hardware(root: Path):
     summary = json.loads((root / "base" / "training_summary.json").read_text())
-    assert summary["hours"] == pytest.approx(summary["log"][-1]["train_runtime"] / 3600, rel=0.01)
+    # The clock of the log also runs while the Trainer gets ready.
+    assert 0 < summary["hours"] <= 1.01 * summary["log"][-1]["train_runtime"] / 3600
     assert "thread" in summary["device"]
-
-
-def test_parts_of_a_resumed_run_are_added_up():
-    log = [{"loss": 1, "train_runtime": time} for time in (100, 2000, 3600)]
-    log += [{"eval_loss": 1}, *({"loss": 1, "train_runtime": time} for time in (50, 1800)), {"train_runtime": 1800}]
-    assert training_hours(log, resumed=True) == 1.5
-    assert training_hours(log[:3], resumed=False) == 1
-    assert training_hours([{"loss": 1}, {"train_runtime": 1800}], resumed=False) == 0.5
-    assert training_hours([{"loss": 1}, {"train_runtime": 1800}], resumed=True) is None
-    assert training_hours([{"loss": 1}], resumed=False) is None
 
 
 def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str]):

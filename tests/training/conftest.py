@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tokenizer, a language model and a compressor small enough to train in a second."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCau
 from context_compressors.training.arguments import TrainingConfig
 from context_compressors.training.data import DataSource
 from context_compressors.training.tokenizer import train_tokenizer
+
+# Tests import the helper modules beside them by name.
+sys.path.append(str(Path(__file__).parent))
 
 GENERATED = DataSource(generated=True, tasks=("question_answering", "reconstruction"))
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import datetime
 import json
 import random
+from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
@@ -39,6 +41,40 @@ def test_columns_are_renamed_and_answers_become_lists(folder):
     assert (row["context"], row["answers"]) == ("p", ["x", "y"])
     columns = {"context": "passage", "answers": "label"}
     assert read_rows(source(path="nested.parquet", columns=columns), str(folder))["answers"].to_pylist() == [["yes"]]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([0, 1, 2, 3], ["0", "1", "2", "3"]),
+        ([0.0, 1.0, 2.5], ["0.0", "1.0", "2.5"]),
+        ([True, False], ["yes", "no"]),
+        (["1", "yes", "True"], ["1", "yes", "True"]),
+        ([datetime.date(1990, 5, 2), datetime.date(1, 1, 1)], ["1990-05-02", "0001-01-01"]),
+        ([Decimal("1.00"), Decimal("0.10")], ["1.00", "0.10"]),
+    ],
+)
+def test_single_answers_become_texts(tmp_path, answers, expected):
+    rows = [{"context": "c", "question": "q", "answers": answer} for answer in answers]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa.parquet")
+    assert read_rows(source(path="qa.parquet"), str(tmp_path))["answers"].to_pylist() == [[text] for text in expected]
+
+
+def test_answers_that_are_no_texts_are_refused(tmp_path):
+    rows = [{"context": "c", "question": "q", "answers": b"noon"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa.parquet")
+    with pytest.raises(ValueError, match=r"'answers': answers must be texts, numbers, .* got b'noon'"):
+        read_rows(source(path="qa.parquet"), str(tmp_path))
+
+
+def test_a_text_that_no_task_reads_may_be_missing(tmp_path):
+    row = {"context": "c", "question": "q", "answers": ["a"]}
+    (tmp_path / "qa.jsonl").write_text("\n".join(json.dumps({**row, "text": text}) for text in (None, "t")))
+    table = read_rows(source(path="qa.jsonl"), str(tmp_path))
+    assert table.num_rows == 2
+    assert distinct_texts(table) == ["c"]
+    with pytest.raises(ValueError, match="column 'text' is null in row 0"):
+        read_rows(source(path="qa.jsonl", tasks=["question_answering", "continuation"]), str(tmp_path))
 
 
 def test_max_samples_keeps_a_fixed_choice(folder):

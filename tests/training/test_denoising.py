@@ -66,6 +66,17 @@ def test_texts_are_full_and_depend_on_their_index_alone(tokenizer, tmp_path):
     assert again[7] == examples[7]
 
 
+def test_without_a_number_every_row_starts_an_example_once(tokenizer, tmp_path):
+    for name, size in (("a", 9), ("b", 4)):
+        table = pyarrow.table({"text": [f"{name} {row} bells " * 9 for row in range(size)]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    sources = [{"path": f"{name}.parquet", "tasks": ["continuation"]} for name in "ab"]
+    data = DenoisingDataset(sources, tokenizer, num_tokens=20, data_dir=str(tmp_path))
+    ids = [data[index]["id"] for index in range(len(data))]
+    assert sorted(ids) == [f"a.parquet/{row}" for row in range(9)] + [f"b.parquet/{row}" for row in range(4)]
+    assert ids != sorted(ids, key=lambda name: name[0])
+
+
 def test_questions_are_no_text_to_denoise(tokenizer):
     with pytest.raises(
         ValueError, match=r"must be among \['continuation', 'reconstruction'\], got.*question_answering"

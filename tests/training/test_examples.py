@@ -10,7 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from context_compressors.training.data import DataSource, TokenizedRows, TokenizedTexts, encode
-from context_compressors.training.examples import CompressionDataset, FileSource
+from context_compressors.training.examples import CompressionDataset
+from context_compressors.training.file_source import FileSource
 from context_compressors.training.generated import generate_document
 from context_compressors.training.prompts import TASKS
 from context_compressors.training.schedules import check_length_schedule, scheduled_length
@@ -50,6 +51,10 @@ def test_an_example_depends_on_index_and_seed_only(tokenizer, folder):
     assert {example["task"] for example in backwards} == set(TASKS)
 
 
+def dealt(dataset):
+    return list(zip(dataset.source_of.tolist(), dataset.turn_of.tolist(), strict=True))
+
+
 def test_every_row_comes_once_before_any_comes_again(tokenizer, folder):
     dataset = make(tokenizer, folder, {"path": "qa.parquet", "tasks": ["question_answering"]}, num_examples=36)
     ids = [dataset[index]["id"] for index in range(36)]
@@ -60,7 +65,28 @@ def test_every_row_comes_once_before_any_comes_again(tokenizer, folder):
 
 def test_without_a_number_all_rows_come_once(tokenizer, folder):
     sources = [{"path": "qa.parquet", "tasks": ["question_answering"]}, {**TEXT, "weight": None}]
-    assert len(CompressionDataset(sources, tokenizer, data_dir=folder)) == 18 + 5
+    dataset = CompressionDataset(sources, tokenizer, data_dir=folder)
+    rows = [(place, dataset._row(place, [18, 5][place], turn)) for place, turn in dealt(dataset)]
+    assert sorted(rows) == [(0, row) for row in range(18)] + [(1, row) for row in range(5)]
+    # The last row of the texts is empty, and gives its place to another one.
+    ids = [dataset[index]["id"] for index in range(23)]
+    assert len({*ids} - {f"text.parquet/{row}" for row in range(5)}) == 18
+    assert {f"text.parquet/{row}" for row in range(4)} < {*ids}
+    again, other = (CompressionDataset(sources, tokenizer, data_dir=folder, seed=seed) for seed in (0, 1))
+    assert dealt(again) == dealt(dataset) != dealt(other)
+    assert dataset.source_of.tolist() != sorted(dataset.source_of.tolist())
+
+
+def test_without_a_number_weights_and_schedules_draw_as_many_examples_as_there_are_rows(tokenizer, folder):
+    weighted = [{**QUESTIONS, "weight": 1}, {**TEXT, "weight": 30}]
+    dataset = CompressionDataset(weighted, tokenizer, data_dir=folder)
+    assert len(dataset) == 23
+    assert (dataset.source_of == 1).sum() > 18
+    sources = [{**QUESTIONS, "weight": None}, {**TEXT, "weight": None}]
+    schedule = [[0.0, ["continuation"]], [0.5, list(TASKS)]]
+    dataset = CompressionDataset(sources, tokenizer, data_dir=folder, task_schedule=schedule)
+    assert len(dataset) == 23
+    assert set(dataset.source_of[:12]) == {1}
 
 
 def test_sources_are_drawn_by_weight(tokenizer, folder):
@@ -281,8 +307,8 @@ def test_rows_without_questions_are_the_same_as_with_them(tokenizer, folder, tmp
     pyarrow.parquet.write_table(table.append_column("question", questions), tmp_path / "asked" / "text.parquet")
     limits = {"max_context_tokens": 60, "num_examples": 30}
     by_row, at_once = (make(tokenizer, str(path), TEXT, **limits) for path in (tmp_path, tmp_path / "asked"))
-    assert isinstance(by_row.sources[0].texts, TokenizedRows)
-    assert isinstance(at_once.sources[0].texts, TokenizedTexts)
+    assert isinstance(by_row.sources[0].texts("continuation").texts, TokenizedRows)
+    assert isinstance(at_once.sources[0].texts("continuation").texts, TokenizedTexts)
     assert [by_row[index] for index in range(30)] == [at_once[index] for index in range(30)]
 
 
@@ -314,18 +340,18 @@ def test_more_text_than_a_string_column_may_join_is_read_by_row(more_than_2_gib)
     source = DataSource(name="texts", tasks=("continuation",))
     rows = FileSource(source, None, 0, Characters())
     assert rows.num_rows == 2152
-    assert bytes(rows.texts[rows.text_of_row[2151]].tolist()) == b"1 bells."
+    assert bytes(rows.texts("continuation")[2151].tolist()) == b"1 bells."
     assert rows.identifier(2151) == "texts/2151"
     few = FileSource(DataSource(name="texts", tasks=("continuation",), max_samples=3), None, 0, Characters())
     expected = sorted(random.Random("0/texts").sample(range(2152), 3))
-    assert [int(chr(few.texts[row][0])) for row in range(3)] == [row % 2 for row in expected]
+    assert [int(chr(few.texts("continuation")[row][0])) for row in range(3)] == [row % 2 for row in expected]
 
 
 def test_more_text_than_a_string_column_may_join_has_questions(more_than_2_gib):
     chunk, use = more_than_2_gib
     use(context=chunk, question=pyarrow.array(["How many?", "Who?"]), answers=pyarrow.array([["0"], ["1"]]))
     rows = FileSource(DataSource(name="texts", tasks=("question_answering",)), None, 0, Characters())
-    assert len(rows.texts) == 2
+    assert len(rows.texts("question_answering").texts) == 2
     assert rows.rows_of_text[1] == list(range(1, 2152, 2))
     assert (rows.value("question", 2151), rows.value("answers", 2150)) == ("Who?", ["0"])
 
@@ -334,8 +360,8 @@ def test_rows_are_not_in_the_hash_of_the_hub_kind_of_dataset(tokenizer, folder):
     source = make(tokenizer, folder, TEXT).sources[0]
     assert len(pickle.dumps(source)) < len(pickle.dumps(tokenizer)) + 1000
     assert copy.deepcopy(source) is source
-    again = pickle.loads(pickle.dumps(source))
-    assert [again.texts[row].tolist() for row in range(5)] == [source.texts[row].tolist() for row in range(5)]
+    again, texts = pickle.loads(pickle.dumps(source)).texts("continuation"), source.texts("continuation")
+    assert [again[row].tolist() for row in range(5)] == [texts[row].tolist() for row in range(5)]
 
 
 def test_no_more_tokens_are_kept_than_allowed():

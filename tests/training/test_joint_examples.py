@@ -67,6 +67,17 @@ def test_context_and_completion_split(tokenizer, tmp_path, length, p, num_chunks
     assert chunks.chunks_per_row == num_chunks
 
 
+def test_without_a_number_all_rows_come_once(tokenizer, tmp_path):
+    for name, texts in (("a", TEXTS * 2), ("b", TEXTS[1:])):
+        table = pyarrow.Table.from_pylist([{"id": row, "text": text} for row, text in enumerate(texts)])
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    sources = [{"path": f"{name}.parquet", "tasks": TEXT["tasks"]} for name in "ab"]
+    dataset = make(tokenizer, str(tmp_path), *sources, num_examples=None, min_document_tokens=20)
+    ids = [dataset[index]["id"] for index in range(len(dataset))]
+    assert sorted(ids) == [f"a.parquet/{row}" for row in range(8)] + [f"b.parquet/{row}" for row in range(3)]
+    assert ids != sorted(ids, key=lambda name: name[0])
+
+
 def test_an_example_depends_on_index_and_seed_only(tokenizer, folder):
     first, second = (make(tokenizer, folder, GENERATED, TEXT) for _ in range(2))
     backwards = [second[index] for index in reversed(range(30))]

@@ -138,7 +138,8 @@ def test_overlong_rows_are_cut_and_counted(rows):
     ("fields", "message"),
     [
         ({"row_mixture": {"txt": 1}}, "did you mean 'text'"),
-        ({"row_mixture": {"text": -1}}, "must not be negative"),
+        ({"row_mixture": {"text": -1}}, "the share of text must be a number from 0 on, got -1"),
+        ({"row_mixture": {"text": "a"}}, "the share of text must be a number from 0 on, got 'a'"),
         ({"row_mixture": {"text": 0}}, "at least one share"),
     ],
 )

@@ -256,7 +256,11 @@ def test_what_a_trainer_cannot_do_is_refused(tokenizer, write_tables, base_folde
         ({"method": "gmsa"}, "method of the objective retrieval: 'gmsa'"),
         ({"method": None}, "method of the objective retrieval: 'mean_pooling'"),
         ({"sources": []}, "the recipe has no sources"),
-        ({"eval_sources": [SOURCE]}, "no eval_sources"),
+        (
+            {"eval_sources": [SOURCE]},
+            "eval_sources .* not to retrieval: measure rankings with benchmarks/retrieval.py",
+        ),
+        ({"length_schedule": [[0.0, 32]]}, "length_schedule .* not to retrieval: leave it out"),
     ):
         with pytest.raises(ValueError, match=message):
             main([recipe(folder, base_folder, **fields), "--output_dir", folder])

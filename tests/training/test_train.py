@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from small_recipes import GENERATED, new_model, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.optimization import get_scheduler
 
@@ -18,53 +19,13 @@ from context_compressors.modeling.modeling_compression_tokens import Compression
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import parse_recipe, read_recipe
 from context_compressors.training.data import DataSource
-from context_compressors.training.train import latest_checkpoint, load_compressor, main
+from context_compressors.training.prompts import TASKS
+from context_compressors.training.train import build_trainer, latest_checkpoint, load_compressor, main
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
 SETTINGS = ("teacher", "single_ratio", "multi_ratio", "ratio_sampling")
 BASES = sorted(path.stem for path in (RECIPES / "mean_pooling" / "bases").glob("*.yaml"))
 EMBEDDED = sorted(path.stem for path in (RECIPES / "embedded").glob("*.yaml"))
-GENERATED = "[{generated: true, tasks: [question_answering, reconstruction], weight: 1}]"
-
-
-def write_recipe(path: Path, **fields) -> str:
-    defaults = {
-        "sources": yaml.safe_load(GENERATED),
-        "max_context_tokens": 60,
-        "max_target_tokens": 64,
-        "per_device_train_batch_size": 2,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "output_dir": str(path / "out"),
-    }
-    file = path / "recipe.yaml"
-    file.write_text(yaml.safe_dump({**defaults, **fields}))
-    return str(file)
-
-
-def new_model(hidden_size: int = 32) -> dict:
-    return {
-        "objective": "language_modeling",
-        "model_config": {
-            "model_type": "llama",
-            "hidden_size": hidden_size,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-        },
-        "train_tokenizer": {"vocab_size": 300, "num_texts": 20},
-        "row_mixture": {"copy": 1, "generated": 1},
-        "tokens_per_batch": 200,
-        "optimizer": "muon",
-    }
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -173,10 +134,20 @@ def test_method_config_of_several_recipes_is_put_together(tmp_path):
 
 def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_folder):
     recipe = write_recipe(
-        tmp_path, base="b", encoder="e", teacher="t", tokenizer=str(base_folder), data_dir="d", prompts="gmsa"
+        tmp_path,
+        base="b",
+        encoder="e",
+        teacher="t",
+        tokenizer=str(base_folder),
+        data_dir="d",
+        prompts="gmsa",
+        context_prefix="### ",
+        save_dtype="bfloat16",
     )
     argv = ["--base", "null", "--encoder", "None", "--teacher", "NULL", "--data_dir=null", "--prompts", "none"]
-    model, data, _ = parse_recipe([recipe, *argv, "--checkpoint", "c"])
+    argv += ["--context_prefix", "null", "--save_dtype", "null", "--max_target_tokens", "null"]
+    model, data, args = parse_recipe([recipe, *argv, "--checkpoint", "c"])
+    assert (data.context_prefix, data.max_target_tokens, args.save_dtype) == ("", 256, None)
     assert (model.base, model.encoder, model.teacher, model.checkpoint) == (None, None, None, "c")
     assert (data.data_dir, data.prompts, model.tokenizer) == (None, None, str(base_folder))
 
@@ -206,6 +177,12 @@ def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_f
         ({"model_config": [1]}, [], "model_config must be a mapping"),
         ({}, ["--method_config", "{compression_ratios: [4"], "method_config is not valid YAML: line 1, column 24: "),
         ({"distillation_chunk_size": 0}, [], "distillation_chunk_size must be at least 1"),
+        ({"max_steps": 1.5}, [], r"max_steps must be a whole number, got 1\.5"),
+        ({"max_context_tokens": True}, [], "max_context_tokens must be a whole number, got True"),
+        ({"questions_per_example": 1.5}, [], r"questions_per_example must be a whole number, got 1\.5"),
+        ({"learning_rate": [1]}, [], r"learning_rate must be a number, such as .*, got \[1\]"),
+        ({"prompts": ["a"]}, [], r"prompts must be a text, got \['a'\]"),
+        ({"canonical_prompts": 1}, [], "canonical_prompts must be true or false, got 1"),
     ],
 )
 def test_wrong_fields_and_values_are_refused(tmp_path, recipe, argv, message):
@@ -251,6 +228,23 @@ def test_help_shows_examples(argv, capsys):
         ),
         ({"objective": "compression", "base": "BASE", "sources": []}, "the recipe has no sources"),
         ({"objective": "teacher", "base": "BASE", "teacher_lora": {"rnk": 2}}, "did you mean 'rank'"),
+        (
+            {"objective": "teacher", "base": "BASE", "teacher_lora": {"rank": "8"}},
+            "rank of teacher_lora must be a whol",
+        ),
+        ({"objective": "teacher", "base": "BASE", "teacher_lora": {"dropout": 2}}, "dropout of teacher_lora must be"),
+        ({**new_model(), "train_tokenizer": {"vocab": 300}}, "did you mean 'vocab_size'"),
+        (
+            {**new_model(), "train_tokenizer": {"num_texts": "many"}},
+            "num_texts of train_tokenizer must be a whole num",
+        ),
+        ({**new_model(), "prompts": "nonexistent.yaml"}, "there are no prompts 'nonexistent.yaml'"),
+        ({**new_model(), "eval_sources": yaml.safe_load(GENERATED)}, "eval_sources .* not to language_modeling"),
+        ({**new_model(), "ratio_schedule": [[0.0, [2]]]}, "ratio_schedule .* not to language_modeling: leave it out"),
+        (
+            {"objective": "denoising", "method": "decal", "length_schedule": [[0.0, 40]]},
+            "length_schedule .* not to denoising: leave it out",
+        ),
         ({"objective": "teacher", "tokenizer": "BASE"}, "give a base"),
         ({"objective": "teacher"}, "give a tokenizer, a base, a checkpoint"),
         ({"objective": "denoising", "base": "BASE"}, "objective of a decoder-only compressor: 'denoising'; allowed"),
@@ -281,6 +275,23 @@ def test_fields_that_do_not_go_together_are_refused(tmp_path, base_folder, field
     fields = {name: str(base_folder) if value == "BASE" else value for name, value in fields.items()}
     with pytest.raises(ValueError, match=message):
         main([write_recipe(tmp_path, **fields)])
+
+
+def test_whole_numbers_may_be_written_as_yaml_reads_them(tmp_path):
+    recipe = write_recipe(tmp_path, max_steps=1.0e3, max_context_tokens=64.0, learning_rate=1, max_target_tokens=None)
+    _, data, args = parse_recipe([recipe])
+    assert (args.max_steps, data.max_context_tokens, args.learning_rate, data.max_target_tokens) == (1000, 64, 1, 256)
+    assert {type(args.max_steps), type(data.max_context_tokens)} == {int}
+
+
+def test_language_modelling_puts_its_questions_in_the_recipes_words(tmp_path):
+    words = {task: ["\nASKED {question}\nSAID" if task == "question_answering" else "\nGO"] for task in TASKS}
+    (tmp_path / "words.yaml").write_text(yaml.safe_dump(words))
+    fields = {**new_model(), "prompts": str(tmp_path / "words.yaml"), "row_mixture": {"generated": 1}}
+    trainer = build_trainer(*parse_recipe([write_recipe(tmp_path, **fields)]))
+    text = trainer.processing_class.decode(trainer.train_dataset[0][0][0])
+    assert "\nASKED " in text
+    assert "Question" not in text
 
 
 def test_a_base_model_is_trained_with_its_tokenizer(tmp_path):

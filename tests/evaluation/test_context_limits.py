@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts are as long as the encoder can read: what is beyond is cut, or refused before anything is scored."""
+
+import copy
+
+import pytest
+import torch
+from naive_twin import CONTINUATION, QA, RECONSTRUCTION, make_base, make_tokenizer, run
+from tokenizers import normalizers, processors
+
+from context_compressors import (
+    CompressionTokensForCausalLM,
+    ComprExITForCausalLM,
+    DeCALConfig,
+    DeCALForConditionalGeneration,
+    FiveHundredXForCausalLM,
+    GMSAForCausalLM,
+    ICAEForCausalLM,
+    MeanPoolingForCausalLM,
+    TCPAutoencoderForCausalLM,
+)
+from context_compressors.evaluation.context_limits import context_limit, encoder_limit
+
+POSITIONS = 256
+LONG = {"context": "0123456789" * 60, "question": "?", "answers": ["1"]}
+TINY_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    make_base(tokenizer, 0, POSITIONS).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bos_tokenizer():
+    """One whose documents start with BOS."""
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Contexts that were compressed, by number of tokens."""
+    lengths = []
+    for method in (CompressionTokensForCausalLM, MeanPoolingForCausalLM, GMSAForCausalLM):
+        compress = method.compress
+
+        def noted(self, input_ids, attention_mask, compress=compress, **kwargs):
+            lengths.append(int(attention_mask.sum(dim=1).max()))
+            return compress(self, input_ids, attention_mask, **kwargs)
+
+        monkeypatch.setattr(method, "compress", noted)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "ratio", "expected"),
+    [
+        (MeanPoolingForCausalLM, {}, 2, 256),
+        (MeanPoolingForCausalLM, {"position_layout": "uniform"}, 2, 255),
+        (MeanPoolingForCausalLM, {"chunk_size": 40}, 2, None),
+        (MeanPoolingForCausalLM, {"chunk_size": 300}, 2, 256),
+        (MeanPoolingForCausalLM, {"chunk_size": 40, "position_layout": "enhanced"}, 2, 255),
+        (MeanPoolingForCausalLM, {"encoder_type": "embeddings"}, 2, None),
+        (ComprExITForCausalLM, {}, 2, 256),
+        # n + ceil(n / r) positions.
+        (CompressionTokensForCausalLM, {}, 2, 170),
+        (CompressionTokensForCausalLM, {}, 4, 204),
+        (CompressionTokensForCausalLM, {"token_attention": "bidirectional"}, 2, 170),
+        (CompressionTokensForCausalLM, {"position_layout": "uniform"}, 2, 255),
+        (CompressionTokensForCausalLM, {"chunk_size": 170}, 2, None),
+        (CompressionTokensForCausalLM, {"chunk_size": 172}, 2, 170),
+        (CompressionTokensForCausalLM, {"chunk_size": 40, "position_layout": "uniform"}, 2, 255),
+        (ICAEForCausalLM, {"chunk_size": 40}, 2, None),
+        (ICAEForCausalLM, {"chunk_size": 200}, 4, None),
+        (ICAEForCausalLM, {"chunk_size": 200}, 2, 170),
+        (ICAEForCausalLM, {"chunk_size": 200, "memory_tokens": "fixed"}, 2, 156),
+        # Of 10 memory tokens, each for one token.
+        (ICAEForCausalLM, {"chunk_size": 20}, 1, 10),
+        (FiveHundredXForCausalLM, {"chunk_size": 200}, 2, 170),
+        (GMSAForCausalLM, {"encoder_layers": 1}, 2, 256),
+        (GMSAForCausalLM, {"encoder_layers": 1, "appended_tokens": 30}, 2, 60),
+        (TCPAutoencoderForCausalLM, {"encoder_layers": 1, "appended_tokens": 200}, 2, 170),
+    ],
+)
+def test_the_encoder_reads_as_much_as_it_is_said_to_and_no_more(base, method, fields, ratio, expected):
+    model = method.from_base(str(base), compression_ratios=[2, 4], **fields).eval()
+    assert encoder_limit(model, ratio) == expected
+    ids = torch.full((1, 700), 5)
+    if expected is None:
+        model.compress(ids, ratio=ratio)
+        return
+    model.compress(ids[:, :expected], ratio=ratio, allow_untrained_ratio=True)
+    with pytest.raises(ValueError, match="the context needs"):
+        model.compress(ids[:, : expected + 1], ratio=ratio, allow_untrained_ratio=True)
+
+
+def test_relative_positions_have_no_end():
+    model = DeCALForConditionalGeneration(DeCALConfig(decoder_config=TINY_T5, compression_ratios=[2]))
+    assert encoder_limit(model, 2) is None
+
+
+def test_start_tokens_and_the_lowest_ratio_count(base, tokenizer, bos_tokenizer):
+    model = CompressionTokensForCausalLM.from_base(str(base), compression_ratios=[2, 4])
+    assert context_limit(model, tokenizer, [4, 2]) == 170
+    assert context_limit(model, bos_tokenizer, [4, 2]) == 169
+    assert context_limit(model, bos_tokenizer, [4]) == 203
+    fixed = ICAEForCausalLM.from_base(str(base), compression_ratios=[2], chunk_size=255, memory_tokens="fixed")
+    assert context_limit(fixed, bos_tokenizer, [2]) == 127
+    with pytest.raises(ValueError, match="the encoder reads contexts of 1 tokens at most at ratio 1, of which 1 are"):
+        context_limit(ICAEForCausalLM.from_base(str(base), compression_ratios=[40], chunk_size=40), bos_tokenizer, [1])
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "longest"),
+    [
+        (CompressionTokensForCausalLM, {}, 170),
+        (CompressionTokensForCausalLM, {"chunk_size": 200}, 170),
+        (CompressionTokensForCausalLM, {"chunk_size": 100}, 602),
+        (MeanPoolingForCausalLM, {}, POSITIONS),
+    ],
+)
+def test_contexts_are_cut_to_what_the_encoder_reads_and_counted(base, bos_tokenizer, scored, method, fields, longest):
+    model = method.from_base(str(base), compression_ratios=[4, 2], **fields)
+    # The decoder's positions are no limit here.
+    model.config.encoder_config = copy.deepcopy(model.config.decoder_config)
+    model.config.decoder_config.max_position_embeddings = 1400
+    long = {**LONG, "context": LONG["context"] + "X"}
+    options = {"tasks": (QA, RECONSTRUCTION, CONTINUATION), "context_tokens": 600}
+    report = run(model, bos_tokenizer, [long, {**LONG, "context": "short"}], truncate_context=True, **options)
+    assert max(scored) == longest
+    is_cut = longest < 600
+    assert {row.num_truncated for row in report.rows if row.task == QA} == {int(is_cut)}
+    if is_cut:
+        with pytest.raises(ValueError, match=f"leave {longest - 1} tokens for the context; allow truncation"):
+            run(model, bos_tokenizer, [long], **options)
+
+
+def test_an_encoder_with_a_tokenizer_of_its_own_is_asked_before_anything_is_scored(base, tokenizer, scored):
+    model = GMSAForCausalLM.from_base(str(base), compression_ratios=[2], encoder_layers=1)
+    model.config.encoder_config.max_position_embeddings = 40
+    model.encoder_tokenizer = make_tokenizer()
+    # Three tokens for every "e", which is one of the decoder's.
+    model.encoder_tokenizer.backend_tokenizer.normalizer = normalizers.Replace("e", "abc")
+    rows = [{**LONG, "context": "." * 30}, {**LONG, "context": "e" * 14}]
+    with pytest.raises(ValueError, match=r"'tiny', question_answering: a context of 14 tokens has 42 .* reads 40 at"):
+        run(model, tokenizer, rows, tasks=(QA,), truncate_context=True)
+    assert scored == []
+    run(model, tokenizer, rows, tasks=(QA,), truncate_context=True, max_context_tokens=13)
+    assert max(scored) == 39
+    run(model, tokenizer, rows, tasks=(QA,), bounds_only=True)

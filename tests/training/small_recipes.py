@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes that train in a second."""
+
+from pathlib import Path
+
+import yaml
+
+GENERATED = "[{generated: true, tasks: [question_answering, reconstruction], weight: 1}]"
+
+
+def write_recipe(path: Path, **fields) -> str:
+    defaults = {
+        "sources": yaml.safe_load(GENERATED),
+        "max_context_tokens": 60,
+        "max_target_tokens": 64,
+        "per_device_train_batch_size": 2,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "output_dir": str(path / "out"),
+    }
+    file = path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**defaults, **fields}))
+    return str(file)
+
+
+def new_model(hidden_size: int = 32) -> dict:
+    return {
+        "objective": "language_modeling",
+        "model_config": {
+            "model_type": "llama",
+            "hidden_size": hidden_size,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+        },
+        "train_tokenizer": {"vocab_size": 300, "num_texts": 20},
+        "row_mixture": {"copy": 1, "generated": 1},
+        "tokens_per_batch": 200,
+        "optimizer": "muon",
+    }

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources with contexts and texts side by side: which of the two a task reads."""
+
+import json
+
+import pytest
+
+from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
+from context_compressors.training.data import DataSource
+from context_compressors.training.examples import CompressionDataset
+from context_compressors.training.file_source import FileSource
+from context_compressors.training.prompts import TASKS
+
+ROWS = [
+    {
+        "context": f"Berth {row // 2} belongs to Nora.",
+        "question": f"Who has berth {row}?",
+        "answers": ["Nora"],
+        "summary": "Nora has it.",
+        "text": f"A note, number {row}, that was brought by Bob.",
+    }
+    for row in range(6)
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("tasks", [[task] for task in TASKS] + [list(TASKS)])
+def test_a_task_is_trained_and_evaluated_on_the_same_contexts(tokenizer, folder, tasks):
+    limits = {"min_context_tokens": 100, "max_context_tokens": 100, "max_target_tokens": 101}
+    source = {"path": "rows.jsonl", "tasks": tasks}
+    dataset = CompressionDataset([source], tokenizer, 80, data_dir=folder, **limits)
+    builder = SampleBuilder(tokenizer, None, {}, 100, 1)
+    found = {task: set() for task in tasks}
+    for example in map(dataset.__getitem__, range(80)):
+        words = example["context_ids"] + (example["target_ids"][:-1] if example["task"] == "continuation" else [])
+        found[example["task"]].add(tokenizer.decode(words))
+    for task in tasks:
+        samples = builder.build(EvaluationDataset("rows", ROWS), task)
+        column = "text" if task in ("reconstruction", "continuation") else "context"
+        whole = {row[column] for row in ROWS}
+        if task == "continuation":
+            # Windows of the text, with what follows them.
+            assert all(any(part in text for text in whole) for part in found[task])
+            assert all(any(tokenizer.decode(sample.context_ids) in text for text in whole) for sample in samples)
+        else:
+            assert found[task] == whole == {tokenizer.decode(sample.context_ids) for sample in samples}
+
+
+def test_questions_that_are_asked_together_share_their_context(tokenizer, folder):
+    source = {"path": "rows.jsonl", "tasks": ["question_answering"]}
+    dataset = CompressionDataset([source], tokenizer, data_dir=folder, questions_per_example=3, canonical_prompts=True)
+    for example in map(dataset.__getitem__, range(6)):
+        prompts = [example["prompt_ids"], *(prompt for prompt, _ in example["more_turns"])]
+        context = tokenizer.decode(example["context_ids"])
+        asked = {row["question"] for row in ROWS if row["context"] == context}
+        assert {tokenizer.decode(ids).split("Question: ")[1].split("\n")[0] for ids in prompts} == asked
+        assert len(prompts) == 2
+
+
+def test_a_column_is_tokenized_for_the_tasks_that_read_it_only(tokenizer, folder):
+    def columns(*tasks):
+        source = FileSource(DataSource(path="rows.jsonl", tasks=tasks), folder, 0, tokenizer)
+        return source, {id(source.texts(task)) for task in tasks}
+
+    source, read = columns("question_answering", "summarisation")
+    assert len(read) == 1
+    assert source.rows_like(3) == [2, 3]
+    assert len(columns("reconstruction", "continuation")[1]) == 1
+    source, read = columns(*TASKS)
+    assert len(read) == 2
+    assert source.rows_like(3) == [2, 3]
+    assert len(source.texts("question_answering").texts) == 3
+    assert len(source.texts("continuation").texts) == 6

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves beside its checkpoint: a recipe that can be run again, and counts over all its parts."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from small_recipes import GENERATED, write_recipe
+
+import context_compressors.training
+from context_compressors.training.arguments import parse_recipe, recorded_recipe
+from context_compressors.training.run_counts import COUNTS, RunCounts
+from context_compressors.training.train import main
+
+RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
+
+
+def without_place(arguments):
+    """Fields and values of what a recipe was parsed into, but for where the run writes."""
+    return [
+        {name: str(value) for name, value in vars(group).items() if name not in ("output_dir", "logging_dir")}
+        for group in arguments
+        if dataclasses.is_dataclass(group)
+    ]
+
+
+def recorded(folder: Path) -> dict:
+    return yaml.safe_load((folder / "recipe.yaml").read_text())
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "training_summary.json").read_text())
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [entry["loss"] for entry in summary_of(folder)["log"] if "loss" in entry]
+
+
+READ_AFTER = {"restore_first": "comprexit", "joint_pretraining": "icae", "keft": "gmsa"}
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("embedded/*.yaml")), ids=lambda path: path.stem)
+def test_the_recorded_recipe_is_the_one_that_was_run(path, tmp_path):
+    first = [f"embedded/{READ_AFTER[path.stem]}.yaml"] if path.stem in READ_AFTER else []
+    argv = [
+        *first,
+        str(path),
+        "--seed",
+        "3",
+        "--average_tokens_across_devices",
+        "false",
+        "--use_cpu",
+        "true",
+        "--bf16",
+        "false",
+    ]
+    argv += ["--output_dir", "x", "--sources", GENERATED, "--learning_rate=3e-4", "--max_context_tokens", "128"]
+    arguments = parse_recipe(argv)
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(recorded_recipe(argv, arguments), sort_keys=False))
+    assert without_place(parse_recipe([str(again)])) == without_place(arguments)
+
+
+def test_a_recorded_recipe_trains_again_to_the_same_losses(tmp_path, base_folder):
+    recipe = write_recipe(tmp_path, base=str(base_folder), method_config={"compression_ratios": [2]}, seed=5)
+    main([recipe, "--output_dir", str(tmp_path / "first"), "--gradient_accumulation_steps", "2"])
+    argv = ["--base", str(base_folder), "--output_dir", str(tmp_path / "second")]
+    main([str(tmp_path / "first" / "recipe.yaml"), *argv])
+    assert losses_of(tmp_path / "second") == losses_of(tmp_path / "first")
+    assert recorded(tmp_path / "second") == recorded(tmp_path / "first")
+    assert recorded(tmp_path / "first")["gradient_accumulation_steps"] == 2
+
+
+def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder):
+    rows = tmp_path / "secret" / "texts.jsonl"
+    rows.parent.mkdir()
+    rows.write_text(json.dumps({"text": "one two three four five six seven eight"}) + "\n")
+    source = {"path": str(rows), "tasks": ["reconstruction"], "title": "/r/texts"}
+    recipe = write_recipe(
+        tmp_path,
+        base=str(base_folder),
+        sources=[source],
+        eval_sources=[source],
+        min_context_tokens=2,
+        method_config={"compression_ratios": [2]},
+        context_prefix="/start: ",
+    )
+    main([recipe])
+    text = (tmp_path / "out" / "recipe.yaml").read_text()
+    assert str(tmp_path) not in text
+    assert "secret" not in text
+    kept = recorded(tmp_path / "out")
+    assert [kept[name][0]["path"] for name in ("sources", "eval_sources")] == ["texts.jsonl"] * 2
+    assert (kept["sources"][0]["title"], kept["context_prefix"]) == ("/r/texts", "/start: ")
+
+
+@pytest.mark.parametrize("logging_steps", [1, 2, 100])
+def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folder, logging_steps):
+    fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 5, "include_num_input_tokens_seen": True}
+    recipe = write_recipe(
+        tmp_path, base=str(base_folder), **fields, logging_steps=logging_steps, save_strategy="steps", save_steps=2
+    )
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    main([recipe, "--output_dir", str(whole)])
+    shutil.copytree(whole, stopped)
+    for step in (4, 5):
+        shutil.rmtree(stopped / f"checkpoint-{step}")
+    counts = json.loads((stopped / "checkpoint-2" / "trainer_state.json").read_text())
+    at_two = counts["stateful_callbacks"]["RunCounts"]["attributes"]
+    main([recipe, "--output_dir", str(stopped), "--resume_from_checkpoint", "latest"])
+    expected = summary_of(whole)
+    assert expected["context_tokens"] > at_two["counts"]["num_context_tokens"] > 0
+    found = summary_of(stopped)
+    assert (found["context_tokens"], found["input_tokens"]) == (expected["context_tokens"], expected["input_tokens"])
+    assert found["hours"] * 3600 > at_two["earlier_seconds"] > 0
+
+
+def test_a_checkpoint_without_counts_goes_on_without_them(tmp_path, base_folder):
+    fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
+    main([recipe])
+    out = tmp_path / "out"
+    shutil.rmtree(out / "checkpoint-4")
+    state = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["RunCounts"]
+    (out / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
+    main([recipe, "--resume_from_checkpoint", "latest"])
+    assert (summary_of(out)["steps"], summary_of(out)["context_tokens"], summary_of(out)["hours"]) == (4, None, None)
+
+
+def test_counts_come_back_with_the_callbacks_of_a_checkpoint(tmp_path, base_folder):
+    fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
+    main([recipe])
+    out = tmp_path / "out"
+    expected = summary_of(out)["context_tokens"]
+    shutil.rmtree(out / "checkpoint-4")
+    main([recipe, "--resume_from_checkpoint", "latest", "--restore_callback_states_from_checkpoint", "true"])
+    assert summary_of(out)["context_tokens"] == expected
+
+
+def test_counts_of_a_process():
+    counts = RunCounts()
+    counts.add(num_context_tokens=3)
+    counts.add(num_context_tokens=4, num_cut_tokens=1, num_cut_examples=1)
+    assert counts.state()["attributes"]["counts"] == dict(zip(COUNTS, (7, 1, 1), strict=True))
+    with pytest.raises(KeyError):
+        counts.add(num_tokens=1)
