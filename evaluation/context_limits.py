@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a context may be for the encoder of a compressor to read it."""
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.encoder_tokenizer import in_encoder_tokens
 from ..training.data import context_start_ids
-from .samples import EvaluationDataset, Sample
+from .samples import EvaluationDataset, Sample, SampleBuilder
+
+logger = logging.getLogger(__name__)
 
 # Longer than any context: what fits it has no limit.
 _ENDLESS = 2**40
@@ -74,37 +78,66 @@ def context_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ra
     return limit - num_start
 
 
-def check_encoder_tokens(
+def within_encoder_tokens(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    builder: SampleBuilder,
     ratios: Sequence[int],
     work: Iterable[tuple[EvaluationDataset, str, Sequence[Sample]]],
-) -> None:
-    """Refuse contexts that are too long in the tokens of an encoder with a tokenizer of its own.
+) -> list[tuple[EvaluationDataset, str, Sequence[Sample]]]:
+    """Cut contexts that are too long in the tokens of an encoder with a tokenizer of its own.
 
     Args:
         model: a compressor.
-        tokenizer: the decoder's.
+        builder: what the samples were made by.
         ratios: those that contexts are compressed at.
         work: data set, task and samples.
 
+    Returns:
+        The same; samples that are cut say so.
+
     Raises:
-        ValueError: with the first context that does not fit.
+        ValueError: with the first context that does not fit, where contexts may not be cut or nothing of it fits.
     """
     own = _encoder_tokenizer(model)
     limit = None if own is None else encoder_limit(model, min(ratios))
     if limit is None:
-        return
+        return list(work)
     num_start = len(context_start_ids(own))
+
+    def num_tokens(sample: Sample) -> int:
+        return num_start + len(in_encoder_tokens(sample.context_ids, builder.tokenizer, own))
+
+    def fitted(dataset: EvaluationDataset, task: str, sample: Sample) -> Sample:
+        length = num_tokens(sample)
+        if length <= limit:
+            return sample
+        prefix = builder.prefix_ids if task in ("question_answering", "summarisation") else []
+
+        def cut(kept: int) -> Sample:
+            return replace(builder, max_context_tokens=len(prefix) + kept).fit(task, sample, dataset.name)
+
+        longest = len(sample.context_ids) - len(prefix)
+        kept = 0
+        if builder.truncate_context:
+            kept = bisect_left(range(1, longest), True, key=lambda kept: num_tokens(cut(kept)) > limit)
+        # Elsewhere cut, a text may have a token more.
+        while kept and num_tokens(cut(kept)) > limit:
+            kept -= 1
+        if not kept:
+            advice = "shorten its prefix" if builder.truncate_context else "allow truncation (--truncate-context)"
+            raise ValueError(
+                f"data set {dataset.name!r}, {task}: a context of {len(sample.context_ids)} tokens has {length} of "
+                f"the encoder's own, which reads {limit} at ratio {min(ratios)}; {advice}"
+            )
+        return cut(kept)
+
+    fitting = []
     for dataset, task, samples in work:
-        for sample in samples:
-            length = num_start + len(in_encoder_tokens(sample.context_ids, tokenizer, own))
-            if length > limit:
-                raise ValueError(
-                    f"data set {dataset.name!r}, {task}: a context of {len(sample.context_ids)} tokens has {length} "
-                    f"of the encoder's own, which reads {limit} at ratio {min(ratios)}: lower max_context_tokens "
-                    "(--max-context-tokens) and allow truncation (--truncate-context)"
-                )
+        fitting.append((dataset, task, [fitted(dataset, task, sample) for sample in samples]))
+        more = sum(sample.truncated for sample in fitting[-1][2]) - sum(sample.truncated for sample in samples)
+        if more:
+            logger.warning("%s, %s: %d contexts cut to what the encoder reads", dataset.name, task, more)
+    return fitting
 
 
 def _encoder_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:

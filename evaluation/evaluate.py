@@ -17,7 +17,7 @@ from transformers import (
 from ..training.data import start_token_id, task_start_ids
 from ..training.task_tokens import text_tokenizer
 from .bert_score import BertScorer
-from .context_limits import check_encoder_tokens, context_limit
+from .context_limits import context_limit, within_encoder_tokens
 from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, EvaluationRow, ratio_condition
 from .samples import EvaluationDataset, Sample, SampleBuilder
 from .scoring import Condition, Scorer
@@ -93,7 +93,7 @@ def evaluate_model(
         for entry in builder.build_by_length(dataset, task, lengths, settings.max_samples)
     ]
     if ratios:
-        check_encoder_tokens(model, tokenizer, ratios, samples)
+        samples = within_encoder_tokens(model, builder, ratios, samples)
     scorer = (Seq2SeqScorer if model.config.is_encoder_decoder else Scorer)(
         model,
         tokenizer,

@@ -215,7 +215,7 @@ class SampleBuilder:
         samples = [self._sample(task, example, rng) for example in examples]
         kept = [sample for sample in samples if sample is not None]
         self._check_left_out(task, dataset.name, len(samples) - len(kept), len(kept))
-        fitted = [self._fit(task, sample, dataset.name) for sample in kept]
+        fitted = [self.fit(task, sample, dataset.name) for sample in kept]
         if truncated := sum(sample.truncated for sample in fitted):
             logger.warning("%s, %s: %d of %d contexts truncated", dataset.name, task, truncated, len(fitted))
         return fitted
@@ -298,7 +298,17 @@ class SampleBuilder:
             return min(limit, (room - 1) // 2)
         return min(limit, room - max(len(sample.target_ids), self.max_new_tokens.get(task, 0)))
 
-    def _fit(self, task: str, sample: Sample, name: str) -> Sample:
+    def fit(self, task: str, sample: Sample, name: str) -> Sample:
+        """A sample whose context has its place, cut if it may be.
+
+        Args:
+            task: its task.
+            sample: as long as it comes.
+            name: the data set's, for the refusal.
+
+        Raises:
+            ValueError: it does not fit and may not be cut.
+        """
         prefix = self.prefix_ids if task in ("question_answering", "summarisation") else []
         text, room = sample.context_ids[len(prefix) :], self._room(task, sample) - len(prefix)
         if len(text) <= room:

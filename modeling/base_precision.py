@@ -56,10 +56,9 @@ def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
         states: `(..., hidden_size)`.
     """
     weight = getattr(head, "weight", None)
-    if weight is None or not weight.is_floating_point() or torch.is_autocast_enabled(states.device.type):
-        # A quantized map sees to it by itself.
-        return states
-    return states.to(weight.dtype)
+    # A quantized map sees to it by itself.
+    is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
+    return states if not is_plain or torch.is_autocast_enabled(states.device.type) else states.to(weight.dtype)
 
 
 @contextmanager

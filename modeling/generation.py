@@ -98,9 +98,9 @@ class MemoryGenerationMixin:
         return super().generate(question, attention_mask=attention_mask, **kwargs)
 
     def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        """A field of the generation's configuration, which an argument of its name replaces."""
-        config = arguments.get("generation_config") or self.generation_config
-        return arguments.get(name, getattr(config, name, None))
+        """What the library takes for a field: an argument, the caller's configuration, or else the model's."""
+        given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if given is None else given
 
     def _mask_of_pads(self, question: Tensor, arguments: dict[str, Any]) -> Tensor | None:
         """The mask of a question with pads that came without one, which the library would find too late for us."""

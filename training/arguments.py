@@ -321,8 +321,9 @@ _KINDS = {int: "a whole number", float: "a number, such as 0.5 or 1.0e-3", bool:
 def _with_values_checked(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe's fields in the types that they have; a null gives one that is never null its default back.
 
-    Texts stay: as on the command line, the parser reads numbers from them.
+    Texts stay: as on the command line, the parser reads numbers from them. What the library calls a text may be more.
     """
+    own = {name for group in _GROUPS for name in group.__annotations__}
     hints = {name: hint for group in _GROUPS for name, hint in get_type_hints(group).items()}
     checked = {}
     for name, value in recipe.items():
@@ -334,6 +335,8 @@ def _with_values_checked(recipe: dict[str, Any]) -> dict[str, Any]:
             continue
         kinds -= {type(None)}
         kind = kinds.pop() if len(kinds) == 1 else None
+        if kind is str and name not in own:
+            kind = None
         if kind is int and isinstance(value, float) and value.is_integer():
             # YAML reads 1.0e+4 as a float.
             value = int(value)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 from transformers import (
@@ -36,18 +37,25 @@ METHODS = {
 DEFAULT_METHOD = "mean_pooling"
 
 
-_TOKENIZER_FIELDS = ("vocab_size", "num_texts", "num_characters", "seed")
+_TOKENIZER_FIELDS = {"vocab_size": 1, "num_texts": 1, "num_characters": 1, "seed": 0}
+
+
+def _tokenizer_field(name: str, value: Any) -> int:
+    """A checked field of `train_tokenizer`; YAML reads 1.0e+4 as a float."""
+    check_choice("field of train_tokenizer", name, _TOKENIZER_FIELDS)
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not is_whole or value < _TOKENIZER_FIELDS[name]:
+        least = _TOKENIZER_FIELDS[name]
+        raise ValueError(f"{name} of train_tokenizer must be a whole number from {least} on, got {value!r}")
+    return int(value)
 
 
 def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: int) -> PreTrainedTokenizerBase:
     """Load the tokenizer that the recipe names, or train the one that it describes."""
     if model_args.train_tokenizer is not None and model_args.tokenizer is None:
         sources = data_args.parsed_sources()
-        for name, value in model_args.train_tokenizer.items():
-            check_choice("field of train_tokenizer", name, _TOKENIZER_FIELDS)
-            if isinstance(value, bool) or not isinstance(value, int) or value < (name != "seed"):
-                raise ValueError(f"{name} of train_tokenizer must be a whole number above 0, got {value!r}")
-        return train_tokenizer(sources, data_args.data_dir, **{"seed": seed, **model_args.train_tokenizer})
+        fields = {name: _tokenizer_field(name, value) for name, value in model_args.train_tokenizer.items()}
+        return train_tokenizer(sources, data_args.data_dir, **{"seed": seed, **fields})
     name = model_args.tokenizer or model_args.checkpoint or model_args.base
     if name is None:
         raise ValueError("give a tokenizer, a base, a checkpoint, or train_tokenizer settings")

@@ -170,10 +170,8 @@ def build_retrieval_trainer(
     """Trainer of a retrieval model on the pairs that the recipe's `sources` describe.
 
     Raises:
-        ValueError: `eval_sources`, which this objective does not have, or a source that does not fit.
+        ValueError: a source that does not fit.
     """
-    if data_args.eval_sources:
-        raise ValueError("the objective retrieval has no eval_sources: measure rankings with benchmarks/retrieval.py")
     pairs = RetrievalPairs(
         data_args.sources or [],
         text_tokenizer(tokenizer),

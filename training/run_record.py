@@ -44,10 +44,15 @@ def _device_name(args: TrainingConfig) -> str:
     return f"{hardware['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
 
 
+def _is_text(name: str, value: Any) -> bool:
+    """Whether a field holds words, not a path: prompts may be a file's name or the prompts themselves."""
+    return name in _TEXTS or (name == "prompts" and isinstance(value, Mapping))
+
+
 def _without_folders(value: Any) -> Any:
     """Paths on this machine by their last part alone, inside lists and mappings, too; anything else as it is."""
     if isinstance(value, Mapping):
-        return {name: inside if name in _TEXTS else _without_folders(inside) for name, inside in value.items()}
+        return {name: inside if _is_text(name, inside) else _without_folders(inside) for name, inside in value.items()}
     if isinstance(value, (list, tuple)):
         return [_without_folders(inside) for inside in value]
     is_path = isinstance(value, str) and (

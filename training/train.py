@@ -342,7 +342,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     """
     for name, objectives in _OBJECTIVES_WITH.items():
         given = getattr(data_args if hasattr(data_args, name) else args, name)
-        if given is not None and args.objective not in objectives:
+        if given and args.objective not in objectives:
             instead = _INSTEAD.get((name, args.objective), "leave it out")
             raise ValueError(
                 f"{name} belongs to the objectives {', '.join(objectives[:-1])} and {objectives[-1]}, not to "

@@ -141,16 +141,24 @@ def test_contexts_are_cut_to_what_the_encoder_reads_and_counted(base, bos_tokeni
             run(model, bos_tokenizer, [long], **options)
 
 
-def test_an_encoder_with_a_tokenizer_of_its_own_is_asked_before_anything_is_scored(base, tokenizer, scored):
+def test_an_encoder_with_a_tokenizer_of_its_own_is_asked_before_anything_is_scored(base, tokenizer, scored, caplog):
     model = GMSAForCausalLM.from_base(str(base), compression_ratios=[2], encoder_layers=1)
     model.config.encoder_config.max_position_embeddings = 40
     model.encoder_tokenizer = make_tokenizer()
     # Three tokens for every "e", which is one of the decoder's.
     model.encoder_tokenizer.backend_tokenizer.normalizer = normalizers.Replace("e", "abc")
     rows = [{**LONG, "context": "." * 30}, {**LONG, "context": "e" * 14}]
-    with pytest.raises(ValueError, match=r"'tiny', question_answering: a context of 14 tokens has 42 .* reads 40 at"):
-        run(model, tokenizer, rows, tasks=(QA,), truncate_context=True)
+    message = r"'tiny', question_answering: a context of 14 tokens has 42 .* reads 40 at ratio 2; allow truncation"
+    with pytest.raises(ValueError, match=message):
+        run(model, tokenizer, rows, tasks=(QA,))
+    with pytest.raises(ValueError, match=r"a context of 44 tokens has 72 .*; shorten its prefix"):
+        run(model, tokenizer, rows, tasks=(QA,), truncate_context=True, context_prefix="e" * 14)
     assert scored == []
-    run(model, tokenizer, rows, tasks=(QA,), truncate_context=True, max_context_tokens=13)
+    report = run(model, tokenizer, rows, tasks=(QA,), truncate_context=True)
     assert max(scored) == 39
+    assert report.rows[-1].num_truncated == 1
+    assert "1 contexts cut to what the encoder reads" in caplog.text
+    del scored[:]
+    run(model, tokenizer, rows, tasks=(QA,), truncate_context=True, max_context_tokens=12)
+    assert max(scored) == 36
     run(model, tokenizer, rows, tasks=(QA,), bounds_only=True)

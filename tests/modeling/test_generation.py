@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 NEW_TOKENS = 6
@@ -280,6 +280,8 @@ def test_pads_without_a_mask_are_found_by_their_id(method_cases, texts, random_r
         ids, mask = pad_rows(rows, side)
         expected = model.generate(ids, attention_mask=mask, **context, **GREEDY)
         assert model.generate(ids, **context, **GREEDY).equal(expected), side
+        own = GenerationConfig(**GREEDY)
+        assert model.generate(ids, **context, generation_config=own).equal(expected), side
         assert model.generate(ids, pad_token_id=127, **context, **GREEDY).shape == expected.shape
 
 
@@ -313,3 +315,7 @@ def test_a_question_read_in_chunks_has_no_pads(method_case, texts, random_rows):
     assert model.generate(question, **context, **GREEDY, prefill_chunk_size=3).equal(expected)
     with pytest.raises(ValueError, match=r"`prefill_chunk_size` \(3\) needs questions of one length"):
         model.generate(**texts, **GREEDY, prefill_chunk_size=3)
+    own = GenerationConfig(**GREEDY, prefill_chunk_size=3)
+    assert model.generate(question, **context, generation_config=own).equal(expected)
+    with pytest.raises(ValueError, match="needs questions of one length"):
+        model.generate(**texts, generation_config=own)

@@ -13,6 +13,7 @@ from small_recipes import GENERATED, write_recipe
 import context_compressors.training
 from context_compressors.training.arguments import parse_recipe, recorded_recipe
 from context_compressors.training.run_counts import COUNTS, RunCounts
+from context_compressors.training.run_record import _without_folders
 from context_compressors.training.train import main
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
@@ -95,6 +96,16 @@ def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder
     kept = recorded(tmp_path / "out")
     assert [kept[name][0]["path"] for name in ("sources", "eval_sources")] == ["texts.jsonl"] * 2
     assert (kept["sources"][0]["title"], kept["context_prefix"]) == ("/r/texts", "/start: ")
+
+
+def test_words_are_no_folders():
+    words = {"prompts": {"question_answering": "/ask a/b: {question}"}, "context_prefix": "~ ", "title": "C:/x"}
+    assert _without_folders({"checkpoint_config": words}) == {"checkpoint_config": words}
+    paths = ["/a/b.yaml", "~/b.yaml", r"C:\a\b.yaml", "b.yaml"]
+    assert _without_folders({"prompts": "/a/b.yaml", "x": [paths, 1, None]}) == {
+        "prompts": "b.yaml",
+        "x": [["b.yaml"] * 4, 1, None],
+    }
 
 
 @pytest.mark.parametrize("logging_steps", [1, 2, 100])

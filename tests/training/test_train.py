@@ -17,7 +17,7 @@ from transformers.optimization import get_scheduler
 import context_compressors.training
 from context_compressors.modeling.modeling_compression_tokens import CompressionTokensForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.training.arguments import parse_recipe, read_recipe
+from context_compressors.training.arguments import parse_recipe, read_recipe, recorded_recipe
 from context_compressors.training.data import DataSource
 from context_compressors.training.prompts import TASKS
 from context_compressors.training.train import build_trainer, latest_checkpoint, load_compressor, main
@@ -246,6 +246,7 @@ def test_help_shows_examples(argv, capsys):
             "length_schedule .* not to denoising: leave it out",
         ),
         ({"objective": "teacher", "tokenizer": "BASE"}, "give a base"),
+        ({**new_model(), "train_tokenizer": {"seed": -1}}, "seed of train_tokenizer must be a whole number from 0 on"),
         ({"objective": "teacher"}, "give a tokenizer, a base, a checkpoint"),
         ({"objective": "denoising", "base": "BASE"}, "objective of a decoder-only compressor: 'denoising'; allowed"),
         ({"objective": "compression", "base": "BASE", "teacher": "BASE"}, "teacher goes with the objective distil"),
@@ -282,6 +283,20 @@ def test_whole_numbers_may_be_written_as_yaml_reads_them(tmp_path):
     _, data, args = parse_recipe([recipe])
     assert (args.max_steps, data.max_context_tokens, args.learning_rate, data.max_target_tokens) == (1000, 64, 1, 256)
     assert {type(args.max_steps), type(data.max_context_tokens)} == {int}
+
+
+def test_fields_of_the_library_may_be_more_than_texts(tmp_path):
+    recipe = write_recipe(tmp_path, run_name=2024, eval_sources=[], length_schedule=[], **new_model())
+    argv = [recipe, "--fsdp"]
+    arguments = parse_recipe(argv)
+    assert (arguments[2].fsdp, str(arguments[2].run_name)) == (True, "2024")
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(recorded_recipe(argv, arguments)))
+    assert parse_recipe([str(tmp_path / "again.yaml")])[2].fsdp is True
+
+
+def test_what_is_empty_is_no_setting(tmp_path):
+    fields = {**new_model(), "train_tokenizer": {"vocab_size": 300.0, "num_texts": 2.0e1}, "max_steps": 1}
+    assert main([write_recipe(tmp_path, eval_sources=[], length_schedule=[], **fields)]) == 0
 
 
 def test_language_modelling_puts_its_questions_in_the_recipes_words(tmp_path):
