@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmark_tools import RESULTS, positive_int
 
-from context_compressors.training.arguments import OPTIMIZERS
+from context_compressors.training.fields import OPTIMIZERS
 from context_compressors.training.loading import METHODS
 from context_compressors.training.schedules import check_ratio_schedule
 from context_compressors.training.suggestions import check_choice

@@ -37,10 +37,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from context_compressors import DeCALForConditionalGeneration
 from context_compressors.evaluation.report import environment, markdown_table
-from context_compressors.training.arguments import OPTIMIZERS, TrainingConfig
+from context_compressors.training.arguments import TrainingConfig
 from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.data import DataSource
 from context_compressors.training.denoising import DenoisingDataset, Seq2SeqCompressionTrainer, new_encoder_decoder
+from context_compressors.training.fields import OPTIMIZERS
 from context_compressors.training.span_corruption import SpanCorruption, SpanCorruptionCollator, add_sentinel_tokens
 from context_compressors.training.suggestions import check_choice
 from context_compressors.training.tokenizer import train_tokenizer

@@ -10,17 +10,26 @@ from collections.abc import Sequence
 from . import __version__
 from .training.suggestions import nearest
 
-# name -> (module, function, one line of help); the modules are imported when they are called, since they load torch
+# name -> (module, function, one line of help); a module is imported when it is called, and what loads torch only when
+# its arguments are read
 _COMMANDS = {
-    "train": ("training.train", "main", "train a compressor (or a teacher, or a base model) as a recipe says"),
+    "train": ("training.train_command", "main", "train a compressor (or a teacher, or a base model) as a recipe says"),
     "evaluate": ("evaluation.evaluate_command", "main", "score a checkpoint beside no context and full context"),
     "compress": ("commands", "compress_main", "read documents once, and keep each as a memory file"),
     "ask": ("commands", "ask_main", "answer questions from memory files or documents"),
-    "analyse": ("evaluation.slot_analysis", "main", "measure and draw what slots are made of, and how alike they are"),
-    "attention": ("evaluation.attention", "main", "draw what the memory tokens of a document attend to, by layer"),
+    "analyse": (
+        "evaluation.analyse_command",
+        "main",
+        "measure and draw what slots are made of and how alike they are",
+    ),
+    "attention": (
+        "evaluation.attention_command",
+        "main",
+        "draw what a document's memory tokens attend to, by layer",
+    ),
     "curves": ("evaluation.curves", "main", "draw training logs, and tell how soon each run reaches a loss"),
     "flops": ("evaluation.flops_command", "main", "count the operations of every method beside the full context"),
-    "card": ("hub_cards.write_card", "main", "write a checkpoint's card from its training run and its evaluation"),
+    "card": ("hub_cards.card_command", "main", "write a checkpoint's card from its training run and its evaluation"),
     "upload": ("upload", "main", "build a Hub repository from a checkpoint, and push it"),
 }
 
@@ -30,8 +39,8 @@ _EXAMPLES = """\
 examples:
   context-compressors train recipe.yaml --learning_rate 1e-4
   context-compressors evaluate --help
-  context-compressors compress checkpoints/mean_pooling report.txt --ratio 8 --output memories
-  context-compressors ask checkpoints/mean_pooling memories/report.safetensors --question "Who wrote it?"
+  context-compressors compress my-compressor report.txt --ratio 8 --output memories
+  context-compressors ask my-compressor memories/report.safetensors --question "Who wrote it?"
 
 `context-compressors COMMAND --help` tells a command's options. `--traceback` before the command shows where in the
 code an error came from, instead of its message alone."""

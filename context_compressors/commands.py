@@ -24,15 +24,15 @@ _MEMORY_SUFFIX = ".safetensors"
 
 _COMPRESS_EXAMPLES = """\
 examples:
-  context-compressors compress checkpoints/mean_pooling report.txt minutes.txt --output memories
-  context-compressors compress checkpoints/mean_pooling articles.parquet --column text --ratio 4 --ratio 16
-  cat report.txt | context-compressors compress checkpoints/mean_pooling --output memories"""
+  context-compressors compress my-compressor report.txt minutes.txt --output memories
+  context-compressors compress my-compressor articles.parquet --column text --ratio 4 --ratio 16
+  cat report.txt | context-compressors compress my-compressor --output memories"""
 
 _ASK_EXAMPLES = """\
 examples:
-  context-compressors ask checkpoints/mean_pooling memories/report.safetensors --question "Who wrote it?"
-  context-compressors ask checkpoints/mean_pooling report.txt minutes.txt --ratio 8
-  context-compressors ask checkpoints/mean_pooling memories/*.safetensors < questions.txt"""
+  context-compressors ask my-compressor memories/report.safetensors --question "Who wrote it?"
+  context-compressors ask my-compressor report.txt minutes.txt --ratio 8
+  context-compressors ask my-compressor memories/*.safetensors < questions.txt"""
 
 
 def compress_main(argv: Sequence[str] | None = None) -> int:

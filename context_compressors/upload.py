@@ -258,9 +258,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ValueError: a name that the Hub does not allow, and as `build_repository` and `push_repository`.
     """
+    arguments = _parser().parse_args(argv)
+
     from huggingface_hub.utils import validate_repo_id
 
-    arguments = _parser().parse_args(argv)
     validate_repo_id(arguments.repository)
     options: dict[str, Any] = {
         "weights": arguments.weights,

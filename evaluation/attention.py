@@ -1,26 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention from memory tokens to the context, by layer, and the `attention` command that draws it."""
+"""Attention from memory tokens to the context, by layer."""
 
-import sys
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..arguments import NearestNameParser, positive_int
-from ..commands import load_compressor
-from ..documents import read_documents
 from ..modeling.prompting import document_ids, text_tokenizer
-from .plots import plot_memory_attention
-
-_EXAMPLES = """\
-examples:
-  # Second and last layer, as in the paper on position layouts:
-  context-compressors attention my-icae --document report.txt --ratio 5 --output attention.png
-
-  # Other layers, of the document's first 255 tokens:
-  context-compressors attention my-icae --document report.txt --max-tokens 255 --layers 1 8 16 --output attention.png
-"""
 
 
 def memory_attention(
@@ -43,7 +29,7 @@ def memory_attention(
 
     Source: EPL, section 5.2, Figures 6 and 7 (there summed over the heads).
     """
-    return _attention(model, document_ids(model.config, context_tokenizer(model, tokenizer), text), ratio)
+    return attention_of_ids(model, document_ids(model.config, context_tokenizer(model, tokenizer), text), ratio)
 
 
 def has_memory_tokens(backbone: PreTrainedModel) -> bool:
@@ -56,53 +42,10 @@ def context_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     return text_tokenizer(getattr(model, "encoder_tokenizer", None) or tokenizer)
 
 
-def _attention(model: PreTrainedModel, ids: Sequence[int], ratio: int | None) -> torch.Tensor:
+def attention_of_ids(model: PreTrainedModel, ids: Sequence[int], ratio: int | None = None) -> torch.Tensor:
+    """`memory_attention` of a document's token ids."""
     backbone = model.base_model
     if not has_memory_tokens(backbone):
         raise ValueError(f"{type(model).__name__} has no memory tokens in its encoder whose attention could be drawn")
     layers = backbone.memory_attention(torch.tensor([list(ids)], device=backbone.device), ratio=ratio)
     return torch.stack([weights[0].float().mean(dim=0).cpu() for weights in layers])
-
-
-def build_parser() -> NearestNameParser:
-    """The command line of `context-compressors attention`."""
-    parser = NearestNameParser(
-        prog="context-compressors attention",
-        description="Draw how much a document's memory tokens attend to its tokens, by layer.",
-        epilog=_EXAMPLES,
-    )
-    add = parser.add_argument
-    add("model", help="Hub id or folder of a compressor with memory tokens")
-    add("--document", required=True, metavar="FILE", help="text file, or .jsonl or .parquet file with one row")
-    add("--output", required=True, metavar="PNG", help="the picture")
-    add("--ratio", type=positive_int, metavar="R", help="context tokens per memory token (default: the model's first)")
-    add("--layers", nargs="+", type=positive_int, metavar="N", help="layers, from 1 (default: second and last)")
-    add("--max-tokens", type=positive_int, metavar="N", help="keep only so many tokens of the document (default: all)")
-    add("--column", default="context", help="column of a .jsonl or .parquet file with the text (default: %(default)s)")
-    add("--revision", help="branch, tag or commit on the Hub")
-    add("--trust-remote-code", action="store_true", help="allow a checkpoint to run its own code")
-    add("--device", default="auto", help="such as cpu or cuda:0 (default: an accelerator if there is one)")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `context-compressors attention`; returns the exit status.
-
-    Raises:
-        ValueError: a document, model, ratio or layer that cannot be used.
-    """
-    arguments = build_parser().parse_args(argv)
-    documents = read_documents([arguments.document], arguments.column)
-    if len(documents) != 1:
-        raise ValueError(f"{arguments.document} holds {len(documents)} documents: give a file with one")
-    model, tokenizer = load_compressor(
-        arguments.model, arguments.revision, arguments.trust_remote_code, arguments.device
-    )
-    ids = document_ids(model.config, context_tokenizer(model, tokenizer), documents[0].text)
-    if arguments.max_tokens and len(ids) > arguments.max_tokens:
-        print(f"cut the document from {len(ids)} to {arguments.max_tokens} tokens", file=sys.stderr)
-    attention = _attention(model, ids[: arguments.max_tokens], arguments.ratio)
-    path = plot_memory_attention(attention, arguments.output, arguments.layers)
-    _, num_memory_tokens, num_context_tokens = attention.shape
-    print(f"{num_memory_tokens} memory tokens of {num_context_tokens} context tokens\nwrote {path}")
-    return 0

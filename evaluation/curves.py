@@ -10,8 +10,6 @@ from typing import Any
 
 from ..arguments import NearestNameParser
 from ..training.suggestions import check_choice, nearest
-from .plots import plot_curves
-from .report import markdown_table
 
 RUN_METRIC, BENCHMARK_METRIC = "loss", "reconstruction_loss"
 _STATE, _SUMMARY = "trainer_state.json", "training_summary.json"
@@ -189,6 +187,8 @@ def _curve(name: str, logs: Sequence[Sequence[Mapping[str, Any]]], metric: str, 
 
 def table(curves: Sequence[Curve], loss: float) -> str:
     """Markdown: each curve's first, last and lowest value, its steps to a loss, and how it compares with the first."""
+    from .report import markdown_table
+
     faster = speed_ups(curves, loss)
     rows = []
     for curve in curves:
@@ -238,6 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             run that is not there.
     """
     arguments = build_parser().parse_args(argv)
+
+    from .plots import plot_curves
+
     metric = arguments.metric or default_metric(arguments.sources)
     read = [curve for source in arguments.sources for curve in read_curves(source, metric)]
     curves = {curve.name: curve for curve in read}

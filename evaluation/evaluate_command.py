@@ -7,19 +7,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import device_name
 from ..training.prompts import TASKS
 from ..training.suggestions import check_choice, nearest
-from .evaluate import can_compress, evaluate_model, model_label
-from .plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
-from .report import MAIN_METRICS, EvaluationReport
-from .samples import load_dataset_source
 from .settings import DEFAULT_TASKS, EvaluationSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .report import EvaluationReport
 
 _EXAMPLES = """\
 examples:
@@ -54,6 +52,9 @@ def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[E
     Returns:
         The files, PNG.
     """
+    from .plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
+    from .report import MAIN_METRICS
+
     folder = Path(folder)
     paths = []
     for task in report.tasks():
@@ -147,6 +148,9 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
 
 
 def _load(name: str, arguments: argparse.Namespace, base_model: str | None = None) -> PreTrainedModel:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
     # Importing the models registers them, so that our own checkpoints need no remote code.
     from .. import modeling  # noqa: F401
 
@@ -166,6 +170,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.data and not arguments.out_of_domain:
         parser.error("give at least one data set with --data or --out-of-domain")
+
+    from transformers import AutoTokenizer
+
+    from .evaluate import can_compress, evaluate_model, model_label
+    from .report import EvaluationReport
+    from .samples import load_dataset_source
+
     try:
         settings = settings_from_arguments(arguments)
         others = [EvaluationReport.load(path) for path in arguments.compare_with]

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from ..arguments import NearestNameParser, positive_int
 from .flops import METHODS, answering_flops, compression_flops, full_context_flops, methods_of, num_slots
 from .model_shapes import SHAPE_NAMES, config_of, method_config
-from .report import markdown_table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _EXAMPLES = """\
 examples:
@@ -18,8 +19,8 @@ examples:
   context-compressors flops llama-2-7b --context-tokens 3253 --ratios 4 8 --answer-tokens 100
 
   # Two methods on a language model of one's own, and a checkpoint as it is configured:
-  context-compressors flops checkpoints/base --methods icae mean_pooling --context-tokens 512 --ratios 5
-  context-compressors flops checkpoints/mean_pooling --context-tokens 512"""
+  context-compressors flops my-base --methods icae mean_pooling --context-tokens 512 --ratios 5
+  context-compressors flops my-compressor --context-tokens 512"""
 
 _HEADER = ("method", "ratio", "slots", "compression", "answer", "together", "speed-up", "speed-up, memory kept")
 
@@ -98,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of GMSA and TCP-AE (default: 8, as in the paper; a quarter of a base of fewer than 16 layers)",
     )
     arguments = parser.parse_args(argv)
+
+    from .report import markdown_table
+
     base = config_of(arguments.base)
     ratios = arguments.ratios or getattr(base, "compression_ratios", (4, 8))
     if not _is_compressor(base):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, PreTrainedConfig
-
-from .. import modeling  # noqa: F401  (makes AutoConfig know the methods)
 from ..training.suggestions import check_choice, nearest
 from .flops import METHODS, methods_of
+
+if TYPE_CHECKING:
+    from transformers import AutoConfig, PreTrainedConfig
 
 _SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {
@@ -74,6 +74,15 @@ _SHALLOW, _ENCODER_LAYERS = ("gmsa", "tcp_autoencoder"), 8
 SHAPE_NAMES = tuple(_SHAPES)
 
 
+def _auto_config() -> type[AutoConfig]:
+    """`AutoConfig` knowing the methods; imported late, since the names above are asked for without it."""
+    from transformers import AutoConfig
+
+    from .. import modeling  # noqa: F401
+
+    return AutoConfig
+
+
 def named_config(name: str) -> PreTrainedConfig:
     """A new configuration of a well-known shape, such as "llama-2-7b".
 
@@ -83,7 +92,7 @@ def named_config(name: str) -> PreTrainedConfig:
     if name not in _SHAPES:
         raise ValueError(f"there is no shape {name!r}{nearest(name, SHAPE_NAMES)}")
     fields = dict(_SHAPES[name])
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return _auto_config().for_model(fields.pop("model_type"), **fields)
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -98,7 +107,7 @@ def config_of(name: str) -> PreTrainedConfig:
     if name in _SHAPES or not ("/" in name or Path(name).is_dir()):
         return named_config(name)
     try:
-        return AutoConfig.from_pretrained(name)
+        return _auto_config().from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(f"there is no model configuration in {name!r}: {error}") from error
 
@@ -132,11 +141,11 @@ def method_config(
         is_deep = base.num_hidden_layers >= 2 * _ENCODER_LAYERS
         default = _ENCODER_LAYERS if is_deep else -(-base.num_hidden_layers // 4)
         fields["encoder_layers"] = encoder_layers or default
-    config = AutoConfig.for_model(f"{method}_compressor", **fields)
+    config = _auto_config().for_model(f"{method}_compressor", **fields)
     if max_context_tokens is None:
         return config
     if config.chunk_size is not None:
         fields["chunk_size"] = max_context_tokens
     if getattr(config, "appended_tokens", 0):
         fields["appended_tokens"] = -(-max_context_tokens // min(ratios))
-    return AutoConfig.for_model(config.model_type, **fields)
+    return _auto_config().for_model(config.model_type, **fields)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's card, filled from what its training and evaluation left behind, and the `card` command."""
+"""A checkpoint's card, filled from what its training and evaluation left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from ..arguments import NearestNameParser
 from ..configuration.configuration_compressor import CompressorConfig
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, ratio_condition
@@ -34,14 +33,6 @@ _METRICS = {
     "continuation": {"perplexity": "perplexity"},
 }
 _NOT_STATED = "not stated"
-
-_EXAMPLES = """\
-examples:
-  context-compressors card checkpoints/mean_pooling --scores results.json --limit "It has read English only."
-
-  context-compressors card checkpoints/base --scores generated.json books.json --recipe embedded/base.yaml \\
-      --limit "It reads at most 2,048 tokens." --limit "It does not follow instructions."
-"""
 
 
 def write_card(
@@ -338,58 +329,3 @@ def _scores_note(report: EvaluationReport) -> str:
     if outside:
         notes.append(f"Out of domain (no part of the data set was trained on): {', '.join(outside)}.")
     return " ".join(notes)
-
-
-def _parser() -> NearestNameParser:
-    parser = NearestNameParser(
-        prog="context-compressors card",
-        description="Write the card (README.md) of a checkpoint from its training run and its evaluation.",
-        epilog=_EXAMPLES,
-    )
-    add = parser.add_argument
-    add("folder", help="checkpoint folder, with recipe.yaml and training_summary.json")
-    add(
-        "--scores",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="reports of `context-compressors evaluate --output`, or of benchmarks/retrieval.py",
-    )
-    add("--limit", action="append", required=True, metavar="TEXT", help="what it cannot do; once for each sentence")
-    add("--summary", metavar="TEXT", help="what it is, in a sentence or two (default: made from the configuration)")
-    add("--model-id", metavar="NAME", help="repository or folder that the snippet loads (default: the folder)")
-    add("--recipe", metavar="RECIPE", help="recipe that was run: names it, and gives licences the run did not record")
-    add("--hardware", metavar="TEXT", help="what it was trained on (default: as the training run says)")
-    add("--license", default="apache-2.0", metavar="ID", help="licence of the weights (default: %(default)s)")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `context-compressors card`; returns the exit status.
-
-    Args:
-        argv: the arguments after the command's name; `sys.argv[1:]` when None.
-
-    Raises:
-        ValueError: as `write_card`.
-    """
-    arguments = _parser().parse_args(argv)
-    path = write_card(
-        arguments.folder,
-        arguments.scores,
-        arguments.limit,
-        arguments.summary,
-        arguments.model_id,
-        recipe=arguments.recipe,
-        hardware=arguments.hardware,
-        license=arguments.license,
-    )
-    print(f"wrote {path}")
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error

@@ -16,7 +16,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
 
 from ..modeling.compressed_context import CompressedContext
-from .arguments import RATIO_MODES, TrainingConfig
+from .arguments import TrainingConfig
+from .fields import RATIO_MODES
 from .losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions
 from .schedules import check_ratio_schedule
 from .step_guard import StepGuard, without_metadata

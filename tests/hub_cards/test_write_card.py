@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 
 from context_compressors import cli
 from context_compressors.evaluation.report import EvaluationReport, EvaluationRow
-from context_compressors.hub_cards.write_card import main, write_card
+from context_compressors.hub_cards.write_card import write_card
 from context_compressors.training.train import main as train
 
 QA, RECONSTRUCTION, CONTINUATION = "question_answering", "reconstruction", "continuation"
@@ -310,7 +310,7 @@ def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["card", str(root), "--limit", "x"]) == 1
     assert "context-compressors card: error: there is no file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main([str(root / "compressor")])
+        cli.main(["card", str(root / "compressor")])
     assert "--limit" in capsys.readouterr().err
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 import json
 import os
 import signal
@@ -17,8 +18,10 @@ from transformers.optimization import get_scheduler
 import context_compressors.training
 from context_compressors.modeling.modeling_compression_tokens import CompressionTokensForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training import train_command
 from context_compressors.training.arguments import parse_recipe, read_recipe, recorded_recipe
 from context_compressors.training.data import DataSource
+from context_compressors.training.fields import DataArguments, ModelArguments, TrainingFields
 from context_compressors.training.prompts import TASKS
 from context_compressors.training.train import build_trainer, latest_checkpoint, load_compressor, main
 
@@ -206,11 +209,16 @@ def test_wrong_recipes_are_refused(tmp_path):
         parse_recipe([str(tmp_path / "latin.yaml")])
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"]])
-def test_help_shows_examples(argv, capsys):
-    with pytest.raises(SystemExit):
-        main(argv)
-    assert "examples:" in capsys.readouterr().out
+@pytest.mark.parametrize("argv", [[], ["--help"], ["embedded/base.yaml", "-h"], ["--help-all"]])
+def test_help_shows_examples_and_our_own_fields_and_those_of_trl_when_all_are_asked_for(argv, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        train_command.main(argv)
+    assert exit_info.value.code == 0
+    output = capsys.readouterr().out
+    assert "examples:" in output
+    for group in (ModelArguments, DataArguments, TrainingFields):
+        assert all(f"--{entry.name} " in output for entry in dataclasses.fields(group))
+    assert ("--learning_rate" in output) == ("--help-all" in argv)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of a recipe that are this package's own; no torch or TRL is loaded here, so that help is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from .schedules import check_ratio_schedule, check_task_schedule
+from .suggestions import check_choice
+from .yaml_text import parse_yaml
+
+if TYPE_CHECKING:
+    from .data import DataSource
+    from .span_corruption import SpanCorruption
+
+OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising", "retrieval")
+OPTIMIZERS = ("adamw", "muon", "adafactor")
+RATIO_MODES = ("all", "random", "per_sample")
+CONTEXT_MODES = ("compressed", "full_context", "no_context")
+OVERLONG_CONTEXTS = ("truncate", "truncate_left", "skip")
+PROMPT_FORMATS = ("plain", "chat")
+
+
+def _structured(name: str, value: Any, kind: type) -> Any:
+    """A mapping or list field, which the command line gives as YAML text."""
+    if isinstance(value, str):
+        value = parse_yaml(value, name)
+    if value is not None and not isinstance(value, kind):
+        word = "a mapping" if kind is dict else "a list"
+        raise ValueError(f"{name} must be {word}, got {value!r}")
+    return value
+
+
+def _read_null(arguments: Any) -> None:
+    """Make `None` of the text "null" or "none" in optional fields: the command line has no other way to write it."""
+    for entry in fields(arguments):
+        value = getattr(arguments, entry.name)
+        if entry.default is None and isinstance(value, str) and value.lower() in ("null", "none"):
+            setattr(arguments, entry.name, None)
+
+
+@dataclass
+class ModelArguments:
+    """What is trained. An optional field is `None` when it is given as null or none.
+
+    Args:
+        base: folder or Hub id of the pretrained language model to start from.
+        base_revision: revision of `base` on the Hub.
+        encoder: folder or Hub id of another language model that encodes, for a method with an encoder of its own.
+        encoder_revision: revision of `encoder` on the Hub.
+        checkpoint: a compressor checkpoint to go on from, instead of `base`.
+        checkpoint_base: where the base of a light `checkpoint` is, folder or Hub id, if not where it says.
+        checkpoint_config: configuration fields that the checkpoint goes on with instead of its own, e.g.
+            `{training_stage: keft}` or `{decoder_config: {dropout_rate: 0.1}}`, where the rest of `decoder_config`
+            stays; its weights must fit them.
+        model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`, or with the
+            method decal of its T5, e.g. `{d_model: 192}`.
+        tokenizer: folder or Hub id of a tokenizer; that of `base` or `checkpoint` when not given.
+        train_tokenizer: arguments of `train_tokenizer`, e.g. `{vocab_size: 4096}`, for a new language model.
+        method: compression method: mean_pooling, compression_tokens, icae, five_hundred_x, comprexit, gmsa,
+            tcp_autoencoder or decal. When not given, that of `checkpoint`, and mean_pooling for a new compressor.
+        method_config: configuration fields of the method, e.g. `{compression_ratios: [4, 8]}`.
+        teacher: folder of the full-context teacher that distillation learns from; the base itself when not given.
+        teacher_lora: rank, alpha, dropout and target modules of the teacher's adapters; `None` trains all weights.
+        dtype: weights' type: float32, bfloat16 or float16.
+        attn_implementation: eager, sdpa or flash_attention_2.
+    """
+
+    base: str | None = field(default=None, metadata={"help": "folder or Hub id of the base language model"})
+    base_revision: str | None = field(default=None, metadata={"help": "revision of the base on the Hub"})
+    encoder: str | None = field(default=None, metadata={"help": "folder or Hub id of another model that encodes"})
+    encoder_revision: str | None = field(default=None, metadata={"help": "revision of the encoder on the Hub"})
+    checkpoint: str | None = field(default=None, metadata={"help": "compressor checkpoint to go on from"})
+    checkpoint_base: str | None = field(default=None, metadata={"help": "where the base of a light checkpoint is"})
+    checkpoint_config: dict | str | None = field(default=None, metadata={"help": "what changes in the checkpoint"})
+    model_config: dict | str | None = field(default=None, metadata={"help": "configuration of a new language model"})
+    tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id of the tokenizer"})
+    train_tokenizer: dict | str | None = field(default=None, metadata={"help": "settings of a new tokenizer"})
+    method: str | None = field(default=None, metadata={"help": "compression method"})
+    method_config: dict | str | None = field(default=None, metadata={"help": "configuration fields of the method"})
+    teacher: str | None = field(default=None, metadata={"help": "folder of the full-context teacher"})
+    teacher_lora: dict | str | None = field(default=None, metadata={"help": "adapters of the teacher"})
+    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16"})
+    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2"})
+
+    def __post_init__(self) -> None:
+        _read_null(self)
+        for name in ("model_config", "train_tokenizer", "method_config", "checkpoint_config", "teacher_lora"):
+            setattr(self, name, _structured(name, getattr(self, name), dict))
+        check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+
+
+_POSITIVE = (
+    "max_context_tokens",
+    "max_target_tokens",
+    "tokens_per_batch",
+    "max_questions",
+    "questions_per_example",
+    "group_batches",
+    "num_eval_examples",
+    "max_document_tokens",
+    "max_query_tokens",
+)
+
+
+@dataclass
+class DataArguments:
+    """What it is trained on. An optional field is `None` when it is given as null or none.
+
+    Args:
+        sources: list of sources, see `data.DataSource`; of the objective retrieval, `retrieval_data.RetrievalSource`.
+        eval_sources: list of sources to evaluate the loss on, in the same form.
+        data_dir: folder that the sources' paths are relative to.
+        prompts: file of prompt templates, or the name of a packaged one: default, memory_tokens, embedded, gmsa or
+            chat.
+        prompt_format: plain, or chat: context and prompt are the user's turn of the tokenizer's chat template.
+        context_prefix: text in front of the contexts of questions and summaries, which counts as part of them.
+        canonical_prompts: the first template of each task only.
+        first_answer: the first answer of each question only; else one of them is drawn.
+        max_context_tokens: contexts are cut to so many tokens (counted in the log).
+        min_context_tokens: shortest window of a plain text, and shortest generated document.
+        max_target_tokens: targets are cut to so many tokens (counted in the log).
+        min_document_tokens: shortest document of joint pretraining, context and completion together.
+        max_document_tokens: longest document of joint pretraining.
+        questions_per_example: questions about one context in an example of a compressor.
+        overlong_contexts: of contexts of questions and summaries that are too long: truncate their end or
+            truncate_left their beginning (both counted in the log), or skip them.
+        group_batches: batches of a compressor that are sorted by length together, so that they hold little padding.
+        num_eval_examples: examples of `eval_sources`.
+        length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
+        task_schedule: (fraction of training, tasks) pairs of a compressor's training: from there on only these, of the
+            sources that have them, e.g. `[[0.0, [reconstruction]], [0.5, [reconstruction, question_answering]]]`;
+            `eval_sources` have all their tasks.
+        row_mixture: share of each kind of row of language modelling.
+        tokens_per_batch: tokens in a batch of language modelling.
+        max_questions: questions about one document in a row of language modelling.
+        noise_density: share of a text's tokens that denoising takes out; the corrupted text has up to
+            `max_context_tokens` tokens.
+        mean_span_length: mean length of a span that it takes out.
+        max_query_tokens: queries of retrieval are cut to so many tokens, its documents to `max_context_tokens`
+            (counted in the log).
+    """
+
+    sources: list | str | None = field(default=None, metadata={"help": "data sources"})
+    eval_sources: list | str | None = field(default=None, metadata={"help": "data sources to evaluate the loss on"})
+    data_dir: str | None = field(default=None, metadata={"help": "folder with the data files"})
+    prompts: str | None = field(default=None, metadata={"help": "file of prompt templates, or a packaged name"})
+    prompt_format: str = field(default="plain", metadata={"help": ", ".join(PROMPT_FORMATS)})
+    context_prefix: str = field(default="", metadata={"help": "text in front of contexts of questions and summaries"})
+    canonical_prompts: bool = field(default=False, metadata={"help": "the first template of each task only"})
+    first_answer: bool = field(default=False, metadata={"help": "the first answer of each question only"})
+    max_context_tokens: int = field(default=1024, metadata={"help": "longest context in tokens"})
+    min_context_tokens: int = field(default=32, metadata={"help": "shortest text window in tokens"})
+    max_target_tokens: int = field(default=256, metadata={"help": "longest target in tokens"})
+    min_document_tokens: int = field(default=510, metadata={"help": "shortest document of joint pretraining"})
+    max_document_tokens: int = field(default=2040, metadata={"help": "longest document of joint pretraining"})
+    questions_per_example: int = field(default=1, metadata={"help": "questions about one context in an example"})
+    overlong_contexts: str = field(default="truncate", metadata={"help": ", ".join(OVERLONG_CONTEXTS)})
+    group_batches: int = field(default=1, metadata={"help": "batches sorted by length together"})
+    num_eval_examples: int = field(default=200, metadata={"help": "number of evaluation examples"})
+    length_schedule: list | str | None = field(default=None, metadata={"help": "how the length limit grows"})
+    task_schedule: list | str | None = field(default=None, metadata={"help": "which tasks are trained when"})
+    row_mixture: dict | str | None = field(default=None, metadata={"help": "share of each kind of row"})
+    tokens_per_batch: int = field(default=4096, metadata={"help": "tokens in a batch of language modelling"})
+    max_questions: int = field(default=8, metadata={"help": "questions about one document in a row"})
+    noise_density: float = field(default=0.15, metadata={"help": "share of tokens that denoising takes out"})
+    mean_span_length: float = field(default=3.0, metadata={"help": "mean length of a span that it takes out"})
+    max_query_tokens: int = field(default=64, metadata={"help": "longest query of retrieval in tokens"})
+
+    def __post_init__(self) -> None:
+        _read_null(self)
+        for name, kind in (
+            ("sources", list),
+            ("eval_sources", list),
+            ("length_schedule", list),
+            ("task_schedule", list),
+            ("row_mixture", dict),
+        ):
+            setattr(self, name, _structured(name, getattr(self, name), kind))
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 1 <= self.min_context_tokens <= self.max_context_tokens:
+            raise ValueError(
+                f"min_context_tokens must be 1 to max_context_tokens ({self.max_context_tokens}), "
+                f"got {self.min_context_tokens}"
+            )
+        check_choice("overlong_contexts", self.overlong_contexts, OVERLONG_CONTEXTS)
+        check_choice("prompt_format", self.prompt_format, PROMPT_FORMATS)
+        if self.task_schedule is not None:
+            check_task_schedule(self.task_schedule)
+        self.span_corruption()
+
+    def span_corruption(self) -> SpanCorruption:
+        """How texts are corrupted in the objective denoising."""
+        from .span_corruption import SpanCorruption
+
+        return SpanCorruption(self.noise_density, self.mean_span_length)
+
+    def parsed_sources(self, name: str = "sources") -> list[DataSource]:
+        """The entries of `sources` or `eval_sources`; `ValueError` when there are none in `sources`."""
+        from .data import DataSource
+
+        entries = getattr(self, name) or []
+        if not entries and name == "sources":
+            raise ValueError("the recipe has no sources: give at least one {path | name | generated: true, tasks}")
+        return [DataSource.from_mapping(entry) for entry in entries]
+
+
+@dataclass
+class TrainingFields:
+    """How it is trained, beside what `trl.SFTConfig` says.
+
+    Args:
+        objective: language_modeling, teacher, compression, distillation, joint (reconstruction and continuation
+            from the same slots), denoising (span corruption, for decal), or retrieval (contrastive, for decal).
+        optimizer: adamw; muon for matrices and AdamW for embeddings and vectors; or adafactor as in T5, whose
+            `learning_rate` is relative to the size of each parameter (that of `optim: adafactor` is absolute) and
+            which clips updates itself (`max_grad_norm: 0`).
+        muon_learning_rate: of the hidden matrices under Muon; `learning_rate` is AdamW's.
+        muon_momentum: momentum of Muon.
+        ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step, "per_sample"
+            one per row.
+        ratio_schedule: list of [fraction of training, ratios]: the checkpoint's ratios that are trained from there on,
+            e.g. `[[0.0, [2]], [0.4, [2, 4, 8]]]`; all of them all the time when not given.
+        distillation_chunk_size: answer tokens whose vocabulary scores are in memory at once.
+        save_dtype: type that the final weights are stored in, e.g. bfloat16; as they are held by default.
+            They are read back in the type that they were trained in.
+        alpha: weight of the reconstruction in the objective joint, 0 to 1; the continuation has the rest.
+        context_mode: how the objectives compression and joint give the context: compressed, or for the bounds as
+            full_context in front of the text, or no_context.
+        contrastive_temperature: scores of the objective retrieval are divided by it.
+    """
+
+    objective: str = field(default="compression", metadata={"help": ", ".join(OBJECTIVES)})
+    optimizer: str = field(default="adamw", metadata={"help": ", ".join(OPTIMIZERS)})
+    muon_learning_rate: float = field(default=0.02, metadata={"help": "learning rate of Muon's matrices"})
+    muon_momentum: float = field(default=0.95, metadata={"help": "momentum of Muon"})
+    ratio_mode: str = field(default="all", metadata={"help": "all ratios at each step, or one: random, per_sample"})
+    ratio_schedule: list | str | None = field(default=None, metadata={"help": "which ratios are trained when"})
+    distillation_chunk_size: int = field(default=256, metadata={"help": "answer tokens scored at once"})
+
+    save_dtype: str | None = field(default=None, metadata={"help": "type that the final weights are stored in"})
+    alpha: float = field(default=0.5, metadata={"help": "weight of the reconstruction in joint pretraining"})
+    context_mode: str = field(default="compressed", metadata={"help": ", ".join(CONTEXT_MODES)})
+    contrastive_temperature: float = field(default=1.0, metadata={"help": "what scores of retrieval are divided by"})
+
+    def check_fields(self) -> None:
+        """Read `ratio_schedule` from its text; `ValueError` names the first field whose value is not allowed."""
+        check_choice("objective", self.objective, OBJECTIVES)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("ratio_mode", self.ratio_mode, RATIO_MODES)
+        self.ratio_schedule = _structured("ratio_schedule", self.ratio_schedule, list)
+        if self.ratio_schedule is not None:
+            check_ratio_schedule(self.ratio_schedule)
+            if self.ratio_mode == "per_sample":
+                raise ValueError("ratio_schedule goes with ratio_mode all or random, got ratio_mode 'per_sample'")
+        if self.save_dtype is not None:
+            check_choice("save_dtype", self.save_dtype, ("float32", "bfloat16", "float16"))
+        if self.distillation_chunk_size < 1:
+            raise ValueError(f"distillation_chunk_size must be at least 1, got {self.distillation_chunk_size}")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
+        if self.contrastive_temperature <= 0:
+            raise ValueError(f"contrastive_temperature must be above 0, got {self.contrastive_temperature}")
+        check_choice("context_mode", self.context_mode, CONTEXT_MODES)
+        if self.context_mode != "compressed" and self.objective not in ("compression", "joint"):
+            raise ValueError(
+                f"context_mode {self.context_mode!r} goes with the objectives compression and joint, "
+                f"not with {self.objective!r}"
+            )
