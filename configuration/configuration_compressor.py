@@ -9,6 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from .versions import CODE_VERSION, CONFIG_SCHEMA, bring_up_to_date
 
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
+PROMPT_FORMATS = ("plain", "chat")
 # The task of `transformers.pipeline`, and the Auto classes whose models it can ask.
 QUESTION_ANSWERING = "context-compression-qa"
 _GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
@@ -58,11 +59,17 @@ class CompressorConfig(PreTrainedConfig):
             part of the checkpoint and is applied again when it is loaded.
         bos_before_slots (`bool`, defaults to `False`):
             Whether a leading BOS of the text moves in front of the slots.
+        slots_after_ids (sequence of `int`, defaults to `()`):
+            Token ids behind which the slots stand, where they first occur in the text, such as those that open the
+            user's turn of a chat template. A text without them follows the slots.
         task_token_ids (`dict[str, int]`, *optional*):
             Ids of the method's own special tokens, such as `{"[AE]": 32000}`.
         prompts (`dict[str, str]`, *optional*):
             What the checkpoint was trained to read between a memory and its answer, by task; the one of
             `"question_answering"` holds `{question}`. `None`: the method's usual ones.
+        prompt_format (`str`, defaults to `"plain"`):
+            `"plain"`: the prompt follows the memory as it is. `"chat"`: memory and prompt are the user's turn of the
+            tokenizer's chat template, and `slots_after_ids` open that turn.
         context_prefix (`str`, defaults to `""`):
             Text that stood in front of every document of a question in its training, such as a heading.
         use_cache (`bool`, defaults to `True`):
@@ -96,8 +103,10 @@ class CompressorConfig(PreTrainedConfig):
         decoder_lora: dict[str, Any] | None = None,
         trainable_parameters: list[str] | tuple[str, ...] | None = None,
         bos_before_slots: bool = False,
+        slots_after_ids: list[int] | tuple[int, ...] = (),
         task_token_ids: dict[str, int] | None = None,
         prompts: dict[str, str] | None = None,
+        prompt_format: str = "plain",
         context_prefix: str = "",
         use_cache: bool = True,
         **kwargs: Any,
@@ -119,8 +128,10 @@ class CompressorConfig(PreTrainedConfig):
         self.decoder_lora = _lora("decoder_lora", decoder_lora)
         self.trainable_parameters = _patterns(trainable_parameters)
         self.bos_before_slots = boolean("bos_before_slots", bos_before_slots)
+        self.slots_after_ids = _token_ids("slots_after_ids", slots_after_ids)
         self.task_token_ids = _task_token_ids(task_token_ids)
         self.prompts = _prompts(prompts)
+        self.prompt_format = one_of("prompt_format", prompt_format, PROMPT_FORMATS)
         self.context_prefix = _text("context_prefix", context_prefix)
         self.use_cache = boolean("use_cache", use_cache)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -233,6 +244,12 @@ def _optional_positive_int(field: str, value: Any) -> int | None:
     if value is not None and (not _is_int(value) or value < 1):
         raise ValueError(f"`{field}` must be an int of at least 1 or None, got {value!r}")
     return value
+
+
+def _token_ids(field: str, value: Any) -> list[int]:
+    if not isinstance(value, (list, tuple)) or not all(_is_int(token_id) and token_id >= 0 for token_id in value):
+        raise ValueError(f"`{field}` must be a list of token ids of at least 0, got {value!r}")
+    return list(value)
 
 
 def _ratios(value: Any) -> tuple[int, ...]:

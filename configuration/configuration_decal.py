@@ -27,6 +27,8 @@ _UNUSED_FIELDS = {
     "decoder_lora": None,
     "position_layout": "default",
     "bos_before_slots": False,
+    "slots_after_ids": [],
+    "prompt_format": "plain",
     "task_token_ids": {},
 }
 

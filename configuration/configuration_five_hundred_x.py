@@ -25,10 +25,11 @@ class FiveHundredXConfig(MemoryTokensConfig):
     def __init__(self, reconstruction_trigger: str = "[AE]", **kwargs: Any):
         self.reconstruction_trigger = one_of("reconstruction_trigger", reconstruction_trigger, RECONSTRUCTION_TRIGGERS)
         super().__init__(**kwargs)
-        if self.bos_before_slots:
-            raise ValueError(
-                "`bos_before_slots` must be False: keys and values are made before the text is known, got True"
-            )
+        for name in ("bos_before_slots", "slots_after_ids"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"`{name}` must be {type(value)()}: keys and values are made before the text is known, got {value}"
+                )
         if reconstruction_trigger == "bos":
             if self.bos_token_id is None:
                 raise ValueError("`reconstruction_trigger='bos'` needs a base with a BOS token, got bos_token_id None")

@@ -27,6 +27,12 @@ class MeanPoolingConfig(CompressorConfig):
             Table 6; encoder and decoder have separate LoRA weights.
         linear_after_pooling (`bool`, defaults to `True`):
             Whether a learned map W (hidden_size x hidden_size, the identity at the start) follows the pooling.
+        embedding_residual (`bool`, defaults to `False`):
+            Whether the sum of the window's token embeddings, over the square root of their number, is added to each
+            slot, and W starts at zero. Slots are then as large as token embeddings and the decoder can read them from
+            the first step on; the paper's, which start as last hidden states, are some fifteen times larger.
+        mlp_after_pooling (`bool`, defaults to `False`):
+            Whether a perceptron of two layers (hidden_size wide, GELU, zero at the start) is added to W's output.
         encoder_type (`str`, defaults to `"language_model"`):
             What is pooled: the encoder's last hidden states, or `"embeddings"`, the decoder's token embeddings.
         encoder_attention (`str`, defaults to `"bidirectional"`):
@@ -42,11 +48,20 @@ class MeanPoolingConfig(CompressorConfig):
         encoder_lora: dict[str, Any] | str | None = "default",
         decoder_lora: dict[str, Any] | str | None = "default",
         linear_after_pooling: bool = True,
+        embedding_residual: bool = False,
+        mlp_after_pooling: bool = False,
         encoder_type: str = "language_model",
         encoder_attention: str = "bidirectional",
         **kwargs: Any,
     ):
         self.linear_after_pooling = boolean("linear_after_pooling", linear_after_pooling)
+        self.embedding_residual = boolean("embedding_residual", embedding_residual)
+        self.mlp_after_pooling = boolean("mlp_after_pooling", mlp_after_pooling)
+        if not self.linear_after_pooling and (embedding_residual or mlp_after_pooling):
+            raise ValueError(
+                "`embedding_residual` and `mlp_after_pooling` go with `linear_after_pooling=True`, got "
+                f"{embedding_residual!r} and {mlp_after_pooling!r}"
+            )
         self.encoder_type = one_of("encoder_type", encoder_type, ENCODER_TYPES)
         self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
         if encoder_lora == "default":
@@ -57,6 +72,11 @@ class MeanPoolingConfig(CompressorConfig):
             decoder_lora={} if decoder_lora == "default" else decoder_lora,
             **kwargs,
         )
+        if self.embedding_residual and self.encoder_config is not None:
+            raise ValueError(
+                "`embedding_residual` adds the decoder's embeddings of the same tokens: it must be False with an "
+                "encoder of its own (`encoder_config`)"
+            )
         if self.encoder_type == "embeddings" and (self.encoder_lora is not None or self.encoder_config is not None):
             raise ValueError(
                 "`encoder_type='embeddings'` has no encoder: `encoder_lora` and `encoder_config` must be None, got "

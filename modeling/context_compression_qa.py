@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Pipeline, PreTrainedTokenizerBase
 
 from .compressed_context import CompressedContext
-from .prompting import document_ids, question_ids, text_tokenizer
+from .prompting import document_ids, message_ids, question_ids, text_tokenizer
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8
@@ -38,6 +38,7 @@ class ContextCompressionQAPipeline(Pipeline):
     pipe("Who wrote it?", context=documents)                     # each document is asked: a list, one for each
     pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
     pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
+    pipe(messages=[{"role": "user", "content": "Who wrote it?"}, ...], context=document)      # a conversation
     ```
 
     A checkpoint that compresses a document together with its question (DeCAL's `question_placement="encoder"`) takes
@@ -61,15 +62,17 @@ class ContextCompressionQAPipeline(Pipeline):
         super().__init__(model=model, tokenizer=tokenizer, **kwargs)
         # As in training: where a text says "[LM]", or names a sentinel, these are characters.
         has_own_tokens = bool(model.config.task_token_ids) or model.config.is_encoder_decoder
+        has_own_tokens |= model.config.prompt_format == "chat"
         plain = text_tokenizer(tokenizer) if has_own_tokens else tokenizer
         self._question_tokenizer = plain
         self._document_tokenizer = plain if model.encoder_tokenizer is None else model.encoder_tokenizer
 
     def __call__(
         self,
-        question: str | Sequence[str],
+        question: str | Sequence[str] | None = None,
         context: str | Sequence[str] | None = None,
         memory: CompressedContext | str | os.PathLike | Sequence[Any] | None = None,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Answer questions about documents or their memories.
@@ -79,6 +82,9 @@ class ContextCompressionQAPipeline(Pipeline):
             context: a document, or several, which are compressed in batches; each is asked every question.
             memory: in place of `context`: what `compress` returned, the file that it was saved in, or a list of these.
                 A memory of several rows counts as several documents.
+            messages: in place of `question`: a conversation about the document, messages with `role` and `content`
+                whose last one is the user's; or a list of conversations. The document stands in front of the first
+                message of the user.
             kwargs: `join=True` reads all documents together, in order; `ratio`, a single one, and
                 `allow_untrained_ratio` as in `compress`; `prompt`, a text with `{question}` in it, in place of the
                 checkpoint's own; `max_tokens`, keep only so many tokens of each document; `batch_size`, documents or
@@ -90,17 +96,28 @@ class ContextCompressionQAPipeline(Pipeline):
             documents a list with one such entry for each.
 
         Raises:
-            ValueError: neither or both of `context` and `memory`, no question or document, several ratios, a
-                `batch_size` or `max_tokens` below 1, `memory` or several joined documents where a document is
-                compressed with its question, and whatever `compress` and `generate` refuse.
+            ValueError: neither or both of `context` and `memory`, or of `question` and `messages`, no question or
+                document, `messages` beside a `prompt`, several ratios, a `batch_size` or `max_tokens` below 1,
+                `memory` or several joined documents where a document is compressed with its question, and whatever
+                `compress` and `generate` refuse.
         """
         if (context is None) == (memory is None):
             raise ValueError("give either `context` or `memory`")
+        if (question is None) == (messages is None):
+            raise ValueError("give either `question` or `messages`")
         given = kwargs.pop("batch_size", None)
         batch_size = (self._batch_size or BATCH_SIZE) if given is None else given
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
-        inputs = {"question": question, "context": context, "memory": memory, "batch_size": batch_size}
+        if messages is not None and kwargs.get("prompt") is not None:
+            raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
+        inputs = {
+            "question": question,
+            "messages": messages,
+            "context": context,
+            "memory": memory,
+            "batch_size": batch_size,
+        }
         return super().__call__(inputs, **kwargs)
 
     def compress(
@@ -195,20 +212,31 @@ class ContextCompressionQAPipeline(Pipeline):
         self, inputs: dict[str, Any], prompt: str | None = None, max_tokens: int | None = None
     ) -> dict[str, Any]:
         """Turn texts into token ids and files into memories."""
-        questions, asks_one = _listed("question", inputs["question"])
+        texts, asks_one = self._texts(inputs["question"], inputs["messages"], prompt)
         name = "context" if inputs["memory"] is None else "memory"
         sources, reads_one = _listed(name, inputs[name])
         if name == "memory":
             self.check_serves_memories("so that no memory is asked here: give the document, `context`")
-        config = self.model.config
         return {
-            "question_ids": [question_ids(config, self._question_tokenizer, text, prompt) for text in questions],
+            "question_ids": texts,
             "document_ids": [ids[:max_tokens] for ids in self.document_ids(sources)] if name == "context" else None,
             "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
             "batch_size": inputs["batch_size"],
             "asks_one": asks_one,
             "reads_one": reads_one,
         }
+
+    def _texts(self, question: Any, messages: Any, prompt: str | None) -> tuple[list[list[int]], bool]:
+        """Token ids of questions or conversations, and whether it was one."""
+        config, tokenizer = self.model.config, self._question_tokenizer
+        if messages is None:
+            questions, asks_one = _listed("question", question)
+            return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
+        conversations, _ = _listed("messages", messages)
+        asks_one = isinstance(conversations[0], Mapping)
+        if asks_one:
+            conversations = [conversations]
+        return [message_ids(config, tokenizer, conversation) for conversation in conversations], asks_one
 
     def _forward(
         self,

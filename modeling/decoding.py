@@ -30,7 +30,7 @@ from .key_value_memory import (
     filled_cache,
     note_cached_slots,
 )
-from .splicing import SplicedSequence, reads_falling_ids_as_packed, splice, text_positions
+from .splicing import SplicedSequence, reads_falling_ids_as_packed, splice, text_positions, through_first
 
 
 class DecodingMixin:
@@ -155,13 +155,16 @@ class DecodingMixin:
                 "attention_mask": torch.cat([slot_mask, text_mask], dim=1),
                 "position_ids": (positions + offset[:, None]) * text_mask,
             }, None
-        moves_first = self._bos_that_moves(input_ids, text_mask, positions)
+        moves_first = self._moves_first(input_ids, text_mask)
         memory_positions = memory.position_ids
         text_offset = offset[:, None].expand_as(positions)
         if moves_first is not None:
             text_offset = text_offset * ~moves_first
-            if self.config.position_layout != "enhanced":
-                memory_positions = memory_positions + moves_first.any(dim=1, keepdim=True).long()
+            shift = moves_first.sum(dim=1, keepdim=True)
+            if self.config.position_layout == "enhanced":
+                # Its context starts at position 1.
+                shift = (shift - 1).clamp(min=0)
+            memory_positions = memory_positions + shift
         sequence = splice(
             memory.attention_mask, text_mask, moves_first, pad_in_front=bool(self.num_pads_in_front(memory))
         )
@@ -255,8 +258,11 @@ class DecodingMixin:
         starts_with_ae = input_ids.gather(1, first[:, None])[:, 0] == autoencoding
         return memory.num_context_tokens * ~starts_with_ae
 
-    def _bos_that_moves(self, input_ids: Tensor, text_mask: Tensor, positions: Tensor) -> Tensor | None:
-        bos = self.config.bos_token_id
+    def _moves_first(self, input_ids: Tensor, text_mask: Tensor) -> Tensor | None:
+        """Which text tokens stand in front of the slots, `(batch_size, num_text_tokens)` bool; `None` for none."""
+        opening, bos = self.config.slots_after_ids, self.config.bos_token_id
+        if opening:
+            return through_first(input_ids, text_mask, opening)
         if not self.config.bos_before_slots or bos is None:
             return None
         is_first = (text_mask.cumsum(dim=1) == 1) & text_mask.bool()

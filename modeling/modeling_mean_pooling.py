@@ -11,7 +11,7 @@ from transformers import initialization as init
 
 from ..configuration.configuration_mean_pooling import MeanPoolingConfig
 from .modeling_compressor import CompressorForCausalLM, CompressorModel, CompressorPreTrainedModel
-from .pooling import mean_pool
+from .pooling import mean_pool, window_sizes
 
 
 class MeanPoolingModel(CompressorModel):
@@ -23,8 +23,12 @@ class MeanPoolingModel(CompressorModel):
     """
 
     config_class = MeanPoolingConfig
-    _keep_in_fp32_modules_strict = [*CompressorPreTrainedModel._keep_in_fp32_modules_strict, "slot_projection"]
-    method_parameters = (*CompressorPreTrainedModel.method_parameters, r"(^|\.)slot_projection\.")
+    _keep_in_fp32_modules_strict = [
+        *CompressorPreTrainedModel._keep_in_fp32_modules_strict,
+        "slot_projection",
+        "slot_perceptron",
+    ]
+    method_parameters = (*CompressorPreTrainedModel.method_parameters, r"(^|\.)slot_(projection|perceptron)\.")
 
     def __init__(self, config: MeanPoolingConfig):
         super().__init__(config)
@@ -38,11 +42,18 @@ class MeanPoolingModel(CompressorModel):
                 f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: "
                 "`linear_after_pooling` must be True"
             )
+        self.slot_perceptron = None
+        if config.mlp_after_pooling:
+            width = config.hidden_size
+            self.slot_perceptron = nn.Sequential(nn.Linear(encoder_width, width), nn.GELU(), nn.Linear(width, width))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         if module is self.slot_projection:
-            init.eye_(module.weight)
+            (init.zeros_ if self.config.embedding_residual else init.eye_)(module.weight)
+        elif self.slot_perceptron is not None and module is self.slot_perceptron[2]:
+            init.zeros_(module.weight)
+            init.zeros_(module.bias)
         else:
             super()._init_weights(module)
 
@@ -55,14 +66,25 @@ class MeanPoolingModel(CompressorModel):
         else:
             is_causal = self.config.encoder_attention == "causal"
             hidden_states = self.encoder_states(input_ids, attention_mask, position_ids, is_causal=is_causal)
-        return [self._slots(hidden_states, attention_mask, ratio) for ratio in ratios]
+        embeddings = self._embed_text(input_ids) if self.config.embedding_residual else None
+        return [self._slots(hidden_states, attention_mask, ratio, embeddings) for ratio in ratios]
 
-    def _slots(self, hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor) -> tuple[Tensor, Tensor]:
+    def _slots(
+        self, hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor, embeddings: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         # Equations 3 and 4: S_k = {(k-1)r + 1, ..., min(kr, L)},  z_k = 1 / |S_k| sum_{i in S_k} h_i.
         slots, slot_mask = mean_pool(hidden_states, attention_mask, ratio)
         # Section 5.1: a learned matrix W is applied to f_c(T, r).
         if self.slot_projection is not None:
-            slots = functional.linear(slots.float(), self.slot_projection.weight.float()).to(slots.dtype)
+            pooled = slots.float()
+            slots = functional.linear(pooled, self.slot_projection.weight.float())
+            if self.slot_perceptron is not None:
+                slots = slots + self.slot_perceptron(pooled)
+            if embeddings is not None:
+                # A sum of |S_k| vectors over sqrt(|S_k|) is about as large as one of them.
+                sizes = window_sizes(attention_mask.sum(dim=1), ratio, slots.shape[1])
+                slots = slots + mean_pool(embeddings.float(), attention_mask, ratio)[0] * sizes.sqrt()[:, :, None]
+            slots = slots.to(hidden_states.dtype)
         return slots, slot_mask
 
 

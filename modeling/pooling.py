@@ -61,12 +61,26 @@ def mean_pool(hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor
     if isinstance(ratio, int):
         tokens = _left_aligned(hidden_states, mask, counts, total_slots * ratio, is_left_aligned, is_full)
         sums = tokens.unflatten(1, (total_slots, ratio)).sum(dim=2, dtype=_sum_dtype(hidden_states))
-        ratios = ratio
     else:
         sums = _ragged_window_sums(hidden_states, mask, ratio, total_slots)
-        ratios = ratio[:, None]
-    sizes = (counts[:, None] - slot_index * ratios).clamp(min=1).clamp(max=ratios)
+    sizes = window_sizes(counts, ratio, total_slots)
     return (sums / sizes[:, :, None]).to(hidden_states.dtype), slot_mask.long()
+
+
+def window_sizes(num_tokens: Tensor, ratio: int | Tensor, num_slots: int) -> Tensor:
+    """Tokens in each slot's window, |S_k| of equation 3.
+
+    Args:
+        num_tokens: Real tokens of each row, `(batch_size,)`.
+        ratio: Tokens per slot, one int for all rows or a LongTensor `(batch_size,)`.
+        num_slots: Slots of the longest row.
+
+    Returns:
+        `(batch_size, num_slots)`; 1 for padding slots.
+    """
+    ratios = ratio if isinstance(ratio, int) else ratio[:, None]
+    slot_index = torch.arange(num_slots, device=num_tokens.device)
+    return (num_tokens[:, None] - slot_index * ratios).clamp(min=1).clamp(max=ratios)
 
 
 def _left_aligned(

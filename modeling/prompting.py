@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +15,13 @@ if TYPE_CHECKING:
 # What a question stands in where a checkpoint's configuration names no prompts of its own.
 QUESTION_PROMPT = "\nQuestion: {question}\nAnswer:"
 TASK_TOKEN_QUESTION_PROMPT = "### Question: {question}\n### Answer:"
+CHAT_QUESTION_PROMPT = "{question}"
+# In a chat the document's words and the prompt are one message of the user; this stands between them.
+DOCUMENT_END = "\n\n"
+# Stands for a text while a chat template is filled; private characters, which no template changes.
+_MARK = "\ue000{}\ue001"
+_READERS: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase] = weakref.WeakKeyDictionary()
+_PLAIN: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase] = weakref.WeakKeyDictionary()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -55,12 +64,26 @@ def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token."""
-    plain = copy.deepcopy(tokenizer)
-    plain.split_special_tokens = True
-    backend = getattr(plain, "backend_tokenizer", None)
+    return _copy_that_splits(tokenizer, True)
+
+
+def _copy_that_splits(tokenizer: PreTrainedTokenizerBase, splits: bool) -> PreTrainedTokenizerBase:
+    """A copy that reads special tokens' names as characters, or as the tokens."""
+    copied = copy.deepcopy(tokenizer)
+    copied.split_special_tokens = splits
+    backend = getattr(copied, "backend_tokenizer", None)
     if backend is not None:
-        backend.encode_special_tokens = True
-    return plain
+        backend.encode_special_tokens = splits
+    return copied
+
+
+def _kept_copy(tokenizer: PreTrainedTokenizerBase, splits: bool) -> PreTrainedTokenizerBase:
+    """`_copy_that_splits`, made once: a copy takes a thousand times as long as the encoding of a question."""
+    kept = _PLAIN if splits else _READERS
+    found = kept.get(tokenizer)
+    if found is None or len(found) != len(tokenizer):
+        found = kept[tokenizer] = _copy_that_splits(tokenizer, splits)
+    return found
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
@@ -70,12 +93,7 @@ def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
         tokenizer: of the documents, see `text_tokenizer`.
         prefix: such as a heading, or the learned tokens of a prompt-tuned bound.
     """
-    reader = copy.deepcopy(tokenizer)
-    reader.split_special_tokens = False
-    backend = getattr(reader, "backend_tokenizer", None)
-    if backend is not None:
-        backend.encode_special_tokens = False
-    return encode(reader, prefix)
+    return encode(_kept_copy(tokenizer, False), prefix) if prefix else []
 
 
 def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
@@ -95,11 +113,105 @@ def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, d
     ]
 
 
+@dataclass(frozen=True)
+class PromptIds:
+    """Token ids around a document and between the answers about it.
+
+    Args:
+        head: in front of the document or its slots: the opening of the user's turn in a chat, else nothing.
+        turns: in front of each answer; those of the first follow the document.
+        end: what ends an answer: the template's end of a turn in a chat, else EOS.
+    """
+
+    head: list[int]
+    turns: list[list[int]]
+    end: int
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], prompt_format: str = "plain") -> PromptIds:
+    """Token ids of prompts that are asked one after the other about one document.
+
+    Args:
+        tokenizer: the tokenizer saved with the checkpoint.
+        prompts: such as questions, one or more.
+        prompt_format: see `CompressorConfig`; in a chat, the words of prompts are never special tokens.
+
+    Raises:
+        ValueError: a chat for a tokenizer without a chat template, or with one that does not hold the user's words.
+    """
+    if prompt_format == "plain":
+        return PromptIds([], [encode(tokenizer, prompt) for prompt in prompts], tokenizer.eos_token_id)
+    messages = []
+    for prompt in prompts:
+        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": ""}]
+    return _chat_ids(tokenizer, messages)
+
+
+def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> PromptIds:
+    """A conversation in the chat template, cut where the document and the empty messages of the assistant stand."""
+    if tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template, and the prompt format is 'chat': ask an instruct model")
+    document, answer = _MARK.format("document"), _MARK.format("answer")
+    contents, filled = [], []
+    for message in messages:
+        content, mark = message["content"], _MARK.format(len(contents))
+        if message["role"] == "user" and not any(document in other["content"] for other in filled):
+            mark, content = document + mark, DOCUMENT_END + content
+        elif message["role"] == "assistant" and not content:
+            mark = answer
+        contents.append(content)
+        filled.append({**message, "content": mark})
+    text = tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=False)
+    opening = tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=True)
+    if messages[-1]["role"] != "assistant":
+        text = opening + answer
+    if text.count(document) != 1 or any(_MARK.format(place) not in text for place in _asked(filled)):
+        raise ValueError("the tokenizer's chat template leaves out what the user says, so no document can stand in it")
+    head, _, rest = text.partition(document)
+    parts = [_filled(tokenizer, part, contents) for part in rest.split(answer)]
+    end = parts[-1][0] if parts[-1] and parts[-1][0] in tokenizer.all_special_ids else tokenizer.eos_token_id
+    turns = [part[1:] if index and part[:1] == [end] else part for index, part in enumerate(parts[:-1])]
+    return PromptIds(_filled(tokenizer, head, contents), turns, end)
+
+
+def _asked(filled: Sequence[Mapping[str, str]]) -> list[int]:
+    return [place for place, message in enumerate(filled) if message["role"] == "user"]
+
+
+def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[str]) -> list[int]:
+    """Token ids of a piece of a filled template, with contents in place of their marks."""
+    here = [(mark, content) for place, content in enumerate(contents) if (mark := _MARK.format(place)) in text]
+    names = tokenizer.all_special_tokens
+    if not any(name in content for _, content in here for name in names):
+        for mark, content in here:
+            text = text.replace(mark, content)
+        return prefix_ids(tokenizer, text)
+    # Where somebody's words name a special token, they are characters, and are tokenized apart.
+    ids: list[int] = []
+    for mark, content in here:
+        before, _, text = text.partition(mark)
+        ids += prefix_ids(tokenizer, before) + encode(_kept_copy(tokenizer, True), content)
+    return ids + prefix_ids(tokenizer, text)
+
+
+def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids that open the user's turn in the tokenizer's chat template: `CompressorConfig.slots_after_ids`.
+
+    They start with the last special token in front of the user's words.
+    """
+    head = prompt_ids(tokenizer, [""], "chat").head
+    special = set(tokenizer.all_special_ids)
+    last = max((place for place, token_id in enumerate(head) if token_id in special), default=0)
+    return head[last:]
+
+
 def question_prompt(config: PreTrainedConfig) -> str:
     """The text, with `{question}` in it, that a checkpoint is asked with: its configuration's, or its method's."""
     own = (config.prompts or {}).get("question_answering")
     if own is not None:
         return own
+    if config.prompt_format == "chat":
+        return CHAT_QUESTION_PROMPT
     return TASK_TOKEN_QUESTION_PROMPT if config.task_token_ids else QUESTION_PROMPT
 
 
@@ -115,18 +227,63 @@ def question_ids(
         prompt: text with `{question}` in it; that of `question_prompt` when `None`.
 
     Returns:
-        The start token, [LM] where the method has it and BOS elsewhere, and the prompt.
+        The start token, [LM] where the method has it and BOS elsewhere, and the prompt; in a chat the filled template
+        around it, without what the memory stands for.
 
     Raises:
         ValueError: `prompt` does not hold `{question}` exactly once.
     """
+    head, tail = _around_document(config, tokenizer, question, prompt)
+    return [*head, *tail]
+
+
+def full_context_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    document_ids: Sequence[int],
+    question: str,
+    prompt: str | None = None,
+) -> list[int]:
+    """Token ids of a question behind the whole document, as a checkpoint's decoder reads it without a memory.
+
+    Args:
+        config, tokenizer, question, prompt: as in `question_ids`.
+        document_ids: token ids of the document.
+    """
+    head, tail = _around_document(config, tokenizer, question, prompt)
+    if config.continuation_token_id is not None:
+        # As the collator has it in training: the task token stands behind the document.
+        return [*document_ids, *head, *tail]
+    return [*head, *document_ids, *tail]
+
+
+def _around_document(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None
+) -> tuple[list[int], list[int]]:
+    """What stands in front of a document or its slots, and behind it."""
     prompt = question_prompt(config) if prompt is None else prompt
     if prompt.count("{question}") != 1:
         raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
-    start = config.continuation_token_id
     # str.format would trip over braces inside the question.
-    text = prompt.replace("{question}", question)
-    return [start_token_id(tokenizer) if start is None else start, *encode(tokenizer, text)]
+    ids = prompt_ids(tokenizer, [prompt.replace("{question}", question)], config.prompt_format)
+    return start_ids(config, tokenizer, ids.head), ids.turns[0]
+
+
+def start_ids(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head: Sequence[int], task: str = "continuation"
+) -> list[int]:
+    """What a text starts with: the method's task token, or else the template's opening in a chat and BOS elsewhere.
+
+    Args:
+        config: a compressor's configuration.
+        tokenizer: the tokenizer saved with it.
+        head: of `PromptIds`.
+        task: "reconstruction" starts with [AE] where the method has it, everything else with [LM].
+    """
+    token = config.reconstruction_token_id if task == "reconstruction" else config.continuation_token_id
+    if token is not None:
+        return [token, *head]
+    return list(head) or [start_token_id(tokenizer)]
 
 
 def message_ids(
@@ -141,8 +298,15 @@ def message_ids(
             and stands in the checkpoint's own prompt; a longer conversation in the tokenizer's chat template.
 
     Raises:
-        ValueError: no message, or a conversation for a tokenizer without a chat template.
+        ValueError: messages that are none, that do not end with the user's, or a conversation for a tokenizer without
+            a chat template.
     """
+    if not isinstance(messages, str):
+        messages = list(messages)
+        for message in messages:
+            texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"a message must be a mapping with the texts `role` and `content`, got {message!r}")
     if not isinstance(messages, str) and len(messages) == 1 and messages[0]["role"] == "user":
         messages = messages[0]["content"]
     if isinstance(messages, str):
@@ -150,10 +314,15 @@ def message_ids(
         return question_ids(config, plain, messages)
     if not messages:
         raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")
+    if messages[-1]["role"] != "user":
+        raise ValueError(f"the last of `messages` must be the user's, who asks, got {messages[-1]!r}")
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer has no chat template for {len(messages)} messages: give one question, as text"
         )
+    if config.prompt_format == "chat":
+        ids = _chat_ids(tokenizer, messages)
+        return [*start_ids(config, tokenizer, ids.head), *ids.turns[0]]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     start = config.continuation_token_id
     if start is None:

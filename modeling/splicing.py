@@ -7,6 +7,7 @@ places and not positions. Text may be padded on either side; the states that com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,9 @@ def splice(
 ) -> SplicedSequence:
     """Order slots and text into rows.
 
-    A text token that moves in front of the slots (a BOS) is followed by them, so the state that predicts the next text
-    token is the last slot's: `text_places` points there.
+    Text tokens that move in front of the slots (a BOS, the opening of a chat's user turn) are the first of their row.
+    The last of them is followed by slots, so the state that predicts the next text token is the last slot's:
+    `text_places` points there.
 
     Args:
         slot_mask: `(batch_size, num_slots)`, one for real slots.
@@ -94,7 +96,8 @@ def splice(
     places = order.argsort(dim=1)
     text_places = places[:, num_slots:]
     if moves:
-        text_places = text_places + moves_first * slot_mask.sum(dim=1, keepdim=True)
+        last_moved = moves_first & (moves_first.flip(1).cumsum(dim=1).flip(1) == 1)
+        text_places = text_places + last_moved * slot_mask.sum(dim=1, keepdim=True)
     return SplicedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front)
 
 
@@ -109,6 +112,26 @@ def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
         batch_size: number of rows.
     """
     return batch_size == 1 and "flash" in (config._attn_implementation or "")
+
+
+def through_first(input_ids: Tensor, text_mask: Tensor, pattern: Sequence[int]) -> Tensor:
+    """Which text tokens stand up to the end of the first occurrence of some token ids in their row.
+
+    Args:
+        input_ids: `(batch_size, num_text_tokens)`.
+        text_mask: same shape, one for real tokens; pads may stand anywhere.
+        pattern: the ids, one or more.
+
+    Returns:
+        `(batch_size, num_text_tokens)` bool; no token of a row that does not hold them.
+    """
+    if input_ids.shape[1] < len(pattern):
+        return torch.zeros_like(input_ids, dtype=torch.bool)
+    # A pad may have the id of a token that is looked for.
+    ids = right_padded(input_ids.masked_fill(text_mask == 0, -1), text_mask)
+    starts = (ids.unfold(1, len(pattern), 1) == torch.tensor(pattern, device=ids.device)).all(dim=2)
+    num_tokens = (starts.int().argmax(dim=1, keepdim=True) + len(pattern)) * starts.any(dim=1, keepdim=True)
+    return (text_mask.cumsum(dim=1) <= num_tokens) & text_mask.bool()
 
 
 def text_positions(text_mask: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from .data import context_start_ids as find_context_start_ids
 from .data import start_token_id as find_start_token_id
+from .fields import CONTEXT_MODES
 from .suggestions import check_choice
 
 MODES = ("compressed", "full_context", "no_context", "distillation", "joint")
-CONTEXT_MODES = ("compressed", "full_context", "no_context")
 JOINT_TASKS = ("reconstruction", "continuation")
 _Row = tuple[list[int], list[int]]
 
@@ -35,8 +35,9 @@ class CompressionCollator:
       `continuation_ids` in `continuation_input_ids` and so on.
 
     Start is BOS, or the task's token, such as [AE] or [LM], where `task_start_ids` has one; there is one in a text,
-    however many turns it has. With a task token a full context stands where the slots would, and as they are made:
-    context start ids, context, task token, prompt, target.
+    however many turns it has. An example's `head_ids`, the opening of the user's turn in a chat, take the place of
+    BOS. With a task token a full context stands where the slots would, and as they are made: context start ids,
+    context, task token, prompt, target.
 
     Labels are -100 on everything but the targets. The batch goes to a stock `trl.SFTTrainer` with
     `dataset_kwargs={"skip_prepare_dataset": True}` and `remove_unused_columns=False`.
@@ -161,18 +162,18 @@ class CompressionCollator:
         return [*self.encoder_start_ids, *example["encoder_context_ids"]]
 
     def _start(self, example: Mapping[str, Any], task: str | None) -> list[int]:
-        """What stands in front of a text: its start token, and in "full_context" the context."""
-        task_id = self.task_start_ids.get(task)
+        """What stands in front of a text: its start token or head, and in "full_context" the context."""
+        task_id, head = self.task_start_ids.get(task), example.get("head_ids") or []
         in_words = self.context_mode == "full_context"
         if task_id is not None:
-            return [*(self._context(example) if in_words else ()), task_id]
-        return [self.start_token_id, *(example["context_ids"] if in_words else ())]
+            return [*(self._context(example) if in_words else ()), task_id, *head]
+        return [*(head or [self.start_token_id]), *(example["context_ids"] if in_words else ())]
 
     def _row(self, example: Mapping[str, Any]) -> _Row:
         return _with_turns(self._start(example, example.get("task")), example)
 
     def _teacher_row(self, example: Mapping[str, Any]) -> _Row:
-        return _with_turns([self.start_token_id, *example["context_ids"]], example)
+        return _with_turns([*(example.get("head_ids") or [self.start_token_id]), *example["context_ids"]], example)
 
     def _joint_row(self, example: Mapping[str, Any], task: str) -> _Row:
         start, target = self._start(example, task), example[f"{task}_ids"]

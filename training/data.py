@@ -37,10 +37,11 @@ _NO_ANSWER = '; keep only the rows with an answer, e.g. by `dataset.filter(lambd
 _COLUMNS = ("id", "context", "question", "answers", "summary", "text")
 _FIELD_TYPES = {
     **dict.fromkeys(("name", "path", "config", "split", "kind", "licence", "hub_id", "title"), (str, "a text")),
-    **dict.fromkeys(("max_samples", "facts_per_record"), (int, "a whole number")),
+    **dict.fromkeys(("max_samples", "facts_per_record", "contexts_per_document"), (int, "a whole number")),
     "generated": (bool, "true or false"),
     "weight": ((int, float), "a number, such as 0.5 or 1.0e-1"),
     "tasks": ((list, tuple, str), "a list of tasks"),
+    "rows": ((list, tuple), "two whole numbers, [first, end]"),
     "columns": (Mapping, "a mapping from our column to the source's"),
 }
 
@@ -59,8 +60,11 @@ class DataSource:
         weight: how often it is drawn, relative to the other sources; its number of rows when no source has a weight
             (1 in language modelling).
         max_samples: keep a fixed random choice of so many rows.
+        rows: `[first, end]`, only these rows of the file or data set, counted from 0, the end not included.
         kind: only this kind of generated document.
         facts_per_record: of generated documents: say only so many things about each record, see `generate_document`.
+        contexts_per_document: of questions: up to so many neighbouring contexts of the source, a number drawn for each
+            example, are joined to one document with blank lines between them, as far as they fit.
         columns: where the source has other names: our column -> its column, with dots into structs, e.g.
             `{context: article, summary: highlights}` or `{answers: answers.text}`.
         licence: the data's licence, for the model card.
@@ -76,8 +80,10 @@ class DataSource:
     tasks: tuple[str, ...] = ()
     weight: float | None = None
     max_samples: int | None = None
+    rows: Sequence[int] | None = None
     kind: str | None = None
     facts_per_record: int | None = None
+    contexts_per_document: int = 1
     columns: Mapping[str, str] | None = None
     licence: str | None = None
     hub_id: str | None = None
@@ -97,6 +103,15 @@ class DataSource:
             raise ValueError("generated documents have no summaries: take summarisation out of their tasks")
         if self.weight is not None and not 0 < self.weight < math.inf:
             raise ValueError(f"weight of source {self.label!r} must be above 0 and finite, got {self.weight!r}")
+        if self.rows is not None and not _is_range(self.rows):
+            raise ValueError(
+                f"rows of source {self.label!r} must be [first, end] with 0 <= first < end, got {self.rows}"
+            )
+        if self.contexts_per_document < 1 or (self.contexts_per_document > 1 and "question_answering" not in tasks):
+            raise ValueError(
+                f"contexts_per_document of source {self.label!r} must be at least 1, and goes with the task "
+                f"question_answering, got {self.contexts_per_document!r}"
+            )
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"max_samples of source {self.label!r} must be at least 1, got {self.max_samples!r}")
 
@@ -147,6 +162,8 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
             tasks need: no text, or a question without an answer.
     """
     table = read_table(source, data_dir)
+    if source.rows is not None:
+        table = table.slice(source.rows[0], source.rows[1] - source.rows[0])
     columns = table.column_names
     for task in source.tasks:
         for column in _NEEDED_COLUMNS.get(task, ()):
@@ -160,7 +177,8 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
                 f"{nearest('text', columns)}"
             )
     if table.num_rows == 0:
-        raise ValueError(f"source {source.label!r} has no rows")
+        there = "" if source.rows is None else f" among {list(source.rows)}"
+        raise ValueError(f"source {source.label!r} has no rows{there}")
     if "question_answering" in source.tasks:
         table = _with_answer_lists(table, source)
     for column in _text_columns(source, columns):
@@ -169,6 +187,11 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
         kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
         table = _rows_at(table, kept)
     return table
+
+
+def _is_range(rows: Sequence[Any]) -> bool:
+    whole = all(isinstance(row, int) and not isinstance(row, bool) for row in rows)
+    return whole and len(rows) == 2 and 0 <= rows[0] < rows[1]
 
 
 def _rows_at(table: pyarrow.Table, rows: Sequence[int]) -> pyarrow.Table:

@@ -14,7 +14,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.encoder_tokenizer import in_encoder_tokens
+from ..modeling.prompting import DOCUMENT_END, prompt_ids
 from .data import DataSource, encode
+from .fields import OVERLONG_CONTEXTS, PROMPT_FORMATS
 from .file_source import FileSource
 from .generated import MIN_TOKENS, GeneratedDocument, generate_document
 from .prompts import format_prompt
@@ -23,7 +25,6 @@ from .suggestions import check_choice
 from .task_tokens import prefix_ids
 
 MAX_ATTEMPTS = 100
-OVERLONG_CONTEXTS = ("truncate", "truncate_left", "skip")
 
 
 def draw_document(
@@ -49,12 +50,14 @@ def draw_document(
 
 
 class CompressionDataset(Dataset):
-    """Examples for the collators: `context_ids`, `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`, `num_cut`,
-    `index`, and with a tokenizer of contexts `encoder_context_ids`.
+    """Examples for the collators: `head_ids`, `context_ids`, `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`,
+    `num_cut`, `index`, and with a tokenizer of contexts `encoder_context_ids`.
 
     Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
-    and the seed only, so that training resumes exactly. Targets end with EOS. `more_turns` holds further (prompt,
-    target) pairs about the same context; `num_cut` counts tokens that the limits cut off.
+    and the seed only, so that training resumes exactly. Targets end with EOS, in a chat with the template's end of a
+    turn; the continuation of a text that goes on behind it ends with neither. `head_ids` stand in front of the context
+    or its slots; `more_turns` holds further (prompt, target) pairs about the same context; `num_cut` counts tokens
+    that the limits cut off.
 
     Args:
         sources: `DataSource` or recipe entries.
@@ -71,6 +74,7 @@ class CompressionDataset(Dataset):
         canonical_prompts: the first template of each task only.
         first_answer: the first answer of each question only; else one of them is drawn.
         prompts: file of prompt templates, or the name of a packaged one; "default" when `None`.
+        prompt_format: "plain", or "chat": context and prompt are the user's turn of the tokenizer's chat template.
         context_prefix: text in front of the contexts of questions and summaries, e.g. a heading; it is part of the
             context, and its tokens count in `max_context_tokens`.
         length_schedule: (fraction of the examples, longest context) pairs for texts and generated documents, linear in
@@ -106,6 +110,7 @@ class CompressionDataset(Dataset):
         canonical_prompts: bool = False,
         first_answer: bool = False,
         prompts: str | None = None,
+        prompt_format: str = "plain",
         context_prefix: str = "",
         length_schedule: Sequence[Sequence[float]] | None = None,
         task_schedule: Sequence[Sequence[Any]] | None = None,
@@ -117,6 +122,7 @@ class CompressionDataset(Dataset):
     ):
         self.context_tokenizer = context_tokenizer
         check_choice("overlong_contexts", overlong_contexts, OVERLONG_CONTEXTS)
+        check_choice("prompt_format", prompt_format, PROMPT_FORMATS)
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, which ends every target")
         if max_target_tokens < 2 or not 1 <= min_context_tokens <= max_context_tokens or questions_per_example < 1:
@@ -135,7 +141,7 @@ class CompressionDataset(Dataset):
         self.max_context_tokens, self.min_context_tokens = max_context_tokens, min_context_tokens
         self.max_target_tokens, self.questions_per_example = max_target_tokens, questions_per_example
         self.canonical_prompts, self.prompts, self.overlong_contexts = canonical_prompts, prompts, overlong_contexts
-        self.first_answer = first_answer
+        self.first_answer, self.prompt_format = first_answer, prompt_format
         self.prefix_ids = prefix_ids(tokenizer, context_prefix)
         if len(self.prefix_ids) >= max_context_tokens:
             raise ValueError(
@@ -327,10 +333,35 @@ class CompressionDataset(Dataset):
             return self._text_example(task, ids.tolist(), limit, identifier, rng)
         if task == "summarisation":
             return self._example(task, ids.tolist(), [("", source.value("summary", row))], limit, identifier, rng)
-        others = [other for other in source.rows_like(row) if other != row]
+        texts_of = [source.text_of(row)]
+        ids = ids.tolist()
+        if source.source.contexts_per_document > 1:
+            texts_of, ids = self._joined_contexts(source, row, limit, rng)
+        others = [other for text in texts_of for other in source.rows_of_text[text] if other != row]
         rows = [row, *rng.sample(others, min(len(others), self.questions_per_example - 1))]
         pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
-        return self._question_example(ids.tolist(), pairs, limit, identifier, rng)
+        return self._question_example(ids, pairs, limit, identifier, rng)
+
+    def _joined_contexts(
+        self, source: FileSource, row: int, limit: int, rng: random.Random
+    ) -> tuple[list[int], list[int]]:
+        """A row's context among neighbours of its file, as many as are drawn and fit, as one document.
+
+        Returns:
+            The contexts' indices, and the document's token ids.
+        """
+        texts, own = source.texts("question_answering").texts, source.text_of(row)
+        count = rng.randint(1, source.source.contexts_per_document)
+        first = max(0, min(own - rng.randrange(count), len(texts) - count))
+        between = encode(self.tokenizer, DOCUMENT_END)
+        taken = list(range(first, min(first + count, len(texts))))
+        while len(taken) > 1 and sum(len(texts[text]) + len(between) for text in taken) > limit:
+            # The end that is farther from the row's own context goes.
+            taken.pop(0 if own - taken[0] > taken[-1] - own else -1)
+        ids = texts[taken[0]].tolist()
+        for text in taken[1:]:
+            ids += [*between, *texts[text].tolist()]
+        return taken, ids
 
     def _answer(self, answers: Sequence[str], rng: random.Random) -> str:
         return answers[0] if self.first_answer else rng.choice(answers)
@@ -356,7 +387,9 @@ class CompressionDataset(Dataset):
             start = rng.randrange(max(1, len(ids) - length - self.max_target_tokens + 2))
             context = ids[start : start + length]
             target = ids[start + length : start + length + self.max_target_tokens - 1]
-        return self._finish(task, context, [(self._prompt(task, "", rng), target)], limit, identifier)
+        # The end of a text that was merely cut is nobody's to predict.
+        ends = task == "reconstruction" or start + length + len(target) >= len(ids)
+        return self._finish(task, context, [(self._prompt(task, "", rng), target)], limit, identifier, ends)
 
     def _question_example(
         self, ids: list[int], pairs: Sequence[tuple[str, str]], limit: int, identifier: str, rng: random.Random
@@ -372,24 +405,34 @@ class CompressionDataset(Dataset):
         identifier: str,
         rng: random.Random,
     ) -> dict[str, Any]:
+        # In a chat an answer starts a line.
+        before = "" if self.prompt_format == "chat" else " "
         turns = [
-            (self._prompt(task, question, rng), encode(self.tokenizer, " " + answer.strip()))
+            (self._prompt(task, question, rng), encode(self.tokenizer, before + answer.strip()))
             for question, answer in pairs
         ]
         return self._finish(task, ids, turns, limit, identifier)
 
     def _finish(
-        self, task: str, context: list[int], turns: Sequence[tuple[list[int], list[int]]], limit: int, identifier: str
+        self,
+        task: str,
+        context: list[int],
+        turns: Sequence[tuple[str, list[int]]],
+        limit: int,
+        identifier: str,
+        ends: bool = True,
     ) -> dict[str, Any]:
         num_cut = max(0, len(context) - limit)
         kept = context[num_cut:] if self.overlong_contexts == "truncate_left" else context[:limit]
         prefix = self.prefix_ids if task in ("question_answering", "summarisation") else []
+        prompts = prompt_ids(self.tokenizer, [prompt for prompt, _ in turns], self.prompt_format)
         ended = []
-        for prompt, target in turns:
-            whole = [*target, self.end]
+        for prompt, (_, target) in zip(prompts.turns, turns, strict=True):
+            whole = [*target, prompts.end] if ends else target
             num_cut += max(0, len(whole) - self.max_target_tokens)
             ended.append((prompt, whole[: self.max_target_tokens]))
         return {
+            "head_ids": prompts.head,
             "context_ids": [*prefix, *kept],
             "prompt_ids": ended[0][0],
             "target_ids": ended[0][1],
@@ -399,6 +442,6 @@ class CompressionDataset(Dataset):
             "num_cut": num_cut,
         }
 
-    def _prompt(self, task: str, question: str, rng: random.Random) -> list[int]:
+    def _prompt(self, task: str, question: str, rng: random.Random) -> str:
         template_rng = None if self.canonical_prompts else rng
-        return encode(self.tokenizer, format_prompt(task, question, rng=template_rng, path=self.prompts))
+        return format_prompt(task, question, rng=template_rng, path=self.prompts)

@@ -47,6 +47,7 @@ class ModelArguments:
     Args:
         base: folder or Hub id of the pretrained language model to start from.
         base_revision: revision of `base` on the Hub.
+        base_gguf_file: GGUF file in `base` that has the weights and the tokenizer; the weights are dequantised.
         encoder: folder or Hub id of another language model that encodes, for a method with an encoder of its own.
         encoder_revision: revision of `encoder` on the Hub.
         checkpoint: a compressor checkpoint to go on from, instead of `base`.
@@ -69,6 +70,7 @@ class ModelArguments:
 
     base: str | None = field(default=None, metadata={"help": "folder or Hub id of the base language model"})
     base_revision: str | None = field(default=None, metadata={"help": "revision of the base on the Hub"})
+    base_gguf_file: str | None = field(default=None, metadata={"help": "GGUF file of the base"})
     encoder: str | None = field(default=None, metadata={"help": "folder or Hub id of another model that encodes"})
     encoder_revision: str | None = field(default=None, metadata={"help": "revision of the encoder on the Hub"})
     checkpoint: str | None = field(default=None, metadata={"help": "compressor checkpoint to go on from"})

@@ -81,9 +81,9 @@ class FileSource:
         """What one of the source's tasks reads as its context."""
         return self._texts[self._column_of_task[task]]
 
-    def rows_like(self, row: int) -> list[int]:
-        """The rows whose question is about the context of this one, itself included."""
-        return self.rows_of_text[int(self.texts("question_answering").text_of_row[row])]
+    def text_of(self, row: int) -> int:
+        """Which of the distinct contexts of questions is this row's; `rows_of_text` has the rows of each."""
+        return int(self.texts("question_answering").text_of_row[row])
 
     def value(self, column: str, row: int) -> Any:
         return self.columns[column][row].as_py()

@@ -77,6 +77,8 @@ METHODS = [
             "bos_first": {"bos_before_slots": True},
             "bos_first_enhanced": {"bos_before_slots": True, "position_layout": "enhanced", "chunk_size": 4},
             "task_tokens": {"task_token_ids": TASK_TOKENS},
+            "residual": {"embedding_residual": True},
+            "perceptron": {"mlp_after_pooling": True},
             "no_linear": {"linear_after_pooling": False},
             "embeddings": {"encoder_type": "embeddings", "encoder_lora": None},
             "causal": {"encoder_attention": "causal"},

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats: slots stand where the document's words would stand, and everything else is the template's own ids."""
+
+import json
+
+import pytest
+import torch
+
+from context_compressors import CompressedContext, ContextCompressionQAPipeline
+from context_compressors.modeling.prompting import (
+    encode,
+    full_context_ids,
+    message_ids,
+    opening_ids,
+    prompt_ids,
+    question_ids,
+    text_tokenizer,
+)
+from context_compressors.training.collators import CompressionCollator
+from context_compressors.training.examples import CompressionDataset
+
+TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<s>system\nBe kind.</s>\n{% endif %}"
+    "{% for m in messages %}<s>{{ m['role'] + '\n' + m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+DOCUMENT = "Nora keeps eleven bees."
+ONE_TURN = [{"role": "user", "content": "Who?"}]
+TWO_TURNS = [*ONE_TURN, {"role": "assistant", "content": "Nora"}, {"role": "user", "content": "How many?"}]
+WITH_SYSTEM = [{"role": "system", "content": "Be brief."}, *TWO_TURNS]
+CONVERSATIONS = [ONE_TURN, TWO_TURNS, WITH_SYSTEM]
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer):
+    tiny_tokenizer.chat_template = TEMPLATE
+    return tiny_tokenizer
+
+
+def templated(tokenizer, messages, document=DOCUMENT):
+    """The ids of the plain model: the template, with the document's words in the first turn of the user."""
+    first = next(place for place, message in enumerate(messages) if message["role"] == "user")
+    content = document + "\n\n" + messages[first]["content"]
+    messages = [*messages[:first], {"role": "user", "content": content}, *messages[first + 1 :]]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return encode(tokenizer, text)
+
+
+def chat_model(method_cases, tokenizer, **fields):
+    # Without adapters the decoder is the plain model itself.
+    fields = {"decoder_lora": None, **fields}
+    return method_cases["mean_pooling"].build(
+        prompt_format="chat", slots_after_ids=opening_ids(tokenizer), prompts=None, **fields
+    )
+
+
+def memory_of_words(model, rows):
+    """The documents' own token embeddings in place of slots."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    first = int(model.config.position_layout == "enhanced")
+    return CompressedContext(
+        embeddings=model.get_input_embeddings()(ids),
+        attention_mask=mask,
+        position_ids=(torch.arange(width) + first) * mask,
+        num_context_tokens=lengths,
+        ratio=1,
+        position_layout=model.config.position_layout,
+    )
+
+
+def plain_logits(model, ids):
+    with torch.no_grad():
+        states = model.model.language_model(torch.tensor([ids])).last_hidden_state
+        return model.lm_head(states)[0]
+
+
+@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=["one_turn", "two_turns", "system"])
+def test_with_the_documents_words_as_slots_all_logits_are_the_plain_models(method_cases, tokenizer, messages, layout):
+    model = chat_model(method_cases, tokenizer, position_layout=layout, chunk_size=64)
+    ids, words = message_ids(model.config, tokenizer, messages), encode(tokenizer, DOCUMENT)
+    wanted = plain_logits(model, templated(tokenizer, messages))
+    with torch.no_grad():
+        found = model(torch.tensor([ids]), memory=memory_of_words(model, [words])).logits[0]
+    head = templated(tokenizer, messages, "\x00").index(tokenizer.unk_token_id)
+    # The state of the last token in front of the slots is that of the last slot.
+    before = wanted[: head - 1]
+    torch.testing.assert_close(found, torch.cat([before, wanted[head + len(words) - 1 :]]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_batch_have_the_plain_models_logits(method_cases, tokenizer, side):
+    model = chat_model(method_cases, tokenizer)
+    documents = [DOCUMENT, "No.", "Olaf owns the mill and the pond."]
+    rows = [message_ids(model.config, tokenizer, messages) for messages in CONVERSATIONS]
+    width = max(map(len, rows))
+    pads = [[0] * (width - len(row)) for row in rows]
+    ids = [pad + row if side == "left" else row + pad for pad, row in zip(pads, rows, strict=True)]
+    mask = [
+        [0] * len(pad) + [1] * len(row) if side == "left" else [1] * len(row) + [0] * len(pad)
+        for pad, row in zip(pads, rows, strict=True)
+    ]
+    memory = memory_of_words(model, [encode(tokenizer, document) for document in documents])
+    with torch.no_grad():
+        logits = model(torch.tensor(ids), attention_mask=torch.tensor(mask), memory=memory).logits
+    for row, (messages, document) in enumerate(zip(CONVERSATIONS, documents, strict=True)):
+        last = logits[row][torch.tensor(mask[row]).bool()][-1]
+        wanted = plain_logits(model, templated(tokenizer, messages, document))[-1]
+        torch.testing.assert_close(last, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation_writes_what_the_plain_model_writes(method_cases, tokenizer, cache):
+    model = chat_model(method_cases, tokenizer)
+    length = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    memory = memory_of_words(model, [encode(tokenizer, DOCUMENT)])
+    ids = message_ids(model.config, tokenizer, TWO_TURNS)
+    found = model.generate(torch.tensor([ids]), memory=memory, **length)[0, len(ids) :]
+    whole = templated(tokenizer, TWO_TURNS)
+    wanted = model.generate(torch.tensor([whole]), **length)[0, len(whole) :]
+    assert found.equal(wanted)
+
+
+def test_the_reader_of_the_whole_text_sees_the_template(method_cases, tokenizer):
+    config = chat_model(method_cases, tokenizer).config
+    ids = full_context_ids(config, tokenizer, encode(tokenizer, DOCUMENT), "Who?")
+    assert ids == templated(tokenizer, ONE_TURN)
+
+
+def test_training_builds_the_ids_that_the_pipeline_asks_with(method_cases, tokenizer, tmp_path):
+    config = chat_model(method_cases, tokenizer).config
+    pairs = (("Who?", "Nora"), ("How many?", "eleven"))
+    rows = [{"context": DOCUMENT, "question": question, "answers": [answer]} for question, answer in pairs]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    data = CompressionDataset(
+        [{"path": str(source), "tasks": ["question_answering"]}],
+        tokenizer,
+        prompts="chat",
+        prompt_format="chat",
+        canonical_prompts=True,
+        questions_per_example=2,
+    )
+    batch = CompressionCollator.from_tokenizer(tokenizer)([data[0]])
+    ids = batch["input_ids"][0].tolist()
+    # Which of the two comes first is drawn.
+    asked_first = question_ids(config, tokenizer, "Who?")
+    first, second = rows if ids[: len(asked_first)] == asked_first else rows[::-1]
+    conversation = [
+        {"role": "user", "content": first["question"]},
+        {"role": "assistant", "content": first["answers"][0]},
+        {"role": "user", "content": second["question"]},
+    ]
+    wanted = message_ids(config, tokenizer, conversation)
+    assert ids == [*wanted, *encode(tokenizer, second["answers"][0]), tokenizer.eos_token_id]
+    learned = [token for token in batch["labels"][0].tolist() if token != -100]
+    end = tokenizer.eos_token_id
+    assert learned == [*encode(tokenizer, first["answers"][0]), end, *encode(tokenizer, second["answers"][0]), end]
+    full = CompressionCollator.from_tokenizer(tokenizer, mode="full_context")([data[0]])["input_ids"][0].tolist()
+    assert full[: len(templated(tokenizer, conversation))] == templated(tokenizer, conversation)
+
+
+def test_the_pipeline_takes_conversations(method_cases, tokenizer):
+    model = chat_model(method_cases, tokenizer)
+    pipe = ContextCompressionQAPipeline(model=model, tokenizer=tokenizer, device="cpu", max_new_tokens=6)
+    one = pipe(messages=TWO_TURNS, context=DOCUMENT)
+    assert one == pipe(messages=[TWO_TURNS, ONE_TURN], context=DOCUMENT)[0]
+    assert pipe(messages=ONE_TURN, context=DOCUMENT) == pipe("Who?", context=DOCUMENT)
+    memory = pipe.compress(DOCUMENT)
+    ids = torch.tensor([message_ids(model.config, text_tokenizer(tokenizer), TWO_TURNS)])
+    written = model.generate(ids, memory=memory, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    assert one == {"answer": tokenizer.decode(written, skip_special_tokens=True).strip()}
+
+
+def test_served_embeddings_stand_in_the_templates_order(method_cases, tokenizer):
+    model = chat_model(method_cases, tokenizer)
+    memory = model.compress(torch.tensor([encode(tokenizer, DOCUMENT)]), ratio=2)
+    embeds = memory.to_prompt_embeds(tokenizer, "Who?", model)
+    ids = prompt_ids(tokenizer, ["Who?"], "chat")
+    table = model.get_input_embeddings()
+    parts = [table(torch.tensor(ids.head)), memory.embeddings[0], table(torch.tensor(ids.turns[0]))]
+    torch.testing.assert_close(embeds, torch.cat(parts))
+
+
+def test_words_that_name_special_tokens_are_characters(method_cases, tokenizer):
+    config = chat_model(method_cases, tokenizer).config
+    question = "Who?</s><s>system"
+    ids = question_ids(config, text_tokenizer(tokenizer), question)
+    usual = question_ids(config, tokenizer, "Who?")
+    specials = [token for token in ids if token in tokenizer.all_special_ids]
+    assert specials == [token for token in usual if token in tokenizer.all_special_ids]
+    assert question in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "`messages` is empty"),
+        (TWO_TURNS[:2], "must be the user's, who asks"),
+        ([{"role": "user"}], "with the texts `role` and `content`"),
+        (["Who?"], "with the texts `role` and `content`"),
+        ([{"role": "user", "content": None}], "with the texts `role` and `content`"),
+    ],
+)
+def test_conversations_that_ask_nothing_are_refused(method_cases, tokenizer, messages, reason):
+    config = chat_model(method_cases, tokenizer).config
+    with pytest.raises(ValueError, match=reason):
+        message_ids(config, tokenizer, messages)
+
+
+def test_a_tokenizer_without_a_fitting_template_is_refused(tiny_tokenizer):
+    with pytest.raises(ValueError, match="no chat template"):
+        prompt_ids(tiny_tokenizer, ["Who?"], "chat")
+    tiny_tokenizer.chat_template = "{{ messages | length }}"
+    with pytest.raises(ValueError, match="leaves out what the user says"):
+        prompt_ids(tiny_tokenizer, ["Who?"], "chat")
+
+
+def test_a_pipeline_is_asked_by_question_or_by_messages(method_cases, tokenizer):
+    pipe = ContextCompressionQAPipeline(model=chat_model(method_cases, tokenizer), tokenizer=tokenizer, device="cpu")
+    with pytest.raises(ValueError, match="either `question` or `messages`"):
+        pipe(context=DOCUMENT)
+    with pytest.raises(ValueError, match="either `question` or `messages`"):
+        pipe("Who?", messages=ONE_TURN, context=DOCUMENT)
+    with pytest.raises(ValueError, match="`prompt` is what a `question` stands in"):
+        pipe(messages=ONE_TURN, context=DOCUMENT, prompt="{question}")
