@@ -42,6 +42,7 @@ _MODULE_OF = {
     "DeCALForRetrieval": "modeling.modeling_decal_retrieval",
     "CompressedContext": "modeling.compressed_context",
     "ContextCompressionQAPipeline": "modeling.context_compression_qa",
+    "pretrained_base": "modeling.pretrained_bases",
     "chamfer": "modeling.late_interaction",
     "mean_pool": "modeling.pooling",
     "encoder_position_ids": "modeling.position_layout",

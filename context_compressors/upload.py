@@ -134,11 +134,15 @@ def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_o
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
+    from .modeling.base_cache import cached_base
     from .modeling.remote_code import is_hub_id
 
     name = base_model or config.base_model_name_or_path
     if name is not None and Path(name).is_dir():
         return Path(name)
+    kept = cached_base(name)
+    if kept is not None:
+        return kept
     if not is_hub_id(name):
         return None
     try:

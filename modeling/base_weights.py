@@ -11,14 +11,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
 
-from .fingerprints import checksum, fingerprint
+from .base_cache import cached_base
+from .fingerprints import checksum, fingerprint, rounding, sample_text
+from .gguf_files import gguf_arguments
+
+logger = logging.get_logger(__name__)
 
 DECODER_BASE, ENCODER_BASE = "decoder", "encoder"
 # Where a repository's files come from; the same for a checkpoint and for its base.
 DOWNLOAD_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token")
+# Of what `from_pretrained` takes, what says which files of a repository are the model.
+_PLACE_FIELDS = ("subfolder", "gguf_file")
 _RECORD = "_context_compressor_base"
 _HEAD = "lm_head.weight"
 
@@ -67,7 +73,7 @@ def base_entry(
     model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
 ) -> dict[str, str | None]:
     """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
-    `fingerprint`, and `dtype`.
+    `gguf_file` if it is one, `fingerprint`, `sample` and `dtype`.
 
     Args:
         model: the base, as it was loaded.
@@ -79,15 +85,17 @@ def base_entry(
     is_folder = os.path.isdir(name)
     if not is_folder:
         found = {n: loading[n] for n in (*DOWNLOAD_ARGUMENTS, "subfolder") if n in loading}
-        file = cached_file(name, "config.json", revision=revision, **found)
+        file = cached_file(name, loading.get("gguf_file") or "config.json", revision=revision, **found)
         # A branch moves on: what was loaded is a commit.
         revision = extract_commit_hash(file, None) or revision
-    inside = {"subfolder": loading["subfolder"]} if loading.get("subfolder") else {}
+    # Of a folder that is called a copy of a repository, only the weights are said to be the same, not the files.
+    inside = {} if is_folder else {field: loading[field] for field in _PLACE_FIELDS if loading.get(field)}
     return {
         "repo_id": hub_id or (None if is_folder else str(name)),
         "revision": revision,
         **inside,
         "fingerprint": fingerprint(model),
+        "sample": sample_text(model),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
 
@@ -184,7 +192,8 @@ def load_bases(
     Args:
         config: the compressor's configuration.
         entries: of each base, what the checkpoint recorded.
-        places: where to take a base from, a Hub repository or a folder; from its repository if `None`.
+        places: where to take a base from, a Hub repository or a folder; its repository if `None`. What the cache of
+            base models has of a repository is taken from there.
         checkpoint: the compressor, for messages.
         download: arguments for fetching, such as `token`.
 
@@ -201,18 +210,24 @@ def load_bases(
         place = places.get(base) or entry["repo_id"]
         shown = f"{entry['repo_id']}, revision {entry['revision']}" if entry["repo_id"] else "a folder without a name"
         advice = f"point to a copy of it with from_pretrained(..., {argument}=FOLDER)"
+        fetching = f"context_compressors.pretrained_base({str(place)!r})"
         if place is None:
             raise OSError(f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}: {advice}")
+        kept = None if entry.get("subfolder") else cached_base(place)
         inside = {}
-        if not places.get(base):
-            inside = {"revision": entry["revision"] or "main", "subfolder": entry.get("subfolder") or ""}
+        if kept is not None:
+            place = kept
+        elif not places.get(base):
+            fields = {field: entry[field] for field in _PLACE_FIELDS if entry.get(field)}
+            inside = {"revision": entry["revision"] or "main", **fields}
         wanted = config.decoder_config if base == DECODER_BASE else config.encoder_config
         try:
             model = _load(base, place, wanted, {**download, **inside})
         except OSError as error:
             raise OSError(
                 f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}, and {place} could not be "
-                f"loaded: download it, or {advice} ({error})"
+                f"loaded: download it, where a network is, with {fetching}, which keeps it on this machine, let the "
+                f"Hub be reached, or {advice} ({error})"
             ) from error
         _check_base(model, place, wanted, entry, shown)
         found[base] = base_tensors(model)
@@ -220,6 +235,7 @@ def load_bases(
 
 
 def _load(base: str, place: str | os.PathLike, wanted: PreTrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
+    loading |= gguf_arguments(loading.get("gguf_file"))
     # In the type that it is stored in, since its fingerprint was taken from those values.
     if base == DECODER_BASE:
         return AutoModelForCausalLM.from_pretrained(place, dtype="auto", **loading)
@@ -239,12 +255,22 @@ def _check_base(
         found, expected = getattr(model.config, field, None), getattr(wanted, field, None)
         if found != expected:
             raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
-    found = fingerprint(model, getattr(torch, entry["dtype"]))
-    if found != entry["fingerprint"]:
+    dtype = getattr(torch, entry["dtype"])
+    found = fingerprint(model, dtype)
+    is_same = found == entry["fingerprint"]
+    # Checkpoints of earlier versions have no sample.
+    error, name = rounding(model, entry["sample"], dtype) if entry.get("sample") else (0.0, None)
+    if is_same and error == 0:
+        return
+    if name is None:
         raise ValueError(
             f"{place} is not the base model ({shown}): it has other weights, fingerprint {found}, "
             f"expected {entry['fingerprint']}"
         )
+    logger.warning(
+        f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after {name}. The "
+        "compressor works on them, perhaps slightly worse than on those that it was trained on"
+    )
 
 
 def lay_over(

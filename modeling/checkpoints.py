@@ -26,8 +26,10 @@ from transformers.utils import logging
 
 from ..configuration.versions import CODE_VERSION, CONFIG_SCHEMA
 from .adapters import initialize_lora
+from .base_cache import find_base
 from .base_weights import DECODER_BASE, ENCODER_BASE, base_entry, stored_weights
 from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer, load_encoder_tokenizer
+from .gguf_files import gguf_arguments
 from .light_checkpoints import LightCheckpointMixin, fetching_arguments, shown_name, without_quantizer
 from .remote_code import write_card, write_code
 from .taking_over import check_base, take_tensors
@@ -41,11 +43,14 @@ _LOADING_ARGUMENTS = (
     "device_map",
     "dtype",
     "force_download",
+    "gguf_file",
     "local_files_only",
     "revision",
     "subfolder",
     "token",
 )
+# Those that belong to the base alone, and not to another model that encodes.
+_OF_THE_BASE_ALONE = ("revision", "subfolder", "gguf_file")
 # What `from_base` finds out itself.
 _FIELDS_OF_THE_BASE = (
     "decoder_config",
@@ -77,15 +82,17 @@ class CheckpointMixin(LightCheckpointMixin):
         """Start a compressor from a pretrained language model.
 
         Args:
-            base: Hub repository or folder of a causal language model.
+            base: Hub repository or folder of a causal language model. A base that `pretrained_base` has fetched is
+                taken from its cache.
             encoder: Hub repository or folder of another language model that encodes, of any width and family, for
                 methods that take an encoder of its own. If it has another tokenizer, contexts are tokenized with that,
                 which is then `encoder_tokenizer` of the model and part of its checkpoints.
             encoder_revision: Revision of `encoder`.
-            hub_id: Repository of the base, where `base` is a folder with a copy of it: checkpoints then name it, and
-                leave out its weights.
+            hub_id: Repository of the base, where `base` is a folder with a copy of it, or with a GGUF file that was
+                made of it: checkpoints then name it, and leave out its weights.
             fields: Fields of the method's configuration, and arguments for loading the base: `dtype`,
-                `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
+                `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`,
+                and `gguf_file`, a GGUF file in the repository or folder, whose weights are dequantised.
 
         Returns:
             The compressor in evaluation mode: the base's weights, held once, and its own parts at their start values.
@@ -99,20 +106,29 @@ class CheckpointMixin(LightCheckpointMixin):
         source = {
             name: loading[name] for name in loading if name not in ("dtype", "attn_implementation", "device_map")
         }
-        encoder_source = {name: source[name] for name in source if name not in ("revision", "subfolder")}
+        gguf_file = loading.pop("gguf_file", None)
+        encoder_source = {name: source[name] for name in source if name not in _OF_THE_BASE_ALONE}
+        revision, encoder_id = loading.get("revision"), None
+        if hub_id is None and not any(source.get(name) for name in _OF_THE_BASE_ALONE):
+            base, hub_id, revision = find_base(base)
         if encoder is not None:
             encoder_source |= {} if encoder_revision is None else {"revision": encoder_revision}
+            if encoder_revision is None:
+                encoder, encoder_id, encoder_revision = find_base(encoder)
             fields["encoder_config"] = AutoConfig.from_pretrained(encoder, **encoder_source)
-            fields |= {"encoder_name_or_path": shown_name(encoder), "encoder_revision": encoder_revision}
+            fields |= {
+                "encoder_name_or_path": encoder_id or shown_name(encoder),
+                "encoder_revision": encoder_revision,
+            }
         config = cls.config_class(
             decoder_config=AutoConfig.from_pretrained(base, **source),
             base_model_name_or_path=hub_id or shown_name(base),
-            base_model_revision=loading.get("revision"),
+            base_model_revision=revision,
             **fields,
         )
-        language_model = cls.base_auto_class.from_pretrained(base, **loading)
+        language_model = cls.base_auto_class.from_pretrained(base, **loading, **gguf_arguments(gguf_file))
         check_base(language_model)
-        entries = {DECODER_BASE: base_entry(language_model, base, hub_id, loading.get("revision"), source)}
+        entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, source)}
         config.base_model_revision = entries[DECODER_BASE]["revision"]
         config.decoder_config = language_model.config
         config.decoder_config.name_or_path = config.base_model_name_or_path
@@ -125,7 +141,7 @@ class CheckpointMixin(LightCheckpointMixin):
             own_encoder = AutoModel.from_pretrained(
                 encoder, config=config.encoder_config, **{**model_loading, **encoder_source}
             )
-            entries[ENCODER_BASE] = base_entry(own_encoder, encoder, None, encoder_revision, encoder_source)
+            entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, encoder_source)
             config.encoder_revision = entries[ENCODER_BASE]["revision"]
         with torch.device("meta"):
             model = cls(config)

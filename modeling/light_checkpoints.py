@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from .adapters import OWN_ADAPTERS
+from .base_cache import find_base
 from .base_weights import (
     DECODER_BASE,
     DOWNLOAD_ARGUMENTS,
@@ -126,12 +127,16 @@ class LightCheckpointMixin:
             ValueError: no weight is the base's, or the method trains all of its base.
         """
         self._check_base_stays()
+        revision = loading.get("revision")
+        if hub_id is None and revision is None:
+            base, hub_id, revision = find_base(base)
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", **loading)
-        entries = {DECODER_BASE: base_entry(model, base, hub_id, loading.get("revision"), loading)}
+        entries = {DECODER_BASE: base_entry(model, base, hub_id, revision, loading)}
         bases = {DECODER_BASE: base_tensors(model)}
         if encoder is not None:
+            encoder, encoder_id, encoder_revision = find_base(encoder)
             own_encoder = AutoModel.from_pretrained(encoder, config=self.config.encoder_config, dtype="auto")
-            entries[ENCODER_BASE] = base_entry(own_encoder, encoder, None, None, {})
+            entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, {})
             bases[ENCODER_BASE] = base_tensors(own_encoder)
         same = []
         for key, tensor in self.state_dict().items():

