@@ -1,217 +1,325 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: compress documents, read them back from the slots, ask about them, fine-tune, save.
+"""The demo: a language model answers questions about five pages from their text and from a few vectors.
 
     make demo
-    python -m context_compressors.demo --checkpoint checkpoints/mean_pooling --output outputs/demo --steps 40
+    python -m context_compressors.demo --checkpoint FOLDER --output outputs/demo --steps 20
 
-Everything goes the way that a user of a checkpoint goes: `AutoModelForCausalLM` with remote code, and TRL's trainer.
+Everything goes the way that a user of a checkpoint goes: the pipeline with remote code, and TRL's own trainer.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import os
+import shutil
 import sys
 import textwrap
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import yaml
+from datasets import disable_progress_bars
+from tqdm.auto import tqdm
+from transformers import Pipeline, pipeline
 from transformers.utils import logging
 from trl import SFTConfig, SFTTrainer
 
-from .demo_picture import plot_demo
-from .evaluation.evaluate import evaluate_model
-from .evaluation.report import (
-    FULL_CONTEXT,
-    NO_CONTEXT,
-    EvaluationReport,
-    environment,
-    markdown_table,
-    ratio_of,
-)
-from .evaluation.samples import EvaluationDataset, load_dataset_source
-from .evaluation.settings import EvaluationSettings
-from .evaluation.task_text import default_prompts, text_ids
-from .hub_cards.card_records import Score, TrainingData, TrainingRecord
-from .hub_cards.cards import model_card
+import context_compressors
+
+from .evaluation.metrics import normalize_answer
+from .evaluation.report import environment, markdown_table
+from .evaluation.task_text import default_prompts
+from .modeling.prompting import document_ids, full_context_ids
+from .precision import fastest_dtype
 from .training.collators import CompressionCollator
-from .training.data import encode, task_start_ids
+from .training.data import task_start_ids
 from .training.examples import CompressionDataset
 
-CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "mean_pooling"
-DOCUMENTS = Path(__file__).resolve().parent / "demo_documents"
-WRITTEN, GENERATED = "written", "generated"
-_TITLES = {WRITTEN: "Documents written for this demo", GENERATED: "Generated documents"}
-_CONTEXT_TOKENS = 48
-_DOCUMENT_TOKENS = 48
-_TRAINING_TOKENS = 48
+CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-instruct-mean-pooling"
+PAGES = Path(__file__).resolve().parent / "demo_documents"
+FULL_TEXT = "full text"
+NEW_TOKENS = 20
+_BATCH_SIZE = 2
+_QUESTIONS_AT_ONCE = 4
 _SEED = 0
-_WIDTH = 100
+_WIDTHS = (100, 160)
+_FIRST_WIDTH = 26
+_LINES = 4
 
 
 @dataclass(frozen=True)
-class Demo:
-    """What every step of the demo works with."""
+class Page:
+    """A page of English, and what is asked about it.
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    ratios: list[int]
-    prompts: str | None
+    Args:
+        name: its file's name.
+        title: what it is.
+        text: the whole text.
+        questions: what is asked.
+        answers: for each question the answers that count as right; the first one stands in the text.
+    """
 
-    def compress(self, text: str) -> dict[int, Any]:
-        """Memories of a text at every ratio, from one pass of the encoder."""
-        ids = self.tokenizer(text, return_tensors="pt").input_ids.to(self.model.device)
-        return dict(zip(self.ratios, self.model.compress(ids, ratio=self.ratios), strict=True))
-
-    def write(self, memory: Any, task: str, max_new_tokens: int, question: str = "") -> str:
-        """What the model writes behind the slots when it is given a task."""
-        ids = text_ids(self.model.config, self.tokenizer, task, question, self.prompts)
-        output = self.model.generate(
-            input_ids=torch.tensor([ids], device=self.model.device),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self.model.device),
-            memory=memory,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=self.tokenizer.eos_token_id,
-        )
-        return self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
+    name: str
+    title: str
+    text: str
+    questions: tuple[str, ...]
+    answers: tuple[tuple[str, ...], ...]
 
 
-def load(checkpoint: str, prompts: str | None = None) -> Demo:
-    """Load a checkpoint with the code in its own folder.
+@dataclass(frozen=True)
+class Reading:
+    """A page read in one way, and asked.
+
+    Args:
+        name: "full text", or a ratio such as "4x".
+        num_places: tokens or slots that stand for the page in the language model's context.
+        num_bytes: what has to be kept of the page between questions: its tokens' keys and values, or its slots.
+        read_seconds: time to read the page once.
+        answer_seconds: mean time of an answer from what is kept.
+        answers: one for each question.
+        right: whether each holds an answer that counts as right.
+    """
+
+    name: str
+    num_places: int
+    num_bytes: int
+    read_seconds: float
+    answer_seconds: float
+    answers: list[str]
+    right: list[bool]
+
+
+def read_pages(folder: Path = PAGES) -> list[Page]:
+    """The pages of a folder, the shortest first: Markdown files that start with their title and questions in YAML."""
+    pages = []
+    for path in sorted(folder.glob("*.md")):
+        _, head, text = path.read_text(encoding="utf-8").split("---\n", 2)
+        fields = yaml.safe_load(head)
+        # Lines are broken for whoever reads the file; a page is paragraphs.
+        paragraphs = [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
+        questions = tuple(entry["question"] for entry in fields["questions"])
+        answers = tuple(tuple(entry["answers"]) for entry in fields["questions"])
+        pages.append(Page(path.stem, fields["title"], "\n\n".join(paragraphs), questions, answers))
+    return sorted(pages, key=lambda page: len(page.text))
+
+
+def is_right(answer: str, accepted: Sequence[str]) -> bool:
+    """Whether an answer holds one of the accepted ones as whole words, both in SQuAD's normal form."""
+    given = f" {normalize_answer(answer)} "
+    return any(f" {normalize_answer(text)} " in given for text in accepted)
+
+
+def load(checkpoint: str | os.PathLike, dtype: torch.dtype | None = None) -> Pipeline:
+    """Load a checkpoint with the code in its own folder; its base is fetched first if it is not there.
 
     Args:
         checkpoint: its folder.
-        prompts: name or file of the prompts that it was trained with; those of its method when `None`.
+        dtype: the type that the base computes in; the machine's fastest when `None`.
 
     Raises:
-        ValueError: there is no checkpoint.
+        ValueError: there is no checkpoint, or it answers from no memories.
+        OSError: its base cannot be had.
     """
     folder = Path(checkpoint).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"there is no checkpoint in {folder}: run the demo in a clone of the repository, which has one in "
-            "checkpoints/mean_pooling, or name a folder with --checkpoint"
+            f"checkpoints/{CHECKPOINT.name}, or name a folder with --checkpoint"
         )
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    if not callable(getattr(model, "compress", None)):
-        raise ValueError(f"{folder} holds a {type(model).__name__}, not a context compressor")
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    # The tokenizer is a plain one, but its loader looks at the configuration, too, which is remote code.
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    ratios = [int(ratio) for ratio in model.config.compression_ratios]
-    return Demo(model, tokenizer, ratios, prompts or default_prompts(model.config))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "compression_ratios" not in config or config.get("is_encoder_decoder"):
+        kind = (config.get("architectures") or [config.get("model_type", "something else")])[0]
+        raise ValueError(f"{folder} holds a {kind}; the demo runs context compressors on decoder-only language models")
+    for base in (config.get("external_weights") or {}).values():
+        if base["repo_id"] is not None:
+            context_compressors.pretrained_base(base["repo_id"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return pipeline(
+        "context-compression-qa",
+        model=str(folder),
+        # The tokenizer is a plain one, but its loader looks at the configuration, too, which is remote code.
+        trust_remote_code=True,
+        dtype=dtype or fastest_dtype(device),
+        device=device,
+    )
 
 
-def load_documents(tokenizer: PreTrainedTokenizerBase) -> list[EvaluationDataset]:
-    """The documents beside this file with their questions, and generated ones that no training has seen."""
-    questions = json.loads((DOCUMENTS / "questions.json").read_text(encoding="utf-8"))
-    written = [
-        {"context": path.read_text(encoding="utf-8").strip(), **question}
-        for path in sorted(DOCUMENTS.glob("*.txt"))
-        for question in questions[path.stem]
+def num_shared(rows: Sequence[Sequence[int]]) -> int:
+    """How many token ids all rows start with, less than the shortest row has: something has to be left to read."""
+    differ = (place for place, ids in enumerate(zip(*rows, strict=False)) if len(set(ids)) > 1)
+    return min(next(differ, len(rows[0])), *(len(row) - 1 for row in rows))
+
+
+@torch.no_grad()
+def read_text(pipe: Pipeline, page: Page) -> Reading:
+    """Ask a page's questions of the decoder that has the whole text, which it reads once."""
+    model, tokenizer = pipe.model, pipe.tokenizer
+    document = document_ids(model.config, tokenizer, page.text)
+    rows = [full_context_ids(model.config, tokenizer, document, question) for question in page.questions]
+    shared = num_shared(rows)
+    start = time.perf_counter()
+    cache = model(input_ids=_tensor(pipe, rows[0][:shared]), use_cache=True, logits_to_keep=1).past_key_values
+    read_seconds = time.perf_counter() - start
+    num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+    def answer(index: int) -> str:
+        ids = _tensor(pipe, rows[index])
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=caches[index],
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+    # An answer is written into the cache that it is given.
+    caches = [copy.deepcopy(cache) for _ in rows]
+    return _asked(page, FULL_TEXT, len(document), num_bytes, read_seconds, answer)
+
+
+def read_slots(pipe: Pipeline, page: Page) -> list[Reading]:
+    """Ask a page's questions at every ratio of the checkpoint; one pass of the encoder gives all memories."""
+    start = time.perf_counter()
+    memories = pipe.compress(page.text, ratio=list(pipe.model.config.compression_ratios))
+    read_seconds = time.perf_counter() - start
+    readings = []
+    for memory in memories:
+
+        def answer(index: int, memory: Any = memory) -> str:
+            return pipe(page.questions[index], memory=memory, max_new_tokens=NEW_TOKENS)["answer"]
+
+        name, num_slots = f"{memory.ratio}x", int(memory.num_slots[0])
+        readings.append(_asked(page, name, num_slots, memory.nbytes, read_seconds, answer))
+    return readings
+
+
+def _tensor(pipe: Pipeline, ids: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([ids], device=pipe.device)
+
+
+def _asked(page: Page, name: str, num_places: int, num_bytes: int, read_seconds: float, answer: Any) -> Reading:
+    """The answers to a page's questions, one after the other."""
+    start = time.perf_counter()
+    places = tqdm(range(len(page.questions)), desc=f"{page.name}, {name}", unit="question", leave=False)
+    answers = [answer(index) for index in places]
+    answer_seconds = (time.perf_counter() - start) / len(answers)
+    right = [is_right(text, accepted) for text, accepted in zip(answers, page.answers, strict=True)]
+    return Reading(name, num_places, num_bytes, read_seconds, answer_seconds, answers, right)
+
+
+def page_table(page: Page, readings: Sequence[Reading]) -> str:
+    """A page's questions with all answers side by side, `+` before those that are right, and what each way costs."""
+    rows = [["question", "right answer", *(reading.name for reading in readings)], []]
+    for index, question in enumerate(page.questions):
+        answers = [f"{'+' if reading.right[index] else '-'} {reading.answers[index]}" for reading in readings]
+        rows.append([question, page.answers[index][0], *answers])
+    rows += [[], *_costs(readings)]
+    return _side_by_side(rows)
+
+
+def _costs(readings: Sequence[Reading]) -> list[list[str]]:
+    return [
+        ["tokens or slots", "", *(str(reading.num_places) for reading in readings)],
+        ["bytes kept", "", *(_bytes(reading.num_bytes) for reading in readings)],
+        ["seconds to read it once", "", *(f"{reading.read_seconds:.2f}" for reading in readings)],
+        ["seconds for an answer", "", *(f"{reading.answer_seconds:.2f}" for reading in readings)],
     ]
-    generated = load_dataset_source(
-        f"{GENERATED}:one_hop", tokenizer, seed=_SEED, num_documents=12, document_tokens=_DOCUMENT_TOKENS
-    )
-    return [EvaluationDataset(WRITTEN, written, domain="out"), EvaluationDataset(GENERATED, generated.examples)]
 
 
-def contexts(dataset: EvaluationDataset) -> list[str]:
-    """The distinct documents of a data set."""
-    return list(dict.fromkeys(example["context"] for example in dataset.examples))
+def _bytes(count: float) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-def show(demo: Demo, dataset: EvaluationDataset) -> None:
-    """Print a document, and what the model makes of its slots at every ratio."""
-    text = contexts(dataset)[0]
-    question, answers = next((e["question"], e["answers"]) for e in dataset.examples if e["context"] == text)
-    sentences = text.split(". ")
-    middle = (len(sentences) + 1) // 2
-    beginning, rest = ". ".join(sentences[:middle]) + ".", ". ".join(sentences[middle:])
-    num_tokens = len(encode(demo.tokenizer, text))
-    print(f"\n{_TITLES[dataset.name]}: the first of {len(contexts(dataset))}, {num_tokens} tokens\n")
-    print(textwrap.indent(textwrap.fill(text, _WIDTH), "    "))
-    print(f"\n    question: {question}  (right: {answers[0]})\n    its second half starts: {_excerpt(rest)}\n")
-    whole, half = demo.compress(text), demo.compress(beginning)
-    for ratio in demo.ratios:
-        print(f"  ratio {ratio}: {int(whole[ratio].num_slots[0])} slots")
-        print(f"    repeats:   {_excerpt(demo.write(whole[ratio], 'reconstruction', 40))}")
-        print(f"    continues: {_excerpt(demo.write(half[ratio], 'continuation', 40))}")
-        answer = demo.write(whole[ratio], "question_answering", 16, question)
-        print(f"    answers:   {_excerpt(answer)}")
+def _side_by_side(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as the terminal has room for, with cells of several lines; an empty row is a rule."""
+    least, most = _WIDTHS
+    total = min(max(shutil.get_terminal_size((120, 40)).columns, least), most) - 2
+    first = max(_FIRST_WIDTH, total // 5)
+    widths = [first, *[(total - first) // (len(rows[0]) - 1)] * (len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        if not row:
+            lines.append("-" * (sum(widths) - 2))
+            continue
+        cells = [_wrapped(cell, width - 2) for cell, width in zip(row, widths, strict=True)]
+        for place in range(max(map(len, cells))):
+            texts = [cell[place] if place < len(cell) else "" for cell in cells]
+            line = "".join(text.ljust(width) for text, width in zip(texts, widths, strict=True))
+            lines.append(line.rstrip())
+    return textwrap.indent("\n".join(lines), "  ")
 
 
-def _excerpt(text: str) -> str:
-    return textwrap.shorten(text, _WIDTH - 15, placeholder=" ...") or "(nothing)"
+def _wrapped(text: str, width: int) -> list[str]:
+    text = " ".join(text.split())
+    indent = "  " if text[:2] in ("+ ", "- ") else ""
+    return textwrap.wrap(text, width, subsequent_indent=indent, max_lines=_LINES, placeholder=" ...")
 
 
-def score(demo: Demo, datasets: Sequence[EvaluationDataset]) -> EvaluationReport:
-    """Score all ratios beside no context and full context."""
-    settings = EvaluationSettings(
-        max_samples=48,
-        batch_size=16,
-        seed=_SEED,
-        max_new_tokens={"question_answering": 16, "summarisation": 1},
-        context_tokens=_CONTEXT_TOKENS,
-        continuation_tokens=_CONTEXT_TOKENS,
-        prompts=demo.prompts,
-    )
-    return evaluate_model(demo.model, demo.tokenizer, datasets, settings)
+def summary_table(readings: Sequence[Sequence[Reading]]) -> str:
+    """All pages together: answers right, and the mean of what a page costs.
 
-
-def score_table(demo: Demo, report: EvaluationReport, dataset: EvaluationDataset) -> str:
-    """Size and quality at every ratio, beside the two bounds."""
-    memories = [demo.compress(text) for text in contexts(dataset)]
+    Args:
+        readings: for each page its readings, in one order.
+    """
     rows = []
-    for condition in report.conditions("question_answering"):
-        ratio = ratio_of(condition)
-        sizes = ["-", "-"]
-        if ratio is not None:
-            slots = fmean(int(memory[ratio].num_slots[0]) for memory in memories)
-            sizes = [f"{slots:.1f}", f"{fmean(memory[ratio].nbytes for memory in memories):.0f}"]
-        elif condition == FULL_CONTEXT:
-            sizes[0] = f"{fmean(len(encode(demo.tokenizer, text)) for text in contexts(dataset)):.1f} tokens"
-        num_questions = next(
-            row.num_samples
-            for row in report.rows
-            if (row.dataset, row.task, row.condition) == (dataset.name, "question_answering", condition)
+    for column in zip(*readings, strict=True):
+        right = [mark for reading in column for mark in reading.right]
+        rows.append(
+            [
+                column[0].name,
+                f"{sum(right)} of {len(right)} ({100 * sum(right) / len(right):.0f} %)",
+                f"{fmean(reading.num_places for reading in column):.0f}",
+                _bytes(fmean(reading.num_bytes for reading in column)),
+                f"{fmean(reading.read_seconds for reading in column):.2f}",
+                f"{fmean(reading.answer_seconds for reading in column):.2f}",
+            ]
         )
-        right = report.score(dataset.name, "question_answering", condition, "exact_match") * num_questions / 100
-        accuracy = report.score(dataset.name, "reconstruction", condition, "token_accuracy")
-        perplexity = report.score(dataset.name, "continuation", condition, "perplexity")
-        name = condition.replace("_", " ") if ratio is None else str(ratio)
-        rows.append([name, *sizes, f"{accuracy:.1f} %", f"{perplexity:.1f}", f"{right:.0f} of {num_questions}"])
-    header = ["ratio", "slots", "bytes", "reconstruction accuracy", "continuation perplexity", "answers right"]
-    return f"{_TITLES[dataset.name]} (slots and bytes: mean of a document)\n\n{markdown_table(header, rows)}"
+    header = ["read as", "answers right", "tokens or slots", "bytes kept", "seconds to read", "seconds for an answer"]
+    return markdown_table(header, rows)
 
 
-def fine_tune(demo: Demo, steps: int, output: Path) -> None:
+def fine_tune(pipe: Pipeline, pages: Sequence[Page], steps: int, output: Path) -> None:
     """Train for some steps with TRL's own trainer: the model, tokenized examples, and this project's collator."""
+    questions = output / "questions.jsonl"
+    rows = [
+        {"context": page.text, "question": question, "answers": list(accepted)}
+        for page in pages
+        for question, accepted in zip(page.questions, page.answers, strict=True)
+    ]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    model, tokenizer, config = pipe.model, pipe.tokenizer, pipe.model.config
     examples = CompressionDataset(
-        [{"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1.0}],
-        demo.tokenizer,
-        steps * 8,
-        max_context_tokens=_TRAINING_TOKENS,
-        max_target_tokens=_TRAINING_TOKENS + 1,
+        [{"path": str(questions), "tasks": ["question_answering"]}],
+        tokenizer,
+        steps * _BATCH_SIZE,
+        # No page is cut.
+        max_context_tokens=max(len(tokenizer(page.text).input_ids) for page in pages),
+        max_target_tokens=NEW_TOKENS,
+        questions_per_example=_QUESTIONS_AT_ONCE,
         canonical_prompts=True,
-        prompts=demo.prompts,
+        first_answer=True,
+        prompts=default_prompts(config),
+        prompt_format=config.prompt_format,
+        context_prefix=config.context_prefix,
         seed=_SEED,
     )
     trainer = SFTTrainer(
-        model=demo.model,
+        model=model,
         args=SFTConfig(
             output_dir=str(output / "trainer"),
             max_steps=steps,
-            per_device_train_batch_size=8,
-            learning_rate=1e-4,
+            per_device_train_batch_size=_BATCH_SIZE,
+            learning_rate=2e-4,
             logging_steps=max(1, steps // 4),
             save_strategy="no",
             report_to="none",
@@ -225,100 +333,81 @@ def fine_tune(demo: Demo, steps: int, output: Path) -> None:
         ),
         train_dataset=examples.as_dataset(),
         data_collator=CompressionCollator.from_tokenizer(
-            demo.tokenizer, ratios=demo.ratios, task_start_ids=task_start_ids(demo.model.config)
+            tokenizer, ratios=list(config.compression_ratios), task_start_ids=task_start_ids(config)
         ),
-        processing_class=demo.tokenizer,
+        processing_class=tokenizer,
     )
     trainer.train()
-    demo.model.eval()
+    model.eval()
 
 
-def save(demo: Demo, folder: Path, report: EvaluationReport, steps: int) -> None:
-    """Write a folder that is ready for the Hub: weights, code, tokenizer, and a card with the scores before tuning."""
-    demo.model.save_pretrained(folder)
-    demo.tokenizer.save_pretrained(folder)
-    scores = [
-        Score(
-            task=row.task,
-            dataset=f"{row.dataset} documents, before fine-tuning",
-            metric="exact match",
-            ratio=ratio_of(row.condition),
-            value=row.metrics["exact_match"],
-            no_context=report.score(row.dataset, row.task, NO_CONTEXT, "exact_match"),
-            full_context=report.score(row.dataset, row.task, FULL_CONTEXT, "exact_match"),
-        )
-        for row in report.rows
-        if row.task == "question_answering" and ratio_of(row.condition) is not None
-    ]
-    facts = environment()
-    record = TrainingRecord(
-        data=[TrainingData("generated documents", "apache-2.0", note="training split, made on the fly")],
-        steps=steps,
-        seeds=[_SEED],
-        hardware=", ".join(facts["gpus"]) or facts["cpu"],
-        versions={name: version for name, version in facts["versions"].items() if version},
-    )
-    limits = ["It comes from a demonstration: a few steps of fine-tuning, enough to show how it is done."]
-    summary = f"The demo's compressor, with the ratios {', '.join(map(str, demo.ratios))}."
-    card = model_card(demo.model.config, record, scores, limits, model_id=folder.name, summary=summary)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def check_saved(demo: Demo, folder: Path, text: str) -> None:
-    """Load the folder again and compare what it writes with the model in memory.
-
-    Raises:
-        RuntimeError: it writes something else.
-    """
-    again = load(str(folder), demo.prompts)
-    written = [one.write(one.compress(text)[demo.ratios[0]], "reconstruction", 24) for one in (demo, again)]
-    if written[0] != written[1]:
-        raise RuntimeError(f"the saved model writes {written[1]!r}, the one in memory {written[0]!r}")
-    print(f"loaded it again: it writes the same, {_excerpt(written[1])}")
+def save_and_ask(pipe: Pipeline, folder: Path, page: Page) -> None:
+    """Save what differs from the base, load it again, and ask both the same."""
+    pipe.save_pretrained(folder)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    base = pipe.model.config.base_model_name_or_path if pipe.model.config.external_weights else None
+    print(f"   {_bytes(size)}" + (f", without the weights of {base}" if base else ", with its base's weights"))
+    again = load(folder)
+    question = page.questions[0]
+    print(f"\n   {page.title}: {question}  (right: {page.answers[0][0]})")
+    for name, asked in (("as it was saved", pipe), ("loaded again", again)):
+        answer = asked(question, context=page.text, max_new_tokens=NEW_TOKENS)["answer"]
+        print(f"   {name + ':':<17}{answer}")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m context_compressors.demo",
-        description="Compress documents, read them back, ask about them, fine-tune and save.",
+        description="Answer questions about five pages from their text and from a few vectors; fine-tune; save.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add(
-        "--checkpoint", default=str(CHECKPOINT), metavar="FOLDER", help="default: the clone's checkpoints/mean_pooling"
+        "--checkpoint",
+        default=str(CHECKPOINT),
+        metavar="FOLDER",
+        help=f"default: the clone's checkpoints/{CHECKPOINT.name}",
     )
     add("--output", default="outputs/demo", metavar="FOLDER", help="where results go (default: outputs/demo)")
-    add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
-    add("--steps", type=int, default=40, metavar="N", help="fine-tuning steps (default: 40)")
+    add("--steps", type=int, default=20, metavar="N", help="fine-tuning steps (default: 20)")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> None:
     """All steps, in order."""
     output = Path(arguments.output).expanduser()
-    print(f"1. load {Path(arguments.checkpoint).name}")
-    demo = load(arguments.checkpoint, arguments.prompts)
-    datasets = load_documents(demo.tokenizer)
-    print(f"   {demo.model.num_parameters() / 1e6:.1f}M parameters, ratios {demo.ratios}, on {demo.model.device}")
-    print("\n2. compress, repeat, continue, answer")
-    for dataset in datasets:
-        show(demo, dataset)
-    print("\n3. score every ratio, beside no context and the full context\n")
-    report = score(demo, datasets)
-    tables = [score_table(demo, report, dataset) for dataset in datasets]
-    print(f"\n4. fine-tune with trl.SFTTrainer, {arguments.steps} steps on generated documents\n")
-    fine_tune(demo, arguments.steps, output)
+    print(f"1. load {Path(arguments.checkpoint).name}", flush=True)
+    pipe = load(arguments.checkpoint)
+    output.mkdir(parents=True, exist_ok=True)
+    model, pages = pipe.model, read_pages()
+    ratios = ", ".join(map(str, model.config.compression_ratios))
+    dtype = str(model.dtype).removeprefix("torch.")
+    print(f"   {model.num_parameters() / 1e6:.1f}M parameters in {dtype} on {pipe.device}; ratios {ratios}")
+    print("\n2. ask about five pages: from the full text, and from one vector for every 2, 4, ... of its tokens")
+    print("   + right, - not right: an answer is right if it holds the expected words")
+    readings = []
+    for page in pages:
+        readings.append([read_text(pipe, page), *read_slots(pipe, page)])
+        print(f"\n{page.title} ({len(page.text.split())} words)\n")
+        print(page_table(page, readings[-1]), flush=True)
+    results = {
+        "environment": environment(),
+        "dtype": dtype,
+        "pages": [
+            {"page": page.name, "questions": page.questions, "readings": [asdict(reading) for reading in found]}
+            for page, found in zip(pages, readings, strict=True)
+        ],
+    }
+    (output / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"\n3. fine-tune with trl.SFTTrainer: {arguments.steps} steps on these questions\n", flush=True)
+    fine_tune(pipe, pages, arguments.steps, output)
     folder = output / "model"
-    print(f"\n5. save a folder that is ready for the Hub: {folder}")
-    save(demo, folder, report, arguments.steps)
-    check_saved(demo, folder, contexts(datasets[0])[0])
-    print("\n6. results of the checkpoint as it was loaded\n")
-    for table in tables:
-        print(f"{table}\n")
-    report.save(output / "results.json")
-    picture = plot_demo(report, [dataset.name for dataset in datasets], output / "quality_by_ratio.png")
-    print(f"wrote {output / 'results.json'}\nwrote {picture}")
+    print(f"\n4. save it to {folder}, and load it again")
+    save_and_ask(pipe, folder, pages[0])
+    print("\n5. all pages, as the checkpoint was loaded (seconds and sizes: mean of a page)\n")
+    print(summary_table(readings))
+    print(f"\nwrote {output / 'results.json'}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -330,12 +419,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    disable_progress_bars()
     try:
         with warnings.catch_warnings():
             # Notices of the libraries to their own developers would hide what the demo shows.
             warnings.simplefilter("ignore", FutureWarning)
             run(arguments)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"done in {time.perf_counter() - start:.0f} s")
