@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation of a compressor beside its two bounds, no context and full context."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -14,11 +15,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..modeling.fingerprints import fingerprint
 from ..training.data import start_token_id, task_start_ids
 from ..training.task_tokens import text_tokenizer
 from .bert_score import BertScorer
 from .context_limits import context_limit, within_encoder_tokens
-from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, EvaluationRow, ratio_condition
+from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, alternative_condition, ratio_condition
+from .results import add_results, samples_digest
 from .samples import EvaluationDataset, Sample, SampleBuilder
 from .scoring import Condition, Scorer
 from .seq2seq_scoring import Seq2SeqScorer
@@ -35,12 +38,15 @@ def evaluate_model(
     teacher: PreTrainedModel | None = None,
     model_name: str | None = None,
     progress: bool = True,
+    notes: Mapping[str, Any] | None = None,
+    resume_from: EvaluationReport | None = None,
+    on_result: Callable[[EvaluationReport], Any] = lambda report: None,
 ) -> EvaluationReport:
     """Score a model on data sets: without context, with full context, and a compressor at every ratio.
 
     All conditions see the same samples and the same prompt, the first template of each task; behind slots, a method's
     task token takes the place of BOS. Answers and summaries are written greedily; reconstructions and continuations
-    are scored token by token given the right text before.
+    are scored token by token given the right text before. Every score has a bootstrap interval over documents.
 
     Args:
         model: a compressor's `...ForCausalLM`, or a plain causal language model for the two bounds alone.
@@ -50,21 +56,25 @@ def evaluate_model(
         teacher: language model of the two bounds; the compressor's own decoder as a plain language model when `None`.
         model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
         progress: whether to show a progress bar.
+        notes: what the report's settings should say besides.
+        resume_from: an unfinished report of the same evaluation, whose rows are taken over and not scored again; data
+            sets and tasks may be added to it.
+        on_result: called with the report after each task on each data set.
 
     Returns:
-        The report, a row for each data set, task and condition.
+        The report, a row for each data set, task and condition, and what every sample got that was scored now.
 
     Raises:
         TypeError: the model is neither a compressor nor a causal language model.
         ValueError: ratios, a teacher or zero shot for a plain language model, a ratio that the checkpoint was not
             trained for, a task that no data set serves, two data sets of one name, a teacher with another vocabulary,
-            or a context that does not fit and may not be cut.
+            a context that does not fit and may not be cut, or a report to resume from that is of another evaluation.
     """
     settings = settings or EvaluationSettings()
     compresses = can_compress(model)
     if not compresses:
         _check_language_model(model, teacher, settings)
-    elif model.config.task_token_ids:
+    elif model.config.task_token_ids or model.config.prompt_format == "chat":
         tokenizer = text_tokenizer(tokenizer)
     work = _work(datasets, settings)
     ratios = _ratios(model.config, settings) if compresses and not settings.bounds_only else []
@@ -82,6 +92,7 @@ def evaluate_model(
         prompts,
         settings.context_prefix or (model.config.context_prefix if compresses else ""),
         settings.truncation_side,
+        prompt_format=model.config.prompt_format if compresses else settings.prompt_format,
     )
     if compresses:
         _check_prefix(model, builder.prefix_ids, teacher, ratios, settings)
@@ -115,10 +126,16 @@ def evaluate_model(
             "bert_score_model": settings.bert_score_model and model_label(settings.bert_score_model),
             "dtype": str(model.dtype),
             "device": model.device.type,
+            "weights": fingerprint(model),
+            "teacher_weights": None if teacher is None else fingerprint(teacher),
+            "samples": {f"{data.name}, {task}": samples_digest(made) for data, task, made in samples},
+            **(notes or {}),
         },
     )
+    if resume_from is not None:
+        _take_over(report, resume_from)
     with _evaluation_mode([model] if teacher is None else [model, teacher]):
-        _score_all(report, scorer, samples, settings, progress)
+        _score_all(report, scorer, samples, settings, progress, on_result)
     return report
 
 
@@ -133,7 +150,12 @@ def _check_language_model(
     name = type(model).__name__
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise TypeError(f"model must be a compressor or a causal language model, got {name}")
-    refused = {"ratios": settings.ratios, "teacher": teacher, "zero shot": settings.zero_shot}
+    refused = {
+        "ratios": settings.ratios,
+        "teacher": teacher,
+        "zero shot": settings.zero_shot,
+        "alternatives": settings.alternatives,
+    }
     if wrong := [what for what, value in refused.items() if value]:
         raise ValueError(
             f"{name} is a plain language model, scored without context and with full context only: "
@@ -153,18 +175,36 @@ def _evaluation_mode(models: Sequence[PreTrainedModel]) -> Iterator[None]:
             model.train(mode)
 
 
+def _take_over(report: EvaluationReport, earlier: EvaluationReport) -> None:
+    """Take over the rows of an earlier report of the same evaluation."""
+    mine, theirs = report.to_dict(), earlier.to_dict()
+    differing = [name for name in ("model", "bounds", "num_parameters") if mine[name] != theirs[name]]
+    mine, theirs = mine["settings"], theirs["settings"]
+    differing += [name for name in mine if name not in ("tasks", "samples") and mine[name] != theirs.get(name)]
+    samples = theirs.get("samples", {})
+    differing += [name for name, digest in mine["samples"].items() if samples.get(name, digest) != digest]
+    if differing:
+        raise ValueError(f"the report to resume from is of another evaluation; it differs in {', '.join(differing)}")
+    report.settings["samples"] = samples | mine["samples"]
+    for row in earlier.rows:
+        report.add(row)
+
+
 def _score_all(
     report: EvaluationReport,
     scorer: Scorer,
     work: Sequence[tuple[EvaluationDataset, str, list[Sample]]],
     settings: EvaluationSettings,
     progress: bool,
+    on_result: Callable[[EvaluationReport], Any],
 ) -> None:
+    done = {(row.dataset, row.task) for row in report.rows}
+    work = [(dataset, task, samples) for dataset, task, samples in work if (dataset.name, task) not in done]
     total = sum(len(samples) for *_, samples in work)
     with tqdm(total=total, desc="evaluate", unit="sample", disable=not progress) as bar:
         for dataset, task, samples in work:
             bar.set_postfix_str(f"{dataset.name}, {task}")
-            scores = scorer.score(
+            tallies = scorer.tallies(
                 task,
                 samples,
                 settings.batch_size,
@@ -173,10 +213,9 @@ def _score_all(
                 bar.update,
                 settings.answer_perplexity,
             )
-            truncated = sum(sample.truncated for sample in samples)
-            for condition, metrics in scores.items():
-                row = (dataset.name, dataset.domain, task, condition, metrics)
-                report.add(EvaluationRow(*row, len(samples), settings.seed, truncated))
+            resampling = (settings.seed, settings.num_resamples, scorer.bert_scorer)
+            add_results(report, dataset, task, samples, tallies, *resampling)
+            on_result(report)
 
 
 def _bert_scorer(settings: EvaluationSettings, device: torch.device) -> BertScorer | None:
@@ -228,10 +267,10 @@ def _conditions(
             f"model's of {model.config.vocab_size}: the teacher must use the same tokenizer"
         )
     if model.config.is_encoder_decoder:
-        if teacher is not None or settings.zero_shot:
+        if teacher is not None or settings.zero_shot or settings.alternatives:
             raise ValueError(
-                "an encoder-decoder takes no teacher and no zero shot: its full-context bound is a checkpoint of its "
-                "own, with `compression='none'`"
+                "an encoder-decoder takes no teacher, no zero shot and no alternatives: its full-context bound is a "
+                "checkpoint of its own, with `compression='none'`"
             )
         return [Condition(NO_CONTEXT, model), *(Condition(ratio_condition(ratio), model, ratio) for ratio in ratios)]
     reader, starts = model if teacher is None else teacher, settings.task_tokens_in_bounds
@@ -245,7 +284,20 @@ def _conditions(
             Condition("zero_shot_no_context", model, active=base),
             Condition("zero_shot_full_context", model, with_context=True, active=base),
         ]
-    return conditions + [Condition(ratio_condition(ratio), model, ratio=ratio) for ratio in ratios]
+    conditions += [Condition(ratio_condition(ratio), model, ratio=ratio) for ratio in ratios]
+    for selection in settings.alternatives:
+        conditions += [
+            Condition(
+                alternative_condition(selection, ratio),
+                reader,
+                with_context=True,
+                task_token=starts,
+                selection=selection,
+                budget_ratio=ratio,
+            )
+            for ratio in ratios
+        ]
+    return conditions
 
 
 def _max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import device_name
 from ..training.prompts import TASKS
-from ..training.suggestions import check_choice, nearest
-from .settings import DEFAULT_TASKS, EvaluationSettings
+from ..training.suggestions import nearest
+from .settings import DEFAULT_TASKS, NUM_RESAMPLES, EvaluationSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +35,12 @@ examples:
   # Restoration as GMSA measures it: the original context beside the slots, at three lengths:
   context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction --reconstruction-bleu \\
       --restoration-lengths 128 256 512 --bert-score-model scorers/roberta-large --bert-score-layer 17
+
+  # 1,000 questions of one set and 300 of another, beside a reader with an adapter of PEFT that reads the whole text,
+  # its beginning, or what BM25 picks; the report grows while it runs, and a second start goes on with it:
+  context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 --out-of-domain nq_test.parquet#300 \\
+      --tasks question_answering --alternatives cut bm25 --teacher reader-lora --teacher-base my-base \\
+      --output results.json --keep-answers answers.jsonl --resume
 
   # The plain language model that a compressor stands on:
   context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
@@ -92,15 +98,20 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", help="Hub id or folder of the compressor or plain language model")
     source = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:one_hop or generated:two_hop"
-    add(
-        "--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {source}; NAME=SOURCE names one"
-    )
+    names = "NAME=SOURCE names one, SOURCE#N draws N of its samples"
+    add("--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {source}; {names}")
     add("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise")
     add("--data-dir", metavar="FOLDER", help="folder that the files are relative to")
+    columns = "where a data set has other names, such as squad.answers=answers.text"
+    add("--columns", nargs="+", default=[], metavar="NAME.COLUMN=THEIRS", help=columns)
     add("--tasks", nargs="+", default=list(DEFAULT_TASKS), metavar="TASK", help=f"among {', '.join(TASKS)}")
     add("--ratios", nargs="+", type=int, metavar="R", help="compression ratios (default: the checkpoint's own)")
-    add("--teacher", metavar="MODEL", help="language model of the bounds (default: the compressor's own decoder)")
+    teacher = "language model, or adapter folder of PEFT, of the bounds (default: the compressor's own decoder)"
+    add("--teacher", metavar="MODEL", help=teacher)
+    add("--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)")
     add("--base-model", metavar="MODEL", help="base of a light checkpoint (default: where the checkpoint says)")
+    alternatives = "beside each ratio, as many tokens of the text: its beginning (cut), or BM25's sentences (bm25)"
+    add("--alternatives", nargs="+", default=[], metavar="KIND", help=alternatives)
     add("--zero-shot", action="store_true", help="also score the base language model with the adapters off")
     add("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)")
     add("--batch-size", type=int, default=8, metavar="B", help="samples per batch (default: 8)")
@@ -114,6 +125,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too")
     add("--bert-score-layer", type=int, metavar="L", help="layer of the scorer model (default: its last)")
     add("--answer-perplexity", action="store_true", help="also score each question's first answer token by token")
+    add(
+        "--prompt-format", default="plain", metavar="FORMAT", help="of a plain language model: plain (default) or chat"
+    )
     add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
     add("--context-prefix", default="", metavar="TEXT", help="in front of the contexts of questions and summaries")
     add("--bounds-only", action="store_true", help="score a compressor without context and with full context only")
@@ -122,10 +136,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them")
     add("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left")
     add("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for")
-    add("--output", metavar="FILE", help="write the report as JSON")
+    add("--output", metavar="FILE", help="write the report as JSON, anew after each task on each data set")
+    add("--resume", action="store_true", help="go on with the report in --output, if it is there")
+    add("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL")
     add("--plots", metavar="FOLDER", help="write pictures of the report")
     add("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size")
-    add("--seed", type=int, default=0, help="draws samples, windows and generated documents (default: 0)")
+    add("--seed", type=int, default=0, help="draws samples, windows, documents and resamples (default: 0)")
+    add(
+        "--num-resamples", type=int, default=NUM_RESAMPLES, metavar="N", help="of the bootstrap (default: %(default)s)"
+    )
     add("--device", type=device_name, default="auto", help='such as "cpu" or "cuda" (default: a GPU if there is one)')
     add("--dtype", default="auto", help='"auto" (as saved, the default), "float32", "bfloat16" or "float16"')
     add("--trust-remote-code", action="store_true", help="run the code that a Hub repository brings")
@@ -137,7 +156,7 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
     fields: dict[str, Any] = {
         name: getattr(arguments, name) for name in EvaluationSettings.__dataclass_fields__ if name in arguments
     }
-    fields["tasks"] = tuple(arguments.tasks)
+    fields["tasks"], fields["alternatives"] = tuple(arguments.tasks), tuple(arguments.alternatives)
     for name in ("ratios", "restoration_lengths"):
         values = getattr(arguments, name)
         fields[name] = None if values is None else tuple(values)
@@ -147,21 +166,32 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
     return EvaluationSettings(**fields)
 
 
-def _load(name: str, arguments: argparse.Namespace, base_model: str | None = None) -> PreTrainedModel:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+def columns_from_arguments(values: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Data set -> our column -> its column, from values such as "squad.answers=answers.text".
 
-    # Importing the models registers them, so that our own checkpoints need no remote code.
-    from .. import modeling  # noqa: F401
+    Raises:
+        ValueError: a value of another form.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for value in values:
+        place, _, theirs = value.partition("=")
+        name, _, column = place.rpartition(".")
+        if not name or not theirs:
+            raise ValueError(f"columns must be given as NAME.COLUMN=THEIRS, got {value!r}")
+        found.setdefault(name, {})[column] = theirs
+    return found
 
-    check_choice("dtype", arguments.dtype, ("auto", "float32", "bfloat16", "float16"))
-    config = AutoConfig.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
-    base = {} if base_model is None else {"base_model": base_model}
-    model = (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_pretrained(
-        name, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code, **base
+
+def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> PreTrainedModel:
+    from .loading import load_model
+
+    return load_model(
+        name,
+        base_model=base_model,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code,
     )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(default if arguments.device == "auto" else arguments.device)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -170,57 +200,92 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.data and not arguments.out_of_domain:
         parser.error("give at least one data set with --data or --out-of-domain")
+    try:
+        report = _evaluate(arguments)
+        paths = []
+        if arguments.plots:
+            from .report import EvaluationReport
 
+            others = [EvaluationReport.load(path) for path in arguments.compare_with]
+            paths = write_plots(report, arguments.plots, others)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(report.to_markdown())
+    for path in [*filter(None, [arguments.output, arguments.keep_answers]), *paths]:
+        print(f"wrote {path}")
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
+    """Load what the arguments name, score it, and write the report and the answers while they come."""
     from transformers import AutoTokenizer
 
+    from ..modeling.pretrained_bases import base_place
+    from .answers_file import AnswersFile
     from .evaluate import can_compress, evaluate_model, model_label
     from .report import EvaluationReport
     from .samples import load_dataset_source
 
-    try:
-        settings = settings_from_arguments(arguments)
-        others = [EvaluationReport.load(path) for path in arguments.compare_with]
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
-        datasets = [
-            load_dataset_source(
-                source,
-                tokenizer,
-                domain=domain,
-                data_dir=arguments.data_dir,
-                seed=arguments.seed,
-                num_documents=arguments.documents,
-                document_tokens=arguments.document_tokens,
-            )
-            for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
-            for source in sources
-        ]
-        if arguments.plots and settings.bounds_only:
-            raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
-        model = _load(arguments.model, arguments, arguments.base_model)
-        if arguments.plots and not can_compress(model):
-            raise ValueError(
-                f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
-            )
-        report = evaluate_model(
-            model,
+    settings = settings_from_arguments(arguments)
+    earlier = None
+    if arguments.resume:
+        if not arguments.output:
+            raise ValueError("--resume goes on with the report in --output: name it")
+        earlier = EvaluationReport.load(arguments.output) if Path(arguments.output).exists() else None
+    for path in arguments.compare_with:
+        EvaluationReport.load(path)
+    place = base_place(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
+    datasets = [
+        load_dataset_source(
+            source,
             tokenizer,
-            datasets,
-            settings,
-            teacher=None if arguments.teacher is None else _load(arguments.teacher, arguments),
-            model_name=model_label(arguments.model),
+            domain=domain,
+            data_dir=arguments.data_dir,
+            seed=arguments.seed,
+            num_documents=arguments.documents,
+            document_tokens=arguments.document_tokens,
+            columns=columns_from_arguments(arguments.columns),
         )
+        for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
+        for source in sources
+    ]
+    if arguments.plots and settings.bounds_only:
+        raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
+    model = _load(arguments.model, arguments, arguments.base_model)
+    if arguments.plots and not can_compress(model):
+        raise ValueError(
+            f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
+        )
+    teacher = None if arguments.teacher is None else _load(arguments.teacher, arguments, arguments.teacher_base)
+    done = set() if earlier is None else {(row.dataset, row.task) for row in earlier.rows}
+    answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None
+
+    def write(report: EvaluationReport) -> None:
+        # Answers first: what the report has, it has answers for.
+        if answers is not None:
+            answers.write_new(report)
+        if arguments.output:
+            report.save(arguments.output)
+
+    report = evaluate_model(
+        model,
+        tokenizer,
+        datasets,
+        settings,
+        teacher=teacher,
+        model_name=model_label(arguments.model),
         # Scores on generated documents mean nothing without their length.
-        report.settings["document_tokens"] = arguments.document_tokens
-    except (OSError, TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if arguments.output:
-        report.save(arguments.output)
-    paths = write_plots(report, arguments.plots, others) if arguments.plots else []
-    print(report.to_markdown())
-    for path in [*([arguments.output] if arguments.output else []), *paths]:
-        print(f"wrote {path}")
-    return 0
+        notes={
+            "document_tokens": arguments.document_tokens,
+            "teacher": arguments.teacher and model_label(arguments.teacher),
+        },
+        resume_from=earlier,
+        on_result=write,
+    )
+    write(report)
+    return report
 
 
 if __name__ == "__main__":

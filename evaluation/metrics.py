@@ -2,23 +2,28 @@
 """Scores of answers, summaries, reconstructions and continuations.
 
 Every function is pure: lists of strings, tensors or numbers in, floats out. Scores that are shares (exact match, F1,
-ROUGE, BLEU, accuracies) run from 0 to 100. Perplexity runs from 1 up, and a teacher-normalised score is a plain
-number that is 1 at the full-context score and 0 at the no-context score.
+ROUGE, BLEU, accuracies) run from 0 to 100; a teacher-normalised score is a plain number that is 1 at the full-context
+score and 0 at the no-context score.
 """
 
 import itertools
-import math
 import re
 import string
 from collections.abc import Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 from rouge_score.rouge_scorer import RougeScorer
-from torchmetrics.functional.text import rouge_score, sacre_bleu_score, squad
+from sacrebleu.metrics import BLEU
+from torchmetrics.functional.text import rouge_score, squad
 
 _PUNCTUATION = frozenset(string.punctuation)
+_BLEU = BLEU(effective_order=True)
 # Without rougeLsum, for which torchmetrics would download data that splits sentences: see `rouge_lsum`.
 ROUGE_KEYS = ("rouge1", "rouge2", "rougeL")
+
+Number = TypeVar("Number", float, np.ndarray)
 
 
 def normalize_answer(text: str) -> str:
@@ -123,7 +128,27 @@ def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> flo
         ValueError: no predictions, another number of references, or a sample without one.
     """
     check_references(predictions, references)
-    return 100.0 * float(sacre_bleu_score(list(predictions), [list(texts) for texts in references], n_gram=4))
+    counts = [bleu_counts(prediction, texts) for prediction, texts in zip(predictions, references, strict=True)]
+    return float(bleu_of_counts(np.sum(counts, axis=0)))
+
+
+def bleu_counts(prediction: str, references: Sequence[str]) -> list[int]:
+    """What one sample adds to corpus BLEU-4: matching n-grams, n-grams, tokens, and tokens of the nearest reference.
+
+    Returns:
+        Ten numbers: the first two for each of 1 to 4 tokens.
+    """
+    score = _BLEU.sentence_score(prediction, list(references))
+    return [*score.counts, *score.totals, score.sys_len, score.ref_len]
+
+
+def bleu_of_counts(counts: np.ndarray) -> np.ndarray:
+    """Corpus BLEU-4 without smoothing, 0 to 100, from sums of `bleu_counts`, `(..., 10)`."""
+    matches, totals, length, wanted = counts[..., :4], counts[..., 4:8], counts[..., 8], counts[..., 9]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        precision = np.exp(np.log(matches / totals).mean(axis=-1))
+        brevity = np.exp(np.minimum(0.0, 1 - wanted / length))
+    return 100.0 * np.where((matches > 0).all(axis=-1), precision * brevity, 0.0)
 
 
 def prefix_exact_match(predicted_ids: Sequence[Sequence[int]], reference_ids: Sequence[Sequence[int]]) -> float:
@@ -151,26 +176,6 @@ def prefix_exact_match(predicted_ids: Sequence[Sequence[int]], reference_ids: Se
     return 100.0 * total / len(predicted_ids)
 
 
-def token_accuracy(predicted_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> float:
-    """Share of label tokens that are predicted exactly, 0 to 100.
-
-    Args:
-        predicted_ids: the prediction for each label, already shifted, `(batch_size, num_tokens)`.
-        labels: token ids, same shape; `ignore_index` where nothing is counted.
-
-    Raises:
-        ValueError: the shapes differ, or no label counts.
-    """
-    if predicted_ids.shape != labels.shape:
-        raise ValueError(
-            f"predicted_ids and labels must have one shape, got {tuple(predicted_ids.shape)} and {tuple(labels.shape)}"
-        )
-    counted = labels != ignore_index
-    if not counted.any():
-        raise ValueError(f"no label counts: all {labels.numel()} labels are {ignore_index}")
-    return 100.0 * float((predicted_ids[counted] == labels[counted]).double().mean())
-
-
 def summed_nll(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> tuple[float, int]:
     """Negative log-likelihood (natural logarithm) summed over the label tokens, and their number.
 
@@ -195,21 +200,7 @@ def summed_nll(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -
     return total, int((labels != ignore_index).sum())
 
 
-def perplexity(total_nll: float, num_tokens: int) -> float:
-    """Perplexity of a data set from its summed negative log-likelihood: each token weighs the same, not each sample.
-
-    Raises:
-        ValueError: no tokens.
-    """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
-    try:
-        return math.exp(total_nll / num_tokens)
-    except OverflowError:
-        return math.inf
-
-
-def teacher_normalized(score: float, full: float, none: float) -> float:
+def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
     """Share of the context's worth that is kept: `(score - none) / (full - none)`.
 
     Works for scores where lower is better, too, since the sign cancels. It only means something where the full context
@@ -218,7 +209,7 @@ def teacher_normalized(score: float, full: float, none: float) -> float:
     Args:
         score: the score with the compressed context.
         full: the teacher's score with the full context.
-        none: the teacher's score without context.
+        none: the teacher's score without context; all three are numbers, or arrays such as scores of resamples.
 
     Returns:
         1 at the full-context score, 0 at the no-context score, NaN where the two are equal (then the context is worth
@@ -226,7 +217,9 @@ def teacher_normalized(score: float, full: float, none: float) -> float:
 
     Source: mean-pooling paper, section 5.1, Metrics.
     """
-    return math.nan if full == none else (score - none) / (full - none)
+    worth = np.asarray(full, dtype=np.float64) - none
+    with np.errstate(invalid="ignore"):
+        return (score - none) / np.where(worth == 0, np.nan, worth)
 
 
 def check_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:

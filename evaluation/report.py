@@ -26,6 +26,9 @@ MAIN_METRICS = {
     "reconstruction": "token_accuracy",
     "continuation": "perplexity",
 }
+RETENTION = "retention"
+# Name in the rows -> title in tables.
+_COSTS = {"slots": "slots", "memory_bytes": "bytes", "decoder_positions": "positions"}
 _PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "torchmetrics", "context-compressors")
 _FORMAT_VERSION = 1
 
@@ -36,9 +39,19 @@ def ratio_condition(ratio: int) -> str:
 
 
 def ratio_of(condition: str) -> int | None:
-    """The ratio in a condition's name, or `None` for the conditions without compression."""
+    """The ratio in a condition's name, or `None` for the conditions without compression, "cut=4" among them."""
     name, _, number = condition.partition("=")
     return int(number) if name == "ratio" and number.isdecimal() else None
+
+
+def alternative_condition(selection: str, ratio: int) -> str:
+    """Name of the condition "as many tokens of the text as slots at a ratio", such as `cut=4` or `bm25=4`."""
+    return f"{selection}={ratio}"
+
+
+def _place_of(condition: str, kinds: Sequence[str]) -> tuple[int, int]:
+    kind, _, number = condition.partition("=")
+    return (kinds.index(kind), int(number)) if number.isdecimal() else (-1, 0)
 
 
 def environment() -> dict[str, Any]:
@@ -82,6 +95,13 @@ class EvaluationRow:
         num_samples: number of samples behind the scores.
         seed: the seed that drew the samples.
         num_truncated: samples whose context was cut to fit the model.
+        num_documents: number of different contexts; `None` where it is not known.
+        intervals: metric, or "retention", -> both ends of its 95 % bootstrap interval over documents; NaN where there
+            is only one document.
+        retention: `metrics.teacher_normalized` of the task's main metric, in percent; `None` of the bounds themselves
+            and where they were not scored.
+        costs: means of `slots` and `memory_bytes` of a document's memory, and of `decoder_positions`, all that the
+            decoder has read when it starts to write.
 
     Raises:
         ValueError: a domain that is not allowed, no samples, or more truncated ones than there are.
@@ -95,6 +115,10 @@ class EvaluationRow:
     num_samples: int
     seed: int = 0
     num_truncated: int = 0
+    num_documents: int | None = None
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    retention: float | None = None
+    costs: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.domain not in DOMAINS:
@@ -108,6 +132,35 @@ class EvaluationRow:
     def key(self) -> tuple[str, str, str, int]:
         """What makes a row unique in a report."""
         return self.dataset, self.task, self.condition, self.seed
+
+
+@dataclass(frozen=True)
+class SampleAnswers:
+    """What one sample got under all conditions.
+
+    Args:
+        dataset: name of the data set.
+        task: what was asked.
+        id: the sample's own name in its data set, or its row.
+        document: number of the sample's context in the data set.
+        question: the question, if there is one.
+        references: the accepted texts.
+        answers: condition -> what was written, where anything was.
+        scores: condition -> metric -> the sample's own score.
+    """
+
+    dataset: str
+    task: str
+    id: str
+    document: int
+    question: str
+    references: list[str]
+    answers: dict[str, str]
+    scores: dict[str, dict[str, float]]
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(_plain(asdict(self)), ensure_ascii=False, allow_nan=False)
 
 
 @dataclass
@@ -126,6 +179,7 @@ class EvaluationReport:
         num_parameters: the model's parameters, for plots by size.
         settings: options of the evaluation.
         environment: hardware and versions, see `environment`.
+        answers: what every sample got, see `SampleAnswers`; kept out of the report's file.
 
     Raises:
         ValueError: bounds that are not allowed, or two rows for the same data set, task, condition and seed.
@@ -137,6 +191,7 @@ class EvaluationReport:
     num_parameters: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=environment)
+    answers: list[SampleAnswers] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if self.bounds not in BOUNDS:
@@ -156,9 +211,10 @@ class EvaluationReport:
         return list(dict.fromkeys(row.task for row in self.rows))
 
     def conditions(self, task: str) -> list[str]:
-        """Conditions of a task: those without compression first, as they came, then by ascending ratio."""
-        names = dict.fromkeys(row.condition for row in self.rows if row.task == task)
-        return sorted(names, key=lambda name: ratio_of(name) or 0)
+        """Conditions of a task: those without a ratio first, as they came, then each kind by ascending ratio."""
+        names = list(dict.fromkeys(row.condition for row in self.rows if row.task == task))
+        kinds = list(dict.fromkeys(name.partition("=")[0] for name in names))
+        return sorted(names, key=lambda name: _place_of(name, kinds))
 
     def ratios(self, task: str) -> list[int]:
         """Compression ratios that a task was evaluated at, ascending."""
@@ -285,7 +341,10 @@ class EvaluationReport:
         """Write the report as a JSON file, folders included, and return its path."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        # At once or not at all: a long evaluation writes its report again and again.
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(path)
         return path
 
     @classmethod
@@ -295,10 +354,7 @@ class EvaluationReport:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content["format_version"] != _FORMAT_VERSION:
                 raise ValueError(f"format_version must be {_FORMAT_VERSION}, got {content['format_version']!r}")
-            rows = [
-                EvaluationRow(**row | {"metrics": {name: _number(value) for name, value in row["metrics"].items()}})
-                for row in content["rows"]
-            ]
+            rows = [_row_from(row) for row in content["rows"]]
             names = ("model", "bounds", "num_parameters", "settings", "environment")
             return cls(rows=rows, **{name: content[name] for name in names})
         except (KeyError, TypeError, ValueError) as error:
@@ -307,6 +363,8 @@ class EvaluationReport:
     def to_markdown(self) -> str:
         """The report as Markdown: per task one table of all rows and one of the averages of its main metric."""
         parts = [f"# {self.model}", f"Bounds (no_context, full_context): {self.bounds}."]
+        if any(row.intervals for row in self.rows):
+            parts.append("In brackets: 95 % bootstrap intervals over documents.")
         for task in self.tasks():
             parts += [f"## {task}", self._rows_table(task), self._averages_table(task)]
         return "\n\n".join(parts) + "\n"
@@ -319,13 +377,17 @@ class EvaluationReport:
             (row for row in self.rows if row.task == task),
             key=lambda row: (datasets.index(row.dataset), row.seed, order[row.condition]),
         )
-        header = ["data set", "domain", "seed", "condition", "samples", "truncated", *metrics]
+        costs = [name for name in _COSTS if any(name in row.costs for row in rows)]
+        kept = [RETENTION] if any(row.retention is not None for row in rows) else []
+        header = ["data set", "domain", "seed", "condition", "samples", "documents", "truncated"]
         body = [
-            [row.dataset, row.domain, row.seed, row.condition, row.num_samples, row.num_truncated]
-            + [_text(row.metrics.get(metric)) for metric in metrics]
+            [row.dataset, row.domain, row.seed, row.condition, row.num_samples, row.num_documents or "-"]
+            + [row.num_truncated, *(_with_interval(row.metrics.get(metric), row, metric) for metric in metrics)]
+            + [_with_interval(row.retention, row, RETENTION) for _ in kept]
+            + [_text(row.costs.get(name)) for name in costs]
             for row in rows
         ]
-        return markdown_table(header, body)
+        return markdown_table([*header, *metrics, *kept, *(_COSTS[name] for name in costs)], body)
 
     def _averages_table(self, task: str) -> str:
         metric = MAIN_METRICS.get(task, self.metric_names(task)[0])
@@ -358,9 +420,30 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
+def _row_from(content: dict[str, Any]) -> EvaluationRow:
+    """A row from its plain JSON values; files of earlier versions lack what has a default."""
+    read = {
+        "metrics": {name: _number(value) for name, value in content["metrics"].items()},
+        "intervals": {
+            name: (_number(low), _number(high)) for name, (low, high) in content.get("intervals", {}).items()
+        },
+    }
+    if content.get("retention") is not None:
+        read["retention"] = _number(content["retention"])
+    return EvaluationRow(**content | read)
+
+
+def _with_interval(value: float | None, row: EvaluationRow, metric: str) -> str:
+    low, high = row.intervals.get(metric, (math.nan, math.nan))
+    interval = "" if math.isnan(low) or _text(value) == "-" else f" [{_text(low)}, {_text(high)}]"
+    return _text(value) + interval
+
+
 def _text(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.2f}"
 
 

@@ -5,13 +5,14 @@ import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..modeling.prompting import prompt_ids as make_prompt_ids
 from ..training.data import DataSource, answer_text, encode, read_rows
 from ..training.generated import GeneratedDocument, generate_document
 from ..training.prompts import TASKS, format_prompt
@@ -37,16 +38,20 @@ class EvaluationDataset:
         name: how result rows call it.
         examples: mappings with `context`, `question` and `answers`, with `context` and `summary`, or with `text`.
         domain: "in" when the compressor was trained on the data set's training part, "out" otherwise.
+        max_samples: samples per task, drawn by the seed; the evaluation's own number when `None`.
 
     Raises:
-        ValueError: a domain that is not allowed, or no examples.
+        ValueError: a domain that is not allowed, no examples, or no samples.
     """
 
     name: str
     examples: Sequence[Mapping[str, Any]]
     domain: str = "in"
+    max_samples: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ValueError(f"max_samples of data set {self.name!r} must be at least 1, got {self.max_samples}")
         if self.domain not in DOMAINS:
             raise ValueError(f"domain of data set {self.name!r} must be one of {DOMAINS}, got {self.domain!r}")
         if not len(self.examples):
@@ -66,13 +71,21 @@ class EvaluationDataset:
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenized sample: what is compressed, what follows it, and what should come out."""
+    """One tokenized sample: what is compressed, what follows it, and what should come out.
+
+    Samples with the same `document` share a context. `head_ids` stand in front of it: the opening of the user's turn
+    in a chat.
+    """
 
     context_ids: list[int]
     prompt_ids: list[int]
     target_ids: list[int]
     references: list[str]
     truncated: bool = False
+    document: int = 0
+    id: str = ""
+    question: str = ""
+    head_ids: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.context_ids) + len(self.prompt_ids) + len(self.target_ids)
@@ -87,40 +100,51 @@ def load_dataset_source(
     seed: int = 0,
     num_documents: int = 100,
     document_tokens: int = 128,
+    columns: Mapping[str, Mapping[str, str]] | None = None,
 ) -> EvaluationDataset:
     """Read one data set from its description on the command line.
 
     Args:
         source: `FILE` (.parquet, .jsonl or .json, or a pattern of such), `HUB_NAME[:CONFIG][@SPLIT]` (split "test"
             when none is given), or `generated`, `generated:one_hop`, `generated:two_hop` (test documents, with the
-            questions that join so many facts); `NAME=` in front gives it another name.
+            questions that join so many facts); `NAME=` in front gives it another name, and `#N` behind it has N
+            samples drawn, whatever number the evaluation draws elsewhere.
         tokenizer: measures the length of generated documents.
         domain: "in" or "out".
         data_dir: folder that files are relative to.
         seed: draws generated documents.
         num_documents: number of generated documents.
         document_tokens: length limit of generated documents.
+        columns: name of a data set -> where it has other names than ours, see `DataSource.columns`.
 
     Raises:
         ValueError: no such file, data set or kind of question, or a data set without rows.
     """
     name, _, description = source.rpartition("=")
+    counted, _, number = description.rpartition("#")
+    max_samples = int(number) if counted and number.isdecimal() else None
+    if max_samples is not None:
+        description = counted
     kind, _, questions = description.partition(":")
     if kind == "generated":
         if questions:
             check_choice("kind of generated questions:", questions, _HOPS)
         examples = _generated_examples(tokenizer, seed, num_documents, document_tokens, _HOPS.get(questions))
-        return EvaluationDataset(name or description, examples, domain)
+        return EvaluationDataset(name or description, examples, domain, max_samples)
     path = Path(description)
     if path.suffix in _FILE_TYPES:
-        table = read_rows(DataSource(path=description, tasks=_ANY_TEXT), data_dir, seed)
-        return EvaluationDataset(name or path.stem, table.to_pylist(), domain)
+        name = name or path.stem
+        renamed = (columns or {}).get(name)
+        table = read_rows(DataSource(path=description, tasks=_ANY_TEXT, columns=renamed), data_dir, seed)
+        return EvaluationDataset(name, table.to_pylist(), domain, max_samples)
     if (Path(data_dir or ".") / path).is_dir():
         raise ValueError(f"{description!r} is a folder: name its files, such as {description}/*.parquet")
     hub, _, split = description.partition("@")
     hub_name, _, config = hub.partition(":")
-    table = read_rows(DataSource(name=hub_name, config=config or None, split=split or "test", tasks=_ANY_TEXT))
-    return EvaluationDataset(name or hub, table.to_pylist(), domain)
+    renamed = (columns or {}).get(name or hub)
+    where = {"name": hub_name, "config": config or None, "split": split or "test"}
+    table = read_rows(DataSource(**where, tasks=_ANY_TEXT, columns=renamed))
+    return EvaluationDataset(name or hub, table.to_pylist(), domain, max_samples)
 
 
 def _generated_examples(
@@ -166,7 +190,8 @@ class SampleBuilder:
     """Makes the samples of a task, and keeps each within the model's positions.
 
     Args:
-        tokenizer: makes the token ids; its EOS ends every target.
+        tokenizer: makes the token ids. Its EOS ends every answer, summary and reconstruction, whose task is done with
+            it, and a continuation that comes to the end of its text; none stands where a continuation was merely cut.
         max_positions: positions for context, prompt and target together, `None` for no limit.
         max_new_tokens: task -> most tokens that an answer or summary may have.
         context_tokens: length of the windows that reconstruction and continuation take from a text.
@@ -179,6 +204,7 @@ class SampleBuilder:
         context_prefix: text in front of the contexts of questions and summaries.
         truncation_side: side that these contexts are cut on, behind their prefix.
         min_text_tokens: texts to reconstruct or to continue that are shorter are left out, and counted.
+        prompt_format: see `CompressorConfig`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -193,6 +219,7 @@ class SampleBuilder:
     context_prefix: str = ""
     truncation_side: str = "right"
     min_text_tokens: int = _SHORTEST_TEXT
+    prompt_format: str = "plain"
 
     @cached_property
     def prefix_ids(self) -> list[int]:
@@ -200,7 +227,15 @@ class SampleBuilder:
         return prefix_ids(self.tokenizer, self.context_prefix)
 
     def build(self, dataset: EvaluationDataset, task: str, max_samples: int | None = None) -> list[Sample]:
-        """Make the samples of a task: all of them, or `max_samples` drawn by the seed.
+        """Make the samples of a task: all of them, or as many as are wanted, drawn by the seed.
+
+        They are drawn from all rows alike, by the seed and the names of data set and task, so that they are the same
+        ones whatever else is evaluated.
+
+        Args:
+            dataset: what they are made from; its own `max_samples` goes first.
+            task: what they ask for.
+            max_samples: how many to draw; all when `None`.
 
         Raises:
             ValueError: the data set cannot serve the task, or a context does not fit and may not be cut.
@@ -208,17 +243,27 @@ class SampleBuilder:
         if task not in dataset.tasks():
             raise ValueError(f"data set {dataset.name!r} cannot serve {task}; its columns allow {dataset.tasks()}")
         examples = self._long_enough(task, _examples_of(task, dataset), dataset.name)
+        max_samples = max_samples if dataset.max_samples is None else dataset.max_samples
         if max_samples is not None and max_samples < len(examples):
             rng = random.Random(f"{self.seed}/{dataset.name}/{task}")
             examples = [examples[index] for index in sorted(rng.sample(range(len(examples)), max_samples))]
         rng = random.Random(f"{self.seed}/{dataset.name}/{task}/windows")
-        samples = [self._sample(task, example, rng) for example in examples]
+        documents: dict[str, int] = {}
+        samples = [self._named(example, self._sample(task, example, rng), documents) for example in examples]
         kept = [sample for sample in samples if sample is not None]
         self._check_left_out(task, dataset.name, len(samples) - len(kept), len(kept))
         fitted = [self.fit(task, sample, dataset.name) for sample in kept]
         if truncated := sum(sample.truncated for sample in fitted):
             logger.warning("%s, %s: %d of %d contexts truncated", dataset.name, task, truncated, len(fitted))
         return fitted
+
+    def _named(self, example: Mapping[str, Any], sample: Sample | None, documents: dict[str, int]) -> Sample | None:
+        """The sample with its example's name, its question, and the number of its context."""
+        if sample is None:
+            return None
+        context = example.get("context", example.get("text"))
+        document = documents.setdefault(context, len(documents))
+        return replace(sample, document=document, id=example["id"], question=example.get("question", ""))
 
     def _long_enough(self, task: str, examples: Sequence[Mapping[str, Any]], name: str) -> Sequence[Mapping[str, Any]]:
         """What samples may be drawn from, where windows have a length of their own."""
@@ -265,34 +310,39 @@ class SampleBuilder:
         return found
 
     def _sample(self, task: str, example: Mapping[str, Any], rng: random.Random) -> Sample | None:
-        eos = self.tokenizer.eos_token_id
         prompt = format_prompt(task, example.get("question", ""), path=self.prompts)
-        prompt_ids = encode(self.tokenizer, prompt)
+        ids_of_prompt = make_prompt_ids(self.tokenizer, [prompt], self.prompt_format)
+        head_ids, prompt_ids, eos = ids_of_prompt.head, ids_of_prompt.turns[0], ids_of_prompt.end
         if task in ("question_answering", "summarisation"):
             references = list(example["answers"])
-            target_ids = [*encode(self.tokenizer, " " + references[0]), eos]
+            before = "" if self.prompt_format == "chat" else " "
+            target_ids = [*encode(self.tokenizer, before + references[0]), eos]
             # Tokenized apart, as in training.
             context_ids = [*self.prefix_ids, *encode(self.tokenizer, example["context"])]
-            return Sample(context_ids, prompt_ids, target_ids, references)
+            return Sample(context_ids, prompt_ids, target_ids, references, head_ids=head_ids)
         ids = encode(self.tokenizer, example["text"])
         if len(ids) < self.min_text_tokens:
             return None
         length = self.context_tokens + (self.continuation_tokens if task == "continuation" else 0)
         start = rng.randrange(max(1, len(ids) - length + 1))
         window = ids[start : start + length]
+        is_cut = start + length < len(ids)
         if task == "reconstruction":
-            return Sample(window, prompt_ids, [*window, eos], [self.tokenizer.decode(window)])
+            references = [self.tokenizer.decode(window)]
+            return Sample(window, prompt_ids, [*window, eos], references, head_ids=head_ids)
         # A text shorter than both parts is divided as they are.
         split = max(1, min(len(window) - 1, len(window) * self.context_tokens // length))
         continuation = window[split:]
-        return Sample(window[:split], prompt_ids, [*continuation, eos], [self.tokenizer.decode(continuation)])
+        target_ids = continuation if is_cut else [*continuation, eos]
+        references = [self.tokenizer.decode(continuation)]
+        return Sample(window[:split], prompt_ids, target_ids, references, head_ids=head_ids)
 
     def _room(self, task: str, sample: Sample) -> float:
         """Tokens that the context may have, beside start token, prompt and the longest thing that may follow."""
         limit = math.inf if self.max_context_tokens is None else self.max_context_tokens
         if self.max_positions is None:
             return limit
-        room = self.max_positions - 1 - len(sample.prompt_ids)
+        room = self.max_positions - max(1, len(sample.head_ids)) - len(sample.prompt_ids)
         if task == "reconstruction":
             # Its target is the context itself and EOS.
             return min(limit, (room - 1) // 2)
@@ -321,11 +371,14 @@ class SampleBuilder:
             )
         if task == "reconstruction":
             references = [self.tokenizer.decode(text[:room])]
-            return Sample(text[:room], sample.prompt_ids, [*text[:room], sample.target_ids[-1]], references, True)
+            target_ids = [*text[:room], sample.target_ids[-1]]
+            return replace(
+                sample, context_ids=text[:room], target_ids=target_ids, references=references, truncated=True
+            )
         # What stands right before a continuation matters most.
         keeps_end = task == "continuation" or self.truncation_side == "left"
         context_ids = [*prefix, *(text[-room:] if keeps_end else text[:room])]
-        return Sample(context_ids, sample.prompt_ids, sample.target_ids, sample.references, True)
+        return replace(sample, context_ids=context_ids, truncated=True)
 
 
 def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
@@ -334,19 +387,29 @@ def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
             _check_text(example[column], column, dataset.name, row)
     if task == "question_answering":
         return [
-            {**example, "answers": _answers(example["answers"], dataset.name, row)}
+            {**example, "id": _id(example, row), "answers": _answers(example["answers"], dataset.name, row)}
             for row, example in enumerate(dataset.examples)
         ]
     if task == "summarisation":
         # Several summaries of one context are several rows; together they are the references of one sample.
         references: dict[str, list[str]] = {}
-        for example in dataset.examples:
+        ids: dict[str, str] = {}
+        for row, example in enumerate(dataset.examples):
             references.setdefault(example["context"], []).append(example["summary"])
-        return [{"context": context, "answers": summaries} for context, summaries in references.items()]
+            ids.setdefault(example["context"], _id(example, row))
+        return [{"context": text, "id": ids[text], "answers": answers} for text, answers in references.items()]
     texts = [example.get("text") or example.get("context") or "" for example in dataset.examples]
     for row, text in enumerate(texts):
         _check_text(text, "text", dataset.name, row)
-    return [{"text": text} for text in dict.fromkeys(texts)]
+    rows: dict[str, int] = {}
+    for row, text in enumerate(texts):
+        rows.setdefault(text, row)
+    return [{"text": text, "id": _id(dataset.examples[row], row)} for text, row in rows.items()]
+
+
+def _id(example: Mapping[str, Any], row: int) -> str:
+    """The example's own name, or its row."""
+    return str(row if example.get("id") is None else example["id"])
 
 
 def _check_text(value: Any, column: str, name: str, row: int) -> None:

@@ -3,25 +3,27 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.encoder_tokenizer import in_encoder_tokens
 from ..training.data import context_start_ids
+from .alternatives import BM25, TASKS_OF_ALTERNATIVE, bm25_context, cut_context
 from .bert_score import BertScorer
+from .bootstrap import Statistic, mean_statistic, perplexity_statistic
 from .metrics import (
-    bleu,
-    perplexity,
+    bleu_counts,
+    bleu_of_counts,
     prefix_exact_match,
     rouge_lsum,
     rouge_scores,
     squad_scores,
     substring_accuracy,
     summed_nll,
-    token_accuracy,
 )
 from .samples import Sample
 
@@ -40,6 +42,8 @@ class Condition:
         task_token: without compression: whether the method's task token stands in front of the prompt, behind the
             context.
         active: makes the context manager to run the model in.
+        selection: one of `ALTERNATIVES`: keeps so many of the context's tokens as there are slots at `budget_ratio`.
+        budget_ratio: a ratio that the contexts are compressed at, too.
     """
 
     name: str
@@ -48,69 +52,112 @@ class Condition:
     with_context: bool = False
     task_token: bool = False
     active: Callable[[], AbstractContextManager[Any]] = nullcontext
+    selection: str | None = None
+    budget_ratio: int | None = None
+
+    def serves(self, task: str) -> bool:
+        """Whether the condition says anything about a task."""
+        return self.selection is None or task in TASKS_OF_ALTERNATIVE[self.selection]
 
 
-@dataclass
 class GivenTokens:
-    """What a condition makes of tokens that it is given one after another."""
+    """What a condition makes of tokens that it is given one after another, by sample.
 
-    total_nll: float = 0.0
-    predicted_ids: list[torch.Tensor] = field(default_factory=list)
-    label_ids: list[torch.Tensor] = field(default_factory=list)
+    Args:
+        num_samples: how many there are.
+    """
 
-    def token_accuracy(self) -> float:
+    def __init__(self, num_samples: int):
+        self.nll, self.hits, self.counts = np.zeros((3, num_samples))
+
+    def token_accuracy(self) -> Statistic:
         """Share of the tokens that were the likeliest in their place, 0 to 100."""
-        return token_accuracy(torch.cat(self.predicted_ids), torch.cat(self.label_ids))
+        return mean_statistic(100 * self.hits / self.counts, self.counts)
 
-    def perplexity(self) -> float:
+    def perplexity(self) -> Statistic:
         """Perplexity of the tokens."""
-        return perplexity(self.total_nll, sum(labels.numel() for labels in self.label_ids))
+        return perplexity_statistic(self.nll, self.counts)
 
 
 @dataclass
 class Tally:
-    """What a condition has scored so far on one task of one data set."""
+    """What a condition has scored on one task of one data set; every list has an entry for each sample, in order.
 
-    targets: GivenTokens = field(default_factory=GivenTokens)
-    recovered: GivenTokens = field(default_factory=GivenTokens)
+    Args:
+        references: the accepted texts of each sample.
+        predictions: what was written, if anything was.
+        targets: scores of the given targets.
+        recovered: scores of what was written, given once more.
+        written_ids: token ids of what was written.
+        target_ids: token ids of what should have been.
+        slots: number of slots; NaN where nothing was compressed.
+        memory_bytes: bytes of the slots.
+        decoder_positions: what the decoder has read when it starts to write, slots included.
+    """
+
+    references: list[list[str]]
     predictions: list[str] = field(default_factory=list)
-    references: list[list[str]] = field(default_factory=list)
+    targets: GivenTokens | None = None
+    recovered: GivenTokens | None = None
     written_ids: list[list[int]] = field(default_factory=list)
     target_ids: list[list[int]] = field(default_factory=list)
+    slots: np.ndarray | None = None
+    memory_bytes: np.ndarray | None = None
+    decoder_positions: np.ndarray | None = None
 
-    def metrics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, float]:
-        """The task's metrics over everything that was tallied."""
-        texts = (self.predictions, self.references)
-        scores: dict[str, float] = {}
+    def statistics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, Statistic]:
+        """The task's metrics."""
+        found: dict[str, Statistic] = {}
         if task == "question_answering":
-            scores = {**squad_scores(*texts), "substring_accuracy": substring_accuracy(*texts), **rouge_scores(*texts)}
-            if self.targets.label_ids:
-                scores["answer_perplexity"] = self.targets.perplexity()
+            found |= self._means(squad_scores)
+            found |= self._means(lambda *texts: {"substring_accuracy": substring_accuracy(*texts)})
+            found |= self._means(rouge_scores)
+            if self.targets is not None:
+                found["answer_perplexity"] = self.targets.perplexity()
         elif task == "summarisation":
-            scores = {**rouge_scores(*texts), "rougeLsum": rouge_lsum(*texts)}
+            found |= self._means(rouge_scores)
+            found |= self._means(lambda *texts: {"rougeLsum": rouge_lsum(*texts)})
         else:
-            scores = {
-                "token_accuracy": self.targets.token_accuracy(),
-                "perplexity": self.targets.perplexity(),
-            }
+            found |= {"token_accuracy": self.targets.token_accuracy(), "perplexity": self.targets.perplexity()}
             if self.predictions:
-                scores |= {"bleu": bleu(*texts), **rouge_scores(*texts)}
-                scores["prefix_exact_match"] = prefix_exact_match(self.written_ids, self.target_ids)
-                scores["recovered_perplexity"] = self.recovered.perplexity()
+                found |= self._restoration()
         if bert_scorer is not None and self.predictions:
-            scores["bert_score_f1"] = bert_scorer.score(*texts)
-        return scores
+            found |= self._means(lambda *texts: {"bert_score_f1": bert_scorer.score(*texts)})
+        return found
 
+    def _restoration(self) -> dict[str, Statistic]:
+        pairs = zip(self.predictions, self.references, strict=True)
+        ids = zip(self.written_ids, self.target_ids, strict=True)
+        return {
+            "bleu": Statistic(np.array([bleu_counts(*pair) for pair in pairs], dtype=np.float64), bleu_of_counts),
+            **self._means(rouge_scores),
+            "prefix_exact_match": mean_statistic([prefix_exact_match([wrote], [target]) for wrote, target in ids]),
+            "recovered_perplexity": self.recovered.perplexity(),
+        }
 
-def batches(samples: Sequence[Sample], batch_size: int) -> Iterator[list[Sample]]:
-    """Batches of samples of about the same length, the longest first, so that too large a batch fails at once."""
-    ordered = sorted(samples, key=len, reverse=True)
-    for start in range(0, len(ordered), batch_size):
-        yield ordered[start : start + batch_size]
+    def _means(self, score: Callable[[list[str], list[list[str]]], dict[str, float]]) -> dict[str, Statistic]:
+        """Statistics of scores that are means over samples, from a function of a list of samples."""
+        texts = zip(self.predictions, self.references, strict=True)
+        by_sample = [score([prediction], [references]) for prediction, references in texts]
+        return {name: mean_statistic([scores[name] for scores in by_sample]) for name in by_sample[0]}
+
+    def costs(self, documents: Sequence[int]) -> dict[str, float]:
+        """Mean slots and bytes of a document's memory, and decoder positions of a question; without those unknown.
+
+        Args:
+            documents: each sample's document; one that is asked several times counts once.
+        """
+        first = [documents.index(document) for document in dict.fromkeys(documents)]
+        means = {
+            "slots": self.slots[first].mean(),
+            "memory_bytes": self.memory_bytes[first].mean(),
+            "decoder_positions": self.decoder_positions.mean(),
+        }
+        return {name: float(mean) for name, mean in means.items() if not np.isnan(mean)}
 
 
 class Scorer:
-    """Scores batches for every condition; a batch is encoded once however many ratios there are.
+    """Scores batches for every condition; a context is compressed once, whatever the number of ratios and questions.
 
     Args:
         compressor: compresses the contexts.
@@ -167,34 +214,107 @@ class Scorer:
         Returns:
             Condition -> metric -> score.
         """
+        tallies = self.tallies(
+            task, samples, batch_size, max_new_tokens, reconstruction_bleu, on_batch, answer_perplexity
+        )
+        return {
+            name: {metric: statistic.score() for metric, statistic in tally.statistics(task, self.bert_scorer).items()}
+            for name, tally in tallies.items()
+        }
+
+    @torch.inference_mode()
+    def tallies(
+        self,
+        task: str,
+        samples: Sequence[Sample],
+        batch_size: int,
+        max_new_tokens: int | None = None,
+        reconstruction_bleu: bool = False,
+        on_batch: Callable[[int], Any] = lambda size: None,
+        answer_perplexity: bool = False,
+    ) -> dict[str, Tally]:
+        """As `score`, by sample: condition -> what it scored."""
         written = task in ("question_answering", "summarisation")
-        tallies = {condition.name: Tally() for condition in self.conditions}
-        for batch in batches(samples, batch_size):
-            memories = self._compress(batch)
-            for condition in self.conditions:
+        given = not written or (task == "question_answering" and answer_perplexity)
+        writes = written or (task == "reconstruction" and reconstruction_bleu)
+        conditions = [condition for condition in self.conditions if condition.serves(task)]
+        tallies = {
+            condition.name: _empty_tally(samples, given, writes, recovers=writes and not written)
+            for condition in conditions
+        }
+        for rows, memories in self._batches(samples, batch_size):
+            batch = [samples[row] for row in rows]
+            targets = [sample.target_ids for sample in batch]
+            for condition in conditions:
                 tally, memory = tallies[condition.name], memories.get(condition.ratio)
-                prompts = [self._prompt(condition, task, sample) for sample in batch]
+                readings = self._readings(condition, batch, memories)
+                prompts = [self._prompt(condition, task, sample) for sample in readings]
+                _note_costs(tally, rows, prompts, memory, condition.ratio is not None)
                 with condition.active():
-                    targets = [sample.target_ids for sample in batch]
-                    if not written or (task == "question_answering" and answer_perplexity):
-                        self._score_tokens(condition.model, prompts, targets, memory, tally.targets)
-                    if written or (task == "reconstruction" and reconstruction_bleu):
-                        limit = max_new_tokens if written else max(map(len, targets))
-                        written_ids = self._write(condition.model, prompts, memory, limit)
-                        if not written:
-                            # A text's score is its own: the limit is that of the longest one beside it.
-                            written_ids = [
-                                ids[: len(target)] for ids, target in zip(written_ids, targets, strict=True)
-                            ]
-                        tally.predictions += map(self._decode, written_ids)
-                        tally.references += [sample.references for sample in batch]
-                        if not written:
-                            self._score_tokens(condition.model, prompts, written_ids, memory, tally.recovered)
-                            tally.written_ids += written_ids
-                            # Without EOS, which is no part of the text.
-                            tally.target_ids += [target[:-1] for target in targets]
+                    if given:
+                        self._score_tokens(condition.model, prompts, targets, memory, tally.targets, rows)
+                    if not writes:
+                        continue
+                    limit = max_new_tokens if written else max(map(len, targets))
+                    written_ids = self._write(condition.model, prompts, memory, limit)
+                    if not written:
+                        # A text's score is its own: the limit is that of the longest one beside it.
+                        written_ids = [ids[: len(target)] for ids, target in zip(written_ids, targets, strict=True)]
+                        self._score_tokens(condition.model, prompts, written_ids, memory, tally.recovered, rows)
+                    for row, ids in zip(rows, written_ids, strict=True):
+                        tally.predictions[row], tally.written_ids[row] = self._decode(ids), ids
             on_batch(len(batch))
-        return {name: tally.metrics(task, self.bert_scorer) for name, tally in tallies.items()}
+        return tallies
+
+    def _batches(
+        self, samples: Sequence[Sample], batch_size: int
+    ) -> Iterator[tuple[list[int], dict[int | None, Any]]]:
+        """Rows of samples and their memories, the longest contexts first, so that too large a batch fails at once.
+
+        A context's samples are in one batch, or where they are more than a batch takes, in batches that follow one
+        another, so that it is compressed once.
+        """
+        rows_of: dict[Any, list[int]] = {}
+        for row, sample in enumerate(samples):
+            rows_of.setdefault(self._context_key(sample), []).append(row)
+        group: list[list[int]] = []
+        for rows in sorted(rows_of.values(), key=lambda rows: len(samples[rows[0]]), reverse=True):
+            if group and sum(map(len, group)) + len(rows) > batch_size:
+                yield from self._batches_of_group(samples, group, batch_size)
+                group = []
+            group.append(rows)
+        if group:
+            yield from self._batches_of_group(samples, group, batch_size)
+
+    def _batches_of_group(
+        self, samples: Sequence[Sample], group: list[list[int]], batch_size: int
+    ) -> Iterator[tuple[list[int], dict[int | None, Any]]]:
+        memories = self._compress([samples[rows[0]] for rows in group])
+        places = [(place, row) for place, rows in enumerate(group) for row in rows]
+        for start in range(0, len(places), batch_size):
+            part = places[start : start + batch_size]
+            index = [place for place, _ in part]
+            yield [row for _, row in part], {ratio: memory.rows(index) for ratio, memory in memories.items()}
+
+    def _context_key(self, sample: Sample) -> Any:
+        """What samples have in common that are compressed into the same memory."""
+        return tuple(sample.context_ids)
+
+    def _readings(
+        self, condition: Condition, batch: Sequence[Sample], memories: dict[int | None, Any]
+    ) -> Sequence[Sample]:
+        """The samples with what the condition leaves of their contexts, where these are read in words."""
+        if condition.selection is None:
+            return batch
+        budgets = memories[condition.budget_ratio].num_slots.tolist()
+        readings = []
+        for sample, budget in zip(batch, budgets, strict=True):
+            if condition.selection == BM25:
+                kept = bm25_context(self.tokenizer, sample.context_ids, sample.question, budget)
+            else:
+                kept = cut_context(sample.context_ids, budget)
+            readings.append(replace(sample, context_ids=kept))
+        return readings
 
     def _compress(self, batch: Sequence[Sample]) -> dict[int | None, Any]:
         contexts = [sample.context_ids for sample in batch]
@@ -213,13 +333,15 @@ class Scorer:
         return dict(zip(ratios, memories, strict=True))
 
     def _prompt(self, condition: Condition, task: str, sample: Sample) -> list[int]:
+        head = sample.head_ids or [self.start_token_id]
         if condition.ratio is not None:
-            return [self.task_start_ids.get(task, self.start_token_id), *sample.prompt_ids]
+            start = [self.task_start_ids[task], *sample.head_ids] if task in self.task_start_ids else head
+            return [*start, *sample.prompt_ids]
         if condition.task_token and task in self.task_start_ids:
             # As the collator has it in training (EPL, Appendix D).
             context = [*context_start_ids(self.tokenizer), *sample.context_ids] if condition.with_context else []
-            return [*context, self.task_start_ids[task], *sample.prompt_ids]
-        return [self.start_token_id, *(sample.context_ids if condition.with_context else ()), *sample.prompt_ids]
+            return [*context, self.task_start_ids[task], *sample.head_ids, *sample.prompt_ids]
+        return [*head, *(sample.context_ids if condition.with_context else ()), *sample.prompt_ids]
 
     def _pad(self, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and mask, padded on the left: generation goes on at the right, and targets end in one column."""
@@ -239,6 +361,7 @@ class Scorer:
         targets: Sequence[Sequence[int]],
         memory: Any,
         tokens: GivenTokens,
+        samples: Sequence[int],
     ) -> None:
         rows = [[*prompt, *target] for prompt, target in zip(prompts, targets, strict=True)]
         input_ids, attention_mask = self._pad(rows, model.device)
@@ -253,10 +376,10 @@ class Scorer:
         logits = model(input_ids=input_ids, attention_mask=attention_mask, **inputs).logits[:, -longest - 1 : -1]
         labels, target_mask = self._pad(targets, model.device)
         labels = labels.masked_fill(target_mask == 0, _IGNORED)
-        tokens.total_nll += summed_nll(logits, labels)[0]
-        counted = labels != _IGNORED
-        tokens.predicted_ids.append(logits.argmax(-1)[counted].cpu())
-        tokens.label_ids.append(labels[counted].cpu())
+        hits = ((logits.argmax(-1) == labels) & (labels != _IGNORED)).sum(dim=1).tolist()
+        for row, sample in enumerate(samples):
+            tokens.nll[sample], tokens.counts[sample] = summed_nll(logits[row : row + 1], labels[row : row + 1])
+            tokens.hits[sample] = hits[row]
 
     def _write(
         self, model: PreTrainedModel, prompts: list[list[int]], memory: Any, max_new_tokens: int | None
@@ -279,3 +402,26 @@ class Scorer:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+def _empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers: bool) -> Tally:
+    size = len(samples)
+    return Tally(
+        [sample.references for sample in samples],
+        [""] * size if writes else [],
+        GivenTokens(size) if given else None,
+        GivenTokens(size) if recovers else None,
+        [[] for _ in samples],
+        # Without EOS, which is no part of the text.
+        [sample.target_ids[:-1] for sample in samples] if recovers else [],
+        *np.full((3, size), np.nan),
+    )
+
+
+def _note_costs(tally: Tally, rows: list[int], prompts: list[list[int]], memory: Any, is_compressed: bool) -> None:
+    lengths = np.array([len(prompt) for prompt in prompts])
+    slots = 0 if memory is None else memory.num_slots.cpu().numpy()
+    tally.decoder_positions[rows] = lengths + slots
+    if is_compressed:
+        tally.slots[rows] = slots
+        tally.memory_bytes[rows] = slots * (memory.nbytes / max(1, int(slots.sum())))

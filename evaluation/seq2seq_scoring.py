@@ -15,6 +15,10 @@ class Seq2SeqScorer(Scorer):
     No context is a memory of no tokens, or of the question alone where the configuration places it in the encoder.
     """
 
+    def _context_key(self, sample: Sample) -> Any:
+        in_encoder = self.compressor.config.question_placement == "encoder"
+        return super()._context_key(sample), tuple(sample.prompt_ids) if in_encoder else ()
+
     def _compress(self, batch: Sequence[Sample]) -> dict[int | None, Any]:
         in_encoder = self.compressor.config.question_placement == "encoder"
         questions = [sample.prompt_ids if in_encoder else [] for sample in batch]

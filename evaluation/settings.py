@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from ..training.prompts import TASKS
 from ..training.suggestions import check_choice
 
+# The command line reads these before any model is wanted, so they come from nowhere that loads torch.
+ALTERNATIVES = ("cut", "bm25")
+NUM_RESAMPLES = 2000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 TRUNCATION_SIDES = ("right", "left")
 
@@ -18,9 +21,13 @@ class EvaluationSettings:
     Args:
         tasks: what to ask of every data set whose columns allow it.
         ratios: compression ratios; the checkpoint's own when `None`.
-        max_samples: samples per data set and task, drawn by the seed; all when `None`.
+        max_samples: samples per data set and task, drawn by the seed; all when `None`. A data set's own number goes
+            first.
         batch_size: samples per batch.
-        seed: draws samples, windows of text and generated documents.
+        seed: draws samples, windows of text, generated documents and bootstrap resamples.
+        alternatives: what is scored beside every ratio at as many decoder positions, read by the model of the bounds:
+            "cut", the beginning of the context, and "bm25", the sentences that BM25 picks by the question.
+        num_resamples: bootstrap resamples behind the intervals.
         max_new_tokens: most tokens of an answer or summary, per task.
         context_tokens: length of the windows that reconstruction and continuation take from a text.
         continuation_tokens: length of what follows such a window in continuation.
@@ -34,6 +41,7 @@ class EvaluationSettings:
         answer_perplexity: also score a question's first answer token by token.
         prompts: name or file of the prompts, or one for each task; when `None` those that the checkpoint was trained
             with, or else "memory_tokens" for a compressor with task tokens and the packaged ones for other models.
+        prompt_format: of a plain language model, "plain" or "chat"; a compressor's is its checkpoint's.
         context_prefix: text in front of the contexts of questions and summaries, such as a heading; part of them. The
             checkpoint's own when empty.
         zero_shot: also score the base language model, adapters off, with full context and without.
@@ -57,6 +65,8 @@ class EvaluationSettings:
     max_samples: int | None = None
     batch_size: int = 8
     seed: int = 0
+    alternatives: tuple[str, ...] = ()
+    num_resamples: int = NUM_RESAMPLES
     max_new_tokens: dict[str, int] = field(default_factory=lambda: {"question_answering": 32, "summarisation": 128})
     context_tokens: int = 256
     continuation_tokens: int = 64
@@ -66,6 +76,7 @@ class EvaluationSettings:
     bert_score_layer: int | None = None
     answer_perplexity: bool = False
     prompts: str | Mapping[str, str] | None = None
+    prompt_format: str = "plain"
     context_prefix: str = ""
     zero_shot: bool = False
     bounds_only: bool = False
@@ -87,12 +98,18 @@ class EvaluationSettings:
         for task in ("question_answering", "summarisation"):
             if self.max_new_tokens.get(task, 0) < 1:
                 raise ValueError(f"max_new_tokens must be at least 1 for {task}, got {self.max_new_tokens}")
-        for name in ("batch_size", "context_tokens", "continuation_tokens"):
+        for name in ("batch_size", "context_tokens", "continuation_tokens", "num_resamples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_samples", "max_context_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in self.alternatives:
+            check_choice("alternative", name, ALTERNATIVES)
+        if len(set(self.alternatives)) < len(self.alternatives):
+            raise ValueError(f"alternatives must be different ones of {ALTERNATIVES}, got {self.alternatives}")
+        if self.bounds_only and self.alternatives:
+            raise ValueError(f"bounds_only leaves no ratios for the alternatives, got {self.alternatives}")
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
         if self.bounds_only and self.ratios is not None:
             raise ValueError(f"bounds_only compresses nothing: leave out the ratios, got {self.ratios}")

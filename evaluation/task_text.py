@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..training.data import encode, start_token_id, task_start_ids
+from ..modeling.prompting import prompt_ids, start_ids
 from ..training.prompts import TASKS, format_prompt, load_prompts
 
-TASK_TOKEN_PROMPTS = "memory_tokens"
+TASK_TOKEN_PROMPTS, CHAT_PROMPTS = "memory_tokens", "chat"
 
 
 def default_prompts(config: PreTrainedConfig) -> str | dict[str, str] | None:
@@ -24,6 +24,8 @@ def default_prompts(config: PreTrainedConfig) -> str | dict[str, str] | None:
         reconstruction and continuation need no words, and `None`, the packaged prompts, for all others.
     """
     usual = TASK_TOKEN_PROMPTS if config.task_token_ids else None
+    if config.prompt_format == "chat":
+        usual = CHAT_PROMPTS
     if config.prompts is None:
         return usual
     return {**{task: load_prompts(usual)[task][0] for task in TASKS}, **config.prompts}
@@ -48,6 +50,6 @@ def text_ids(
     Returns:
         The start token, [AE] or [LM] where the method has them and BOS elsewhere, and the task's first prompt.
     """
-    start = task_start_ids(config).get(task, start_token_id(tokenizer))
     prompt = format_prompt(task, question, path=prompts or default_prompts(config))
-    return [start, *encode(tokenizer, prompt)]
+    ids = prompt_ids(tokenizer, [prompt], config.prompt_format)
+    return [*start_ids(config, tokenizer, ids.head, task), *ids.turns[0]]

@@ -22,7 +22,6 @@ from naive_twin import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from context_compressors.evaluation import metrics
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.samples import EvaluationDataset
@@ -56,25 +55,20 @@ def test_continuation_equals_the_naive_twin(model, tokenizer):
 
 def test_summaries_have_rouge_by_sentence_beside_the_others():
     tally = Tally(predictions=["The dog barked. A cat sat."], references=[["A cat sat. The dog barked."]])
-    scores = tally.metrics("summarisation")
+    scores = {name: statistic.score() for name, statistic in tally.statistics("summarisation").items()}
     assert set(scores) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
     assert (scores["rougeL"], scores["rougeLsum"]) == (pytest.approx(50.0), pytest.approx(100.0))
 
 
-def test_answers_equal_the_naive_twin(model, tokenizer, monkeypatch):
-    written = []
-    monkeypatch.setattr(
-        "context_compressors.evaluation.scoring.squad_scores",
-        lambda predictions, references: (
-            written.append((predictions, references)) or squad_scores(predictions, references)
-        ),
-    )
+def test_answers_equal_the_naive_twin(model, tokenizer):
     report = run(model, tokenizer, tasks=(QA,))
     assert set(report.metric_names(QA)) >= {"exact_match", "f1", "substring_accuracy", "rouge1", "rouge2", "rougeL"}
-    for condition, (predictions, references) in zip(CONDITIONS, written, strict=True):
+    assert [sample.references for sample in report.answers] == [row["answers"] for row in ROWS]
+    for condition in CONDITIONS:
         answers = naive_answers(model, tokenizer, condition, ROWS, 6)
-        order = [next(row for row in ROWS if row["answers"] == accepted) for accepted in references]
-        assert predictions == [answers[ROWS.index(row)] for row in order], condition
+        assert [sample.answers[condition] for sample in report.answers] == answers, condition
+        expected = squad_scores(answers, [row["answers"] for row in ROWS])
+        assert {name: report.score("tiny", QA, condition, name) for name in expected} == pytest.approx(expected)
 
 
 def test_full_and_no_context_come_from_the_teacher_when_there_is_one(model, teacher, tokenizer):
@@ -150,12 +144,7 @@ def naive_recovered_perplexity(model, tokenizer, condition, rows):
 
 
 @pytest.mark.parametrize("condition", ["full_context", "ratio=2"])
-def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condition, monkeypatch):
-    written = []
-    monkeypatch.setattr(
-        "context_compressors.evaluation.scoring.prefix_exact_match",
-        lambda *ids: written.append(ids) or metrics.prefix_exact_match(*ids),
-    )
+def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condition):
     rows = [{"context": "A ferry leaves"}, {"context": "7 pens"}]
     report = run(model, tokenizer, rows, tasks=(RECONSTRUCTION,), reconstruction_bleu=True, batch_size=1)
     names = {"bleu", "rouge1", "rouge2", "rougeL", "prefix_exact_match", "recovered_perplexity"}
@@ -164,12 +153,11 @@ def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condi
     score = report.score("tiny", RECONSTRUCTION, condition, "recovered_perplexity")
     assert score == pytest.approx(expected, rel=1e-4)
     assert score < report.score("tiny", RECONSTRUCTION, condition, "perplexity")
-    predictions, references = written[CONDITIONS.index(condition)]
-    assert [tokenizer.decode(ids) for ids in references] == [row["context"] for row in rows]
-    for row, ids in zip(rows, predictions, strict=True):
+    for row, sample in zip(rows, report.answers, strict=True):
+        assert sample.references == [row["context"]]
         limit = len(row["context"]) + 1
         (answer,) = naive_answers(model, tokenizer, condition, [row], limit, "\nRepeat the text above:")
-        assert tokenizer.decode(ids, skip_special_tokens=True).strip() == answer
+        assert sample.answers[condition] == answer
 
 
 def test_restoration_scores_are_the_same_in_batches_of_any_size(model, tokenizer, monkeypatch):
@@ -209,26 +197,18 @@ def test_a_task_token_starts_the_text_behind_slots_and_needs_no_words(token_mode
 
 
 @pytest.mark.parametrize("task", [QA, RECONSTRUCTION])
-def test_texts_written_from_task_tokens_equal_the_naive_twin(token_model, tokenizer, monkeypatch, task):
-    written = []
-    name = {QA: "squad_scores", RECONSTRUCTION: "bleu"}[task]
-    score = getattr(metrics, name)
-    monkeypatch.setattr(
-        f"context_compressors.evaluation.scoring.{name}",
-        lambda predictions, references: written.append(sorted(predictions)) or score(predictions, references),
-    )
+def test_texts_written_from_task_tokens_equal_the_naive_twin(token_model, tokenizer, task):
     rows = ROWS[:2]
-    run(token_model, tokenizer, rows, tasks=(task,), reconstruction_bleu=True, batch_size=1)
+    report = run(token_model, tokenizer, rows, tasks=(task,), reconstruction_bleu=True, batch_size=1)
     config = token_model.config
     template, start = "### Question: {}\n### Answer:", config.continuation_token_id
     if task == RECONSTRUCTION:
         template, start = "", config.reconstruction_token_id
-    for condition, predictions in zip(CONDITIONS, written, strict=True):
-        expected = []
-        for row in rows:
+    for condition in CONDITIONS:
+        for row, sample in zip(rows, report.answers, strict=True):
             limit = 6 if task == QA else len(row["context"]) + 1
-            expected += naive_answers(token_model, tokenizer, condition, [row], limit, template, start)
-        assert predictions == sorted(expected), condition
+            (expected,) = naive_answers(token_model, tokenizer, condition, [row], limit, template, start)
+            assert sample.answers[condition] == expected, condition
 
 
 def test_a_text_that_says_a_task_token_is_only_a_text(token_model):

@@ -14,7 +14,6 @@ from torch.nn import functional
 from context_compressors.evaluation.metrics import (
     bleu,
     normalize_answer,
-    perplexity,
     prefix_exact_match,
     rouge_lsum,
     rouge_scores,
@@ -22,7 +21,6 @@ from context_compressors.evaluation.metrics import (
     substring_accuracy,
     summed_nll,
     teacher_normalized,
-    token_accuracy,
 )
 
 TEXT_SCORES = (squad_scores, substring_accuracy, rouge_scores, rouge_lsum, bleu)
@@ -170,24 +168,10 @@ def test_prefix_exact_match_refuses_what_it_cannot_score():
         prefix_exact_match([[1], [2]], [[1], []])
 
 
-def test_token_accuracy_ignores_masked_labels():
-    labels = torch.tensor([[-100, 5, 6], [7, -100, 8]])
-    predicted = torch.tensor([[1, 5, 0], [7, 2, 8]])
-    assert token_accuracy(predicted, labels) == pytest.approx(75.0)
-
-
-def test_token_accuracy_refuses_what_it_cannot_count():
-    with pytest.raises(ValueError, match="one shape"):
-        token_accuracy(torch.zeros(2, 3), torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="no label counts"):
-        token_accuracy(torch.zeros(2, 3), torch.full((2, 3), -100))
-
-
-def test_perplexity_of_uniform_predictions_is_the_vocabulary_size():
+def test_uniform_predictions_cost_the_logarithm_of_the_vocabulary_size():
     labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
     total, count = summed_nll(torch.zeros(2, 3, 50), labels)
-    assert count == 3
-    assert perplexity(total, count) == pytest.approx(50.0, rel=1e-5)
+    assert (total, count) == (pytest.approx(3 * math.log(50.0), rel=1e-5), 3)
 
 
 def test_summed_nll_equals_plain_cross_entropy():
@@ -209,18 +193,6 @@ def test_summed_nll_accumulates_half_precision_in_float32():
 def test_summed_nll_refuses_shapes_that_do_not_belong_together():
     with pytest.raises(ValueError, match="agree in all but the vocabulary"):
         summed_nll(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.long))
-
-
-def test_perplexity_weighs_tokens_not_samples():
-    # 1 token at NLL 4 and 9 tokens at NLL 0.2 each: exp(5.8 / 10), not the mean of e^4 and e^0.2.
-    assert perplexity(4 + 9 * 0.2, 10) == pytest.approx(math.exp(0.58))
-
-
-def test_perplexity_limits():
-    assert perplexity(0.0, 3) == 1.0
-    assert perplexity(1e6, 1) == math.inf
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        perplexity(1.0, 0)
 
 
 @pytest.mark.parametrize(("score", "expected"), [(71.66, 0.947923), (70.55, 0.926273), (45.92, 0.445875)])

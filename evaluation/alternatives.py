@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people do without a compressor: a context cut to its beginning, or to the sentences that BM25 picks."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..modeling.prompting import encode
+from .settings import ALTERNATIVES
+
+CUT, BM25 = ALTERNATIVES
+# BM25 needs a question to pick by; a text is continued from its end, and repeated from all of it.
+TASKS_OF_ALTERNATIVE = {CUT: ("question_answering", "summarisation"), BM25: ("question_answering",)}
+_SENTENCE_END = re.compile(
+    r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|Jr|Sr|No|vs|cf)\.)(?<!\b(?:Mrs|Gen|Col|Rev|Hon)\.)(?<!\bProf\.)"
+    r"(?<=[.!?])[\"'”’)\]]*(?=\s)|(?=\n)"
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text, each with the spaces in front of it; joined they are the text.
+
+    A full stop, question mark or exclamation mark before a space ends a sentence, closing quotes and brackets
+    included, and so does a line; the full stop of an initial or of a title, such as "Dr.", does not.
+    """
+    parts, start = [], 0
+    for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
+        if text[start:end].strip():
+            parts.append(text[start:end])
+            start = end
+    if parts:
+        # Spaces behind the last sentence.
+        parts[-1] += text[start:]
+    return parts
+
+
+def cut_context(context_ids: Sequence[int], budget: int) -> list[int]:
+    """The first `budget` tokens of a context."""
+    return list(context_ids[:budget])
+
+
+def bm25_context(
+    tokenizer: PreTrainedTokenizerBase, context_ids: Sequence[int], question: str, budget: int
+) -> list[int]:
+    """The sentences of a context that BM25 ranks highest for a question, in the order of the text.
+
+    Args:
+        tokenizer: of the context.
+        context_ids: the context's tokens.
+        question: what the sentences are ranked by.
+        budget: most tokens to keep.
+
+    Returns:
+        Token ids, `budget` of them, or all where the context has no more: the sentence that no longer fits is cut.
+
+    Raises:
+        ImportError: `bm25s` is not installed.
+    """
+    if len(context_ids) <= budget:
+        return list(context_ids)
+    sentences, index = _index(tokenizer, tuple(context_ids))
+    left, kept = budget, {}
+    for place in _ranking(index, question, len(sentences)):
+        ids = sentences[place][:left]
+        if not ids:
+            break
+        kept[place] = ids
+        left -= len(ids)
+    return [token for place in sorted(kept) for token in kept[place]]
+
+
+# A batch's contexts are asked about once for each ratio.
+@lru_cache(maxsize=64)
+def _index(tokenizer: PreTrainedTokenizerBase, context_ids: tuple[int, ...]) -> tuple[list[list[int]], Any]:
+    """Token ids of each sentence of a context, and BM25's index of them."""
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ImportError("BM25's sentences need `bm25s`: pip install bm25s") from error
+    text = tokenizer.decode(list(context_ids), clean_up_tokenization_spaces=False)
+    sentences = split_sentences(text)
+    words = bm25s.tokenize(sentences, stopwords="en", return_ids=False, show_progress=False)
+    index = None
+    if any(words):
+        index = bm25s.BM25()
+        index.index(words, show_progress=False)
+    return [encode(tokenizer, sentence) for sentence in sentences], index
+
+
+def _ranking(index: Any, question: str, num_sentences: int) -> list[int]:
+    """Places of the sentences, the best first; those of one score in the order of the text."""
+    import bm25s
+
+    scores = np.zeros(num_sentences)
+    if index is not None:
+        (words,) = bm25s.tokenize([question], stopwords="en", return_ids=False, show_progress=False)
+        known = [word for word in words if word in index.vocab_dict]
+        if known:
+            scores = index.get_scores(known)
+    return np.argsort(-scores, kind="stable").tolist()

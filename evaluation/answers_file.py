@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file with what every sample got, one line of JSON each, written while an evaluation runs."""
+
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from .report import EvaluationReport
+
+
+class AnswersFile:
+    """Writes the answers of a report as they come.
+
+    Args:
+        path: the file; folders are made. An existing file is replaced.
+        done: data sets and tasks that are not scored again, whose lines an existing file keeps.
+
+    Raises:
+        ValueError: the file lacks the answers of what is done, or is no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], done: Collection[tuple[str, str]] = ()):
+        self.path = Path(path)
+        self._num_written = 0
+        kept = [line for line in self._lines() if _key(line, self.path) in done] if done else []
+        if missing := set(done) - {_key(line, self.path) for line in kept}:
+            raise ValueError(f"{path} does not have the answers of {sorted(missing)}, which are not scored again")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def write_new(self, report: EvaluationReport) -> None:
+        """Append the answers that came since the last call."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{answers.to_json()}\n" for answers in report.answers[self._num_written :])
+        self._num_written = len(report.answers)
+
+    def _lines(self) -> list[str]:
+        # An interrupted write leaves an unfinished last line.
+        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        return [line for line in text.split("\n")[:-1] if line]
+
+
+def _key(line: str, path: Path) -> tuple[str, str]:
+    try:
+        content = json.loads(line)
+        return content["dataset"], content["task"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no file of answers: {error}") from error

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bootstrap intervals over documents: questions that share a context are drawn together, or not at all."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from .settings import NUM_RESAMPLES
+
+LEVEL = 0.95
+# Resamples that are drawn at once: their counts are a matrix with a column for each document.
+_BLOCK = 256
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A score that is a function of sums over samples, such as a mean, a perplexity or corpus BLEU.
+
+    Args:
+        values: what each sample adds, `(num_samples, num_values)`.
+        of_sums: from sums `(..., num_values)` to scores `(...)`.
+    """
+
+    values: np.ndarray
+    of_sums: Callable[[np.ndarray], np.ndarray]
+
+    def score(self) -> float:
+        """The score of all samples."""
+        return float(self.of_sums(self.values.sum(axis=0)))
+
+    def by_sample(self) -> list[float]:
+        """Each sample's own score."""
+        return self.of_sums(self.values).tolist()
+
+
+def mean_statistic(values: Sequence[float], weights: Sequence[float] | None = None) -> Statistic:
+    """Statistic of a mean.
+
+    Args:
+        values: one for each sample.
+        weights: one for each sample, all 1 when `None`.
+    """
+    numbers = np.asarray(values, dtype=np.float64)
+    counts = np.ones_like(numbers) if weights is None else np.asarray(weights, dtype=np.float64)
+    return Statistic(np.stack([numbers * counts, counts], axis=1), _quotient)
+
+
+def perplexity_statistic(nll: Sequence[float], num_tokens: Sequence[int]) -> Statistic:
+    """Statistic of a perplexity, in which each token weighs the same.
+
+    Args:
+        nll: each sample's summed negative log-likelihood, in nats.
+        num_tokens: each sample's number of tokens.
+    """
+    return Statistic(np.stack([nll, num_tokens], axis=1).astype(np.float64), _perplexity)
+
+
+def _quotient(sums: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return sums[..., 0] / sums[..., 1]
+
+
+def _perplexity(sums: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.exp(_quotient(sums))
+
+
+def resampled_scores(
+    statistics: Mapping[Key, Statistic],
+    documents: Sequence[Hashable],
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> dict[Key, np.ndarray]:
+    """Scores of bootstrap resamples: as many documents as there are, drawn with replacement.
+
+    A resample is the same for all statistics, so that differences and ratios may be taken resample by resample.
+
+    Args:
+        statistics: what to score, all of the same samples in the same order.
+        documents: each sample's document.
+        num_resamples: how many resamples to draw.
+        seed: draws them; the same seed and number of documents give the same resamples.
+
+    Returns:
+        For each statistic its scores, `(num_resamples,)`.
+
+    Raises:
+        ValueError: no resamples, or a statistic with another number of samples than there are documents.
+    """
+    if num_resamples < 1:
+        raise ValueError(f"num_resamples must be at least 1, got {num_resamples}")
+    for name, statistic in statistics.items():
+        if len(statistic.values) != len(documents):
+            raise ValueError(f"{name} has {len(statistic.values)} samples, and there are {len(documents)} documents")
+    if not statistics:
+        return {}
+    columns = np.concatenate([statistic.values for statistic in statistics.values()], axis=1)
+    numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
+    by_document = np.zeros((len(numbers), columns.shape[1]))
+    np.add.at(by_document, [numbers[document] for document in documents], columns)
+    rng = np.random.default_rng(seed)
+    chances = np.full(len(numbers), 1 / len(numbers))
+    sizes = [min(_BLOCK, num_resamples - start) for start in range(0, num_resamples, _BLOCK)]
+    sums = np.concatenate([rng.multinomial(len(numbers), chances, size) @ by_document for size in sizes])
+    ends = np.cumsum([statistic.values.shape[1] for statistic in statistics.values()])
+    parts = np.split(sums, ends[:-1], axis=1)
+    return {name: s.of_sums(part) for (name, s), part in zip(statistics.items(), parts, strict=True)}
+
+
+def percentile_interval(scores: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+    """The interval that holds the share `level` of the resampled scores; resamples without a score do not count.
+
+    Returns:
+        Its two ends; NaN where no resample has a score.
+    """
+    defined = scores[~np.isnan(scores)]
+    if not len(defined):
+        return float("nan"), float("nan")
+    # Without interpolation, which has no answer between an infinite score and another.
+    low, high = np.quantile(defined, [(1 - level) / 2, (1 + level) / 2], method="nearest")
+    return float(low), float(high)

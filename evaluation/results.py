@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what conditions scored by sample to the rows of a report, with intervals, and the answers beside them."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .bert_score import BertScorer
+from .bootstrap import Statistic, percentile_interval, resampled_scores
+from .metrics import teacher_normalized
+from .report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, RETENTION, EvaluationReport, EvaluationRow, SampleAnswers
+from .samples import EvaluationDataset, Sample
+from .scoring import Tally
+from .settings import NUM_RESAMPLES
+
+
+def samples_digest(samples: Sequence[Sample]) -> str:
+    """Sixteen hexadecimal digits that two evaluations have in common when they score the same samples."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(repr((sample.context_ids, sample.prompt_ids, sample.target_ids, sample.references)).encode())
+    return digest.hexdigest()[:16]
+
+
+def add_results(
+    report: EvaluationReport,
+    dataset: EvaluationDataset,
+    task: str,
+    samples: Sequence[Sample],
+    tallies: Mapping[str, Tally],
+    seed: int = 0,
+    num_resamples: int = NUM_RESAMPLES,
+    bert_scorer: BertScorer | None = None,
+) -> None:
+    """Add a row for each condition, and each sample's answers, to a report.
+
+    Args:
+        report: gets them.
+        dataset: what was scored.
+        task: what was asked.
+        samples: in the order of the tallies.
+        tallies: condition -> what it scored.
+        seed: drew the samples, and draws the resamples.
+        num_resamples: of the bootstrap.
+        bert_scorer: also gives everything that was written a BERTScore.
+    """
+    documents = [sample.document for sample in samples]
+    statistics = {name: tally.statistics(task, bert_scorer) for name, tally in tallies.items()}
+    flat = {(name, metric): found for name, metrics in statistics.items() for metric, found in metrics.items()}
+    resampled = resampled_scores(flat, documents, num_resamples, seed)
+    num_documents = len(set(documents))
+
+    def interval(scores: np.ndarray) -> tuple[float, float]:
+        # Of one document nothing can be told.
+        return percentile_interval(scores) if num_documents > 1 else (math.nan, math.nan)
+
+    for name, tally in tallies.items():
+        intervals = {metric: interval(resampled[name, metric]) for metric in statistics[name]}
+        kept, main = None, MAIN_METRICS[task]
+        if {NO_CONTEXT, FULL_CONTEXT} <= tallies.keys() and name not in (NO_CONTEXT, FULL_CONTEXT):
+            conditions = (name, FULL_CONTEXT, NO_CONTEXT)
+            kept = 100 * float(teacher_normalized(*(statistics[name][main].score() for name in conditions)))
+            intervals[RETENTION] = interval(100 * teacher_normalized(*(resampled[name, main] for name in conditions)))
+        report.add(
+            EvaluationRow(
+                dataset.name,
+                dataset.domain,
+                task,
+                name,
+                {metric: statistic.score() for metric, statistic in statistics[name].items()},
+                len(samples),
+                seed,
+                sum(sample.truncated for sample in samples),
+                num_documents,
+                intervals,
+                kept,
+                tally.costs(documents),
+            )
+        )
+    report.answers += _answers(dataset.name, task, samples, tallies, statistics)
+
+
+def _answers(
+    dataset: str,
+    task: str,
+    samples: Sequence[Sample],
+    tallies: Mapping[str, Tally],
+    statistics: Mapping[str, Mapping[str, Statistic]],
+) -> list[SampleAnswers]:
+    scores = {
+        name: {metric: statistic.by_sample() for metric, statistic in found.items()}
+        for name, found in statistics.items()
+    }
+    return [
+        SampleAnswers(
+            dataset,
+            task,
+            sample.id,
+            sample.document,
+            sample.question,
+            sample.references,
+            {name: tally.predictions[row] for name, tally in tallies.items() if tally.predictions},
+            {name: {metric: values[row] for metric, values in found.items()} for name, found in scores.items()},
+        )
+        for row, sample in enumerate(samples)
+    ]

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read in place of slots: the beginning of a text, or the sentences that BM25 picks."""
+
+import math
+from collections import Counter
+
+import pytest
+from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode, naive_answers, run
+
+from context_compressors.evaluation.alternatives import bm25_context, cut_context, split_sentences
+
+TEXT = (
+    "Alice was born in Rome. Bob likes cheese. The cat of Carl is red, and sleeps. "
+    'Dr. J. Smith asked: "Is it late?" It was not.\nA new line'
+)
+
+
+def words_of(text):
+    return [word for word in "".join(c if c.isalnum() else " " for c in text.lower()).split() if len(word) > 1]
+
+
+def naive_bm25(tokenizer, text, question, budget):
+    """Lucene's BM25 with k1 = 1.5 and b = 0.75, spelled out; sentences are taken until it is enough."""
+    ignored = {"is", "was", "in", "the", "of", "and", "it", "not", "at"}
+    sentences = split_sentences(text)
+    bags = [Counter(word for word in words_of(sentence) if word not in ignored) for sentence in sentences]
+    mean_length = sum(bag.total() for bag in bags) / len(bags)
+    scores = []
+    for bag in bags:
+        score = 0.0
+        for word in words_of(question):
+            having = sum(word in other for other in bags)
+            idf = math.log(1 + (len(bags) - having + 0.5) / (having + 0.5))
+            times = bag[word]
+            score += idf * times / (times + 1.5 * (0.25 + 0.75 * bag.total() / mean_length))
+        scores.append(score)
+    best_first = sorted(range(len(sentences)), key=lambda place: (-scores[place], place))
+    kept = {}
+    for place in best_first:
+        room = budget - sum(map(len, kept.values()))
+        kept[place] = encode(tokenizer, sentences[place])[:room]
+    return [token for place in sorted(kept) for token in kept[place]]
+
+
+@pytest.mark.parametrize(
+    "question", ["Who likes cheese?", "Where does Carl's red cat live?", "Zanzibar?", "Is it?", ""]
+)
+@pytest.mark.parametrize("budget", [1, 10, 17, 40, 77, 10_000])
+def test_bm25_fills_its_budget_with_the_best_sentences_in_the_order_of_the_text(tokenizer, question, budget):
+    ids = encode(tokenizer, TEXT)
+    found = bm25_context(tokenizer, ids, question, budget)
+    assert len(found) == min(budget, len(ids))
+    assert found == naive_bm25(tokenizer, TEXT, question, budget)
+
+
+def test_bm25_answers_where_the_beginning_does_not(tokenizer):
+    ids = encode(tokenizer, TEXT)
+    found = bm25_context(tokenizer, ids, "What colour has the cat?", 37)
+    # One token is left for the next sentence.
+    assert tokenizer.decode(found) == "A The cat of Carl is red, and sleeps."
+    assert tokenizer.decode(cut_context(ids, 10)) == TEXT[:10]
+
+
+def test_sentences_joined_are_the_text():
+    sentences = split_sentences(TEXT)
+    assert "".join(sentences) == TEXT
+    assert [sentence.strip() for sentence in sentences] == [
+        "Alice was born in Rome.",
+        "Bob likes cheese.",
+        "The cat of Carl is red, and sleeps.",
+        'Dr. J. Smith asked: "Is it late?"',
+        "It was not.",
+        "A new line",
+    ]
+    assert split_sentences("") == []
+    assert split_sentences("No end ") == ["No end "]
+
+
+def test_alternatives_have_the_positions_of_the_slots_and_the_reader_of_the_full_text(model, teacher, tokenizer):
+    report = run(model, tokenizer, teacher=teacher, tasks=(QA,), alternatives=("cut", "bm25"))
+    assert report.conditions(QA) == [
+        "no_context",
+        "full_context",
+        *(f"{kind}={ratio}" for kind in ("ratio", "cut", "bm25") for ratio in (2, 4)),
+    ]
+    costs = {row.condition: row.costs for row in report.rows}
+    for ratio in (2, 4):
+        slots = [math.ceil(len(row["context"]) / ratio) for row in ROWS]
+        positions = costs[f"ratio={ratio}"]["decoder_positions"]
+        assert costs[f"ratio={ratio}"]["slots"] == pytest.approx(sum(slots) / 3)
+        for kind in ("cut", "bm25"):
+            assert costs[f"{kind}={ratio}"] == {"decoder_positions": positions}
+        shortened = [{**row, "context": row["context"][:n]} for row, n in zip(ROWS, slots, strict=True)]
+        expected = naive_answers(teacher, tokenizer, "full_context", shortened, 6)
+        assert [sample.answers[f"cut={ratio}"] for sample in report.answers] == expected
+        picked = [
+            {
+                **row,
+                "context": tokenizer.decode(
+                    bm25_context(tokenizer, encode(tokenizer, row["context"]), row["question"], n)
+                ),
+            }
+            for row, n in zip(ROWS, slots, strict=True)
+        ]
+        expected = naive_answers(teacher, tokenizer, "full_context", picked, 6)
+        assert [sample.answers[f"bm25={ratio}"] for sample in report.answers] == expected
+    # Without a teacher the compressor's own decoder reads.
+    own = run(model, tokenizer, tasks=(QA,), alternatives=("cut",))
+    expected = naive_answers(model, tokenizer, "full_context", shortened, 6)
+    assert [sample.answers["cut=4"] for sample in own.answers] == expected
+
+
+def test_alternatives_stand_beside_the_tasks_that_they_serve(model, tokenizer):
+    rows = [{**row, "summary": "Something."} for row in ROWS]
+    report = run(
+        model, tokenizer, rows, tasks=(SUMMARISATION, RECONSTRUCTION), alternatives=("cut", "bm25"), ratios=(4,)
+    )
+    assert report.conditions(SUMMARISATION) == ["no_context", "full_context", "ratio=4", "cut=4"]
+    assert report.conditions(RECONSTRUCTION) == ["no_context", "full_context", "ratio=4"]
+
+
+def test_alternatives_need_ratios(model, teacher, tokenizer):
+    with pytest.raises(ValueError, match="it takes no alternatives"):
+        run(teacher, tokenizer, alternatives=("cut",))
+    with pytest.raises(ValueError, match=r"bounds_only leaves no ratios for the alternatives, got \('cut',\)"):
+        run(model, tokenizer, alternatives=("cut",), bounds_only=True)
+    with pytest.raises(ValueError, match="unknown alternative 'bm2'; did you mean 'bm25'"):
+        run(model, tokenizer, alternatives=("bm2",))
+    with pytest.raises(ValueError, match="alternatives must be different ones"):
+        run(model, tokenizer, alternatives=("cut", "cut"))

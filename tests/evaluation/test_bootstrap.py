@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bootstrap intervals against a plain loop over drawn documents."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from context_compressors.evaluation.bootstrap import (
+    Statistic,
+    mean_statistic,
+    percentile_interval,
+    perplexity_statistic,
+    resampled_scores,
+)
+from context_compressors.evaluation.metrics import bleu, bleu_counts, bleu_of_counts, teacher_normalized
+
+
+def naive_resamples(documents, num_resamples, seed):
+    """Rows of each resample, found by a loop: every document as often as it was drawn, with all of its questions."""
+    names = list(dict.fromkeys(documents))
+    rng = np.random.default_rng(seed)
+    for _ in range(num_resamples):
+        drawn = rng.multinomial(len(names), np.full(len(names), 1 / len(names)))
+        rows = []
+        for name, times in zip(names, drawn, strict=True):
+            rows += [row for row, document in enumerate(documents) if document == name] * int(times)
+        yield rows
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 100)), min_size=1, max_size=12), st.integers(0, 5))
+def test_resampled_means_equal_a_plain_loop(rows, seed):
+    documents, values = zip(*rows, strict=True)
+    found = resampled_scores({"f1": mean_statistic(values)}, documents, 30, seed)["f1"]
+    expected = [np.mean([values[row] for row in rows]) for rows in naive_resamples(documents, 30, seed)]
+    assert found == pytest.approx(expected)
+
+
+def test_perplexity_bleu_and_retention_of_a_resample_are_those_of_its_rows():
+    documents = ["a", "b", "a", "c", "b", "d"]
+    nll, counts = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0], [2, 7, 1, 8, 2, 8]
+    full, none = [90.0, 80.0, 70.0, 60.0, 90.0, 50.0], [10.0, 20.0, 30.0, 10.0, 0.0, 5.0]
+    score = [50.0, 40.0, 70.0, 20.0, 60.0, 30.0]
+    said = [
+        "one two three four five",
+        "the cat sat on the mat",
+        "x",
+        "six seven eight nine ten",
+        "a b c d e",
+        "t u v w",
+    ]
+    wanted = [
+        ["one two three four six"],
+        ["the cat sat on a mat", "a cat"],
+        ["y"],
+        ["six seven"],
+        ["a b c d e f"],
+        ["t"],
+    ]
+    found = resampled_scores(
+        {
+            "perplexity": perplexity_statistic(nll, counts),
+            "bleu": Statistic(
+                np.array([bleu_counts(*pair) for pair in zip(said, wanted, strict=True)]), bleu_of_counts
+            ),
+            **{name: mean_statistic(v) for name, v in (("full", full), ("none", none), ("score", score))},
+        },
+        documents,
+        300,
+        7,
+    )
+    kept = 100 * teacher_normalized(found["score"], found["full"], found["none"])
+    for place, rows in enumerate(naive_resamples(documents, 300, 7)):
+
+        def mean(values, rows=rows):
+            return sum(values[row] for row in rows) / len(rows)
+
+        perplexity = math.exp(sum(nll[row] for row in rows) / sum(counts[row] for row in rows))
+        assert found["perplexity"][place] == pytest.approx(perplexity)
+        expected = bleu([said[row] for row in rows], [wanted[row] for row in rows])
+        assert found["bleu"][place] == pytest.approx(expected)
+        expected = 100 * (mean(score) - mean(none)) / (mean(full) - mean(none))
+        assert kept[place] == pytest.approx(expected)
+
+
+def test_questions_of_one_document_widen_the_interval():
+    values = [0.0, 100.0] * 50
+    apart = resampled_scores({0: mean_statistic(values)}, range(100), 1000)[0]
+    # Ten questions of each document have one score: there are ten things to draw, not a hundred.
+    together = resampled_scores({0: mean_statistic(sorted(values))}, [row // 10 for row in range(100)], 1000)[0]
+    widths = [np.subtract(*percentile_interval(scores)[::-1]) for scores in (apart, together)]
+    assert widths[0] == pytest.approx(20, abs=3)
+    assert widths[1] == pytest.approx(60, abs=10)
+
+
+def test_a_seed_gives_the_same_resamples_for_any_statistic():
+    documents = [0, 0, 1, 2]
+    alone = resampled_scores({"a": mean_statistic([1, 2, 3, 4])}, documents, 400, 3)["a"]
+    beside = resampled_scores(
+        {"b": perplexity_statistic([1, 1, 1, 1], [1, 2, 3, 4]), "a": mean_statistic([1, 2, 3, 4])}, documents, 400, 3
+    )["a"]
+    assert (alone == beside).all()
+    assert (alone != resampled_scores({"a": mean_statistic([1, 2, 3, 4])}, documents, 400, 4)["a"]).any()
+
+
+def test_a_mean_may_be_weighted_and_a_perplexity_weighs_tokens():
+    assert mean_statistic([50.0, 100.0], [3, 1]).score() == 62.5
+    # 1 token at NLL 4 and 9 tokens at NLL 0.2 each: exp(5.8 / 10), not the mean of e^4 and e^0.2.
+    assert perplexity_statistic([4, 9 * 0.2], [1, 9]).score() == pytest.approx(math.exp(0.58))
+    assert perplexity_statistic([4, 9 * 0.2], [1, 9]).by_sample() == pytest.approx([math.exp(4), math.exp(0.2)])
+    assert perplexity_statistic([1e6], [1]).score() == math.inf
+
+
+def test_an_interval_leaves_out_resamples_without_a_score():
+    scores = np.array([*range(1, 101), *[math.nan] * 50], dtype=float)
+    low, high = percentile_interval(scores)
+    assert (low, high) == (3.0, 98.0)
+    assert all(map(math.isnan, percentile_interval(np.array([math.nan]))))
+    assert percentile_interval(np.array([1.0] * 90 + [math.inf] * 10)) == (1.0, math.inf)
+
+
+def test_wrong_sizes_are_refused():
+    with pytest.raises(ValueError, match="num_resamples must be at least 1, got 0"):
+        resampled_scores({"a": mean_statistic([1.0])}, [0], 0)
+    with pytest.raises(ValueError, match="a has 1 samples, and there are 2 documents"):
+        resampled_scores({"a": mean_statistic([1.0])}, [0, 1])
