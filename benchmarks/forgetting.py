@@ -2,7 +2,7 @@
 """What a decoder forgot between two checkpoints: short questions, with their texts in words and without any memory.
 
     python benchmarks/forgetting.py outputs/gmsa_autoencoding outputs/gmsa_keft --data DATA
-    python benchmarks/forgetting.py checkpoints/base outputs/gmsa_keft --samples 500
+    python benchmarks/forgetting.py tests/checkpoints/base outputs/gmsa_keft --samples 500
 
 GMSA's knowledge extraction fine-tuning trains the decoder's query, key and value maps on answers from slots. Here the
 decoders before and after it read no slots: each is a plain language model that gets the text and the question, as

@@ -16,7 +16,7 @@ from context_compressors.training.loading import METHODS
 from context_compressors.training.schedules import check_ratio_schedule
 from context_compressors.training.suggestions import check_choice
 
-BASE = Path(__file__).parent.parent / "checkpoints" / "base"
+BASE = Path(__file__).parent.parent / "tests" / "checkpoints" / "base"
 _LORA = {"rank": 32, "alpha": 32}
 _WIDE_LORA = {"rank": 64, "alpha": 128}
 # Where a method's own defaults, which are made for large bases, are not taken. The small base does not read slots that
@@ -48,7 +48,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--ratios", nargs="+", type=positive_int, default=[4], metavar="R", help="ratios of the model (default: 4)")
     add("--jobs", metavar="FILE", help="a list of runs (JSON), in place of --method, --config, --ratios and --prompts")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
-    add("--base", default=str(BASE), metavar="FOLDER", help="the base language model (default: checkpoints/base)")
+    add("--base", default=str(BASE), metavar="FOLDER", help="base language model (default: tests/checkpoints/base)")
     add("--steps", type=positive_int, default=200, metavar="N", help="optimizer steps (default: 200)")
     add("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per step (default: 8)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")

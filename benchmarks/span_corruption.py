@@ -4,7 +4,7 @@
     python benchmarks/span_corruption.py                                # all six models, three seeds, letters
     python benchmarks/span_corruption.py --models t5 decal_2x           # two of them
     python benchmarks/span_corruption.py --save PRETRAINED              # for decal_fine_tuning.py
-    python benchmarks/span_corruption.py --data DATA --tokenizer checkpoints/base --steps 400 --batch-size 16 \\
+    python benchmarks/span_corruption.py --data DATA --tokenizer tests/checkpoints/base --steps 400 --batch-size 16 \\
         --inputs-length 64 --hidden-size 128 --layers 3 --output words.json    # words of real text
 
 The models are those of Tables 1 and 5: the T5 baseline, DeCAL 2x, 4x and 8x, AttnPool 2x, and DeCAL 2x without token

@@ -2,7 +2,7 @@
 """Ask a vLLM server about a document that is compressed here: the server gets slots and question as embeddings.
 
     vllm serve served-decoder --enable-prompt-embeds
-    python examples/vllm_client.py checkpoints/mean_pooling report.txt --question "Who wrote it?" \\
+    python examples/vllm_client.py my-compressor report.txt --question "Who wrote it?" \\
         --served-model served-decoder
 
 The server runs the decoder alone: the untouched base where the decoder is frozen, and otherwise what

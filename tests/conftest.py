@@ -2,9 +2,14 @@
 """What holds for all tests."""
 
 import os
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
+
+# Tests import the helper modules beside this file by name.
+sys.path.append(str(Path(__file__).parent))
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of several workers, and of the processes that they start, would wait for each other. Read by torch's
@@ -23,3 +28,50 @@ def remote_code_cache(tmp_path_factory: pytest.TempPathFactory):
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
         patch.setattr(sys, "path", list(sys.path))
         yield
+
+
+@pytest.fixture(scope="session")
+def small_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the small trained models of tests/checkpoints as a user has them, `base` and `mean_pooling`.
+
+    Both have their weights and tokenizer, and the compressor has its code, that of today.
+    """
+    # Not at the top: tests of other subjects need no model.
+    from transformers import AutoTokenizer
+
+    from context_compressors import MeanPoolingForCausalLM
+
+    source, folder = Path(__file__).parent / "checkpoints", tmp_path_factory.mktemp("small_checkpoints")
+    base, compressor = folder / "base", folder / "mean_pooling"
+    shutil.copytree(source / "base", base)
+    model = MeanPoolingForCausalLM.from_pretrained(source / "mean_pooling", base_model=str(base))
+    model.save_pretrained(compressor, include_base=True)
+    AutoTokenizer.from_pretrained(base).save_pretrained(compressor)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_base() -> Path:
+    """Folder of SmolLM2-135M-Instruct, fetched if need be.
+
+    Without it the test skips and says why; with REQUIRE_BASE=1 in the environment, as in continuous integration, it
+    fails.
+    """
+    from context_compressors import pretrained_base
+
+    try:
+        return pretrained_base("HuggingFaceTB/SmolLM2-135M-Instruct")
+    except OSError as error:
+        if os.environ.get("REQUIRE_BASE", "0") not in ("", "0"):
+            pytest.fail(f"REQUIRE_BASE is set, and the base cannot be had: {error}")
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but `tiny.gguf`: a Llama with random weights in Q4_1, and a byte-level tokenizer."""
+    import tiny_gguf
+
+    folder = tmp_path_factory.mktemp("gguf")
+    tiny_gguf.write(folder / "tiny.gguf")
+    return folder

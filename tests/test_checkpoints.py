@@ -1,52 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints in the repository: small, whole, and with the code of today."""
+"""Checkpoints in the repository: those for everybody in checkpoints/, and the small trained ones for tests."""
 
+import subprocess
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+import context_compressors.modeling  # noqa: F401  (makes the Auto classes know this package's methods)
+from context_compressors import CompressionCollator, CompressionDataset, MeanPoolingForCausalLM
 from context_compressors.modeling.remote_code import write_code
+from context_compressors.upload import build_repository
 
-CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
-
-
-def test_both_fit_into_24_mib():
-    assert sum(path.stat().st_size for path in CHECKPOINTS.rglob("*") if path.is_file()) <= 24 * 2**20
-
-
-@pytest.mark.parametrize("name", ["base", "mean_pooling"])
-def test_no_pickles_caches_or_optimizer_states(name):
-    names = {path.name for path in (CHECKPOINTS / name).rglob("*")}
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= names
-    assert not [other for other in names if Path(other).suffix in (".bin", ".pt", ".pth", ".pkl", ".pyc")]
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ROOT / "tests" / "checkpoints"
+PUBLISHED = ROOT / "checkpoints"
+FOLDERS = sorted(path for path in PUBLISHED.glob("*") if path.is_dir())
+MIB = 2**20
 
 
-def test_the_code_beside_the_weights_is_the_code_of_the_package(tmp_path):
-    write_code(MeanPoolingForCausalLM, MeanPoolingConfig, tmp_path)
-    saved = {path.name: path.read_text() for path in (CHECKPOINTS / "mean_pooling").glob("*.py")}
-    fresh = {path.name: path.read_text() for path in tmp_path.glob("*.py")}
-    assert saved == fresh, "save it again: MeanPoolingForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_base_of_the_compressor_is_the_base_beside_it():
-    base = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "base")
-    compressor = MeanPoolingForCausalLM.from_pretrained(CHECKPOINTS / "mean_pooling")
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "base")
-    assert sum(p.numel() for p in base.parameters()) <= 12e6
-    text = tokenizer("The library is open on Monday.", return_tensors="pt")
+# --- for everybody ---
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="no checkpoints/ in this copy of the project")
+def test_there_is_a_checkpoint_for_everybody():
+    assert FOLDERS, f"{PUBLISHED} holds no checkpoint"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_code_beside_published_weights_is_the_code_of_the_package(folder: Path, tmp_path: Path):
+    config = AutoConfig.from_pretrained(folder)
+    write_code(AutoModelForCausalLM._model_mapping[type(config)], type(config), tmp_path)
+    saved = {name: content for name, content in files(folder).items() if name.endswith(".py")}
+    assert saved == files(tmp_path), "write it again: remote_code.write_code(model_class, config_class, FOLDER)"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_published_checkpoint_is_small_and_fit_for_the_hub(folder: Path, tmp_path: Path):
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= set(files(folder))
+    assert (folder / "model.safetensors").stat().st_size <= 12 * MIB
+    assert huggingface_hub.ModelCard.load(folder / "README.md").data.license
+    assert files(build_repository(folder, tmp_path / "built", local_files_only=True)) == files(folder)
+
+
+def test_what_is_tracked_takes_at_most_40_mib():
+    listed = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a clone: nothing is tracked")
+    tracked = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert sum(path.stat().st_size for path in tracked if path.is_file()) <= 40 * MIB
+
+
+# --- for tests ---
+
+
+def test_the_small_checkpoints_take_at_most_8_mb_without_code_or_pickles():
+    content = files(SMALL)
+    assert sum(map(len, content.values())) <= 8e6
+    assert {Path(name).suffix for name in content} == {".json", ".md", ".safetensors"}
+
+
+def test_the_base_of_the_small_compressor_is_the_base_beside_it(small_checkpoints: Path):
+    base = AutoModelForCausalLM.from_pretrained(small_checkpoints / "base")
+    compressor = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling")
+    text = AutoTokenizer.from_pretrained(small_checkpoints / "base")("The library is open.", return_tensors="pt")
     with torch.no_grad(), compressor.base_language_model():
         ours = compressor(input_ids=text.input_ids).logits
         torch.testing.assert_close(ours, base(input_ids=text.input_ids).logits, rtol=1e-5, atol=1e-4)
 
 
-def test_the_compressor_has_its_four_ratios():
-    compressor = MeanPoolingForCausalLM.from_pretrained(CHECKPOINTS / "mean_pooling")
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "mean_pooling")
+def test_the_small_compressor_has_its_four_ratios(small_checkpoints: Path):
+    compressor = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling")
+    tokenizer = AutoTokenizer.from_pretrained(small_checkpoints / "mean_pooling")
     inputs = tokenizer("The baker opens at seven, and the mill is closed on Sunday.", return_tensors="pt")
     memories = compressor.compress(**inputs, ratio=[2, 4, 8, 16])
     length = inputs.input_ids.shape[1]
     assert [int(memory.num_slots) for memory in memories] == [-(-length // ratio) for ratio in (2, 4, 8, 16)]
+
+
+def test_the_small_compressor_repeats_a_document_from_its_slots_better_the_more_there_are(small_checkpoints: Path):
+    compressor = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling").eval()
+    tokenizer = AutoTokenizer.from_pretrained(small_checkpoints / "mean_pooling")
+    sources = [{"generated": True, "split": "test", "tasks": ["reconstruction"], "weight": 1}]
+    examples = CompressionDataset(sources, tokenizer, 16, max_context_tokens=48, canonical_prompts=True)
+    batch = CompressionCollator.from_tokenizer(tokenizer)([examples[index] for index in range(16)])
+    targets = batch["labels"][:, 1:]
+
+    def accuracy(**inputs: object) -> float:
+        with torch.no_grad():
+            predicted = compressor(**inputs).logits[:, :-1].argmax(-1)
+        return float((predicted == targets)[targets != -100].float().mean())
+
+    by_ratio = [accuracy(**batch, ratio=ratio) for ratio in (2, 4, 8, 16)]
+    text = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    assert by_ratio == sorted(by_ratio, reverse=True)
+    assert by_ratio[0] > 0.7
+    assert by_ratio[-1] > accuracy(**text) + 0.1

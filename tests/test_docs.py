@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
 
-from context_compressors import MeanPoolingForCausalLM, __version__, cli
+from context_compressors import __version__, cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -30,21 +29,20 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return FENCE.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's checkpoints, the compressor with the code of today."""
-    folder = tmp_path_factory.mktemp("repository") / "checkpoints"
-    shutil.copytree(ROOT / "checkpoints", folder)
-    compressor = folder / "mean_pooling"
-    MeanPoolingForCausalLM.from_pretrained(compressor).save_pretrained(compressor, include_base=True)
-    AutoTokenizer.from_pretrained(compressor).save_pretrained(compressor)
-    return folder
+# What pages name -> the small trained model that stands there under that name, so that their code runs as it is.
+STAND_INS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "base",
+    "checkpoints/smollm2-135m-instruct-mean-pooling": "mean_pooling",
+    "checkpoints/base": "base",
+    "checkpoints/mean_pooling": "mean_pooling",
+}
 
 
 @pytest.fixture
-def workplace(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory as a reader of the pages has it: a clone's checkpoints and examples, and nothing else."""
-    shutil.copytree(checkpoints, tmp_path / "checkpoints")
+def workplace(small_checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory as a reader of the pages has it: models under the names of the pages, and the clone's examples."""
+    for name, model in STAND_INS.items():
+        shutil.copytree(small_checkpoints / model, tmp_path / name)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

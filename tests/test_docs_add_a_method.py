@@ -33,7 +33,9 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package, source in FOLDERS.items():
         shutil.copytree(ROOT / source, folder / package.replace(".", "/"), ignore=ignore, dirs_exist_ok=True)
     shutil.copytree(ROOT / "tests" / "modeling", folder / "tests" / "modeling", ignore=ignore)
-    shutil.copytree(ROOT / "checkpoints" / "base", folder / "checkpoints" / "base")
+    # Under the names that the page may give its base.
+    for name in ("checkpoints/base", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        shutil.copytree(ROOT / "tests" / "checkpoints" / "base", folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     for language, content in BLOCKS:
         if language == "console":

@@ -22,12 +22,8 @@ QUESTIONS = ["Who keeps bees?", "How many?"]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's compressor with the code of today."""
-    source, folder = ROOT / "checkpoints" / "mean_pooling", tmp_path_factory.mktemp("checkpoint")
-    MeanPoolingForCausalLM.from_pretrained(source).save_pretrained(folder, include_base=True)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
+def checkpoint(small_checkpoints: Path) -> Path:
+    return small_checkpoints / "mean_pooling"
 
 
 @pytest.fixture

@@ -147,11 +147,6 @@ def test_missing_code_and_card_are_written(checkpoint, tmp_path):
     assert b"license: mit" in built["README.md"]
 
 
-def test_the_embedded_checkpoint_is_fit_for_the_hub(tmp_path):
-    built = build_repository(ROOT / "checkpoints" / "mean_pooling", tmp_path / "built")
-    assert contents(built) == contents(ROOT / "checkpoints" / "mean_pooling")
-
-
 # --- licences ---
 
 
