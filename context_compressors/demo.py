@@ -37,7 +37,7 @@ import context_compressors
 from .evaluation.metrics import normalize_answer
 from .evaluation.report import environment, markdown_table
 from .evaluation.task_text import default_prompts
-from .modeling.prompting import document_ids, full_context_ids
+from .modeling.prompting import context_start_ids, document_ids, full_context_ids
 from .precision import fastest_dtype
 from .training.collators import CompressionCollator
 from .training.data import task_start_ids
@@ -117,12 +117,8 @@ def is_right(answer: str, accepted: Sequence[str]) -> bool:
     return any(f" {normalize_answer(text)} " in given for text in accepted)
 
 
-def load(checkpoint: str | os.PathLike, dtype: torch.dtype | None = None) -> Pipeline:
-    """Load a checkpoint with the code in its own folder; its base is fetched first if it is not there.
-
-    Args:
-        checkpoint: its folder.
-        dtype: the type that the base computes in; the machine's fastest when `None`.
+def fetch_base(checkpoint: str | os.PathLike) -> None:
+    """Fetch the base of a light checkpoint, if it is not on this machine.
 
     Raises:
         ValueError: there is no checkpoint, or it answers from no memories.
@@ -141,15 +137,37 @@ def load(checkpoint: str | os.PathLike, dtype: torch.dtype | None = None) -> Pip
     for base in (config.get("external_weights") or {}).values():
         if base["repo_id"] is not None:
             context_compressors.pretrained_base(base["repo_id"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(
+    checkpoint: str | os.PathLike, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> Pipeline:
+    """Load a checkpoint with the code in its own folder; its base is fetched first if need be.
+
+    Args:
+        checkpoint: its folder.
+        dtype: the type that the base computes in; the device's fastest when `None`.
+        device: where it runs; a GPU when `None` and there is one.
+
+    Raises:
+        ValueError, OSError: as `fetch_base`.
+    """
+    fetch_base(checkpoint)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return pipeline(
         "context-compression-qa",
-        model=str(folder),
+        model=str(Path(checkpoint).expanduser()),
         # The tokenizer is a plain one, but its loader looks at the configuration, too, which is remote code.
         trust_remote_code=True,
         dtype=dtype or fastest_dtype(device),
         device=device,
     )
+
+
+def decoder_ids(pipe: Pipeline, text: str) -> list[int]:
+    """Token ids of a text as the decoder reads it without a memory; BOS is the prompt's, or a task token follows."""
+    ids = document_ids(pipe.model.config, pipe.tokenizer, text)
+    return ids if pipe.model.config.task_token_ids else ids[len(context_start_ids(pipe.tokenizer)) :]
 
 
 def num_shared(rows: Sequence[Sequence[int]]) -> int:
@@ -162,7 +180,7 @@ def num_shared(rows: Sequence[Sequence[int]]) -> int:
 def read_text(pipe: Pipeline, page: Page) -> Reading:
     """Ask a page's questions of the decoder that has the whole text, which it reads once."""
     model, tokenizer = pipe.model, pipe.tokenizer
-    document = document_ids(model.config, tokenizer, page.text)
+    document = decoder_ids(pipe, page.text)
     rows = [full_context_ids(model.config, tokenizer, document, question) for question in page.questions]
     shared = num_shared(rows)
     start = time.perf_counter()
@@ -378,6 +396,10 @@ def run(arguments: argparse.Namespace) -> None:
     """All steps, in order."""
     output = Path(arguments.output).expanduser()
     print(f"1. load {Path(arguments.checkpoint).name}", flush=True)
+    # With its progress bar; those of everything that is quick would only hide what the demo shows.
+    fetch_base(arguments.checkpoint)
+    logging.disable_progress_bar()
+    disable_progress_bars()
     pipe = load(arguments.checkpoint)
     output.mkdir(parents=True, exist_ok=True)
     model, pages = pipe.model, read_pages()
@@ -418,8 +440,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--steps must be at least 1, got {arguments.steps}")
     start = time.perf_counter()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    disable_progress_bars()
     try:
         with warnings.catch_warnings():
             # Notices of the libraries to their own developers would hide what the demo shows.

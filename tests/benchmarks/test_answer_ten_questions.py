@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ten questions about a page at toy size: cached readings write what `generate` writes, and the result files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from context_compressors.demo import decoder_ids, load
+from context_compressors.modeling.modeling_icae import ICAEForCausalLM
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.modeling.prompting import full_context_ids, opening_ids, question_ids
+from context_compressors.training.task_tokens import add_task_tokens
+
+CHAT = (
+    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+QUESTIONS = ["How long does a full charge take?", "How many years is the guarantee?"]
+
+
+@pytest.fixture(scope="module", params=["chat", "icae"])
+def checkpoint(
+    request: pytest.FixtureRequest,
+    base: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A tiny compressor on the base that reads 1,024 positions."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    own = type(tokenizer).from_pretrained(base)
+    torch.manual_seed(0)
+    fields = {"compression_ratios": [4, 8], "chunk_size": 128}
+    if request.param == "icae":
+        ids = add_task_tokens(own)
+        model = ICAEForCausalLM.from_base(base, **fields, position_layout="enhanced", task_token_ids=ids)
+    else:
+        own.chat_template = CHAT
+        model = MeanPoolingForCausalLM.from_base(
+            base, **fields, prompt_format="chat", slots_after_ids=opening_ids(own)
+        )
+    model.save_pretrained(folder, include_base=True)
+    own.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ratio", [None, 4])
+def test_answers_from_a_kept_cache_are_those_of_generate(script, checkpoint: Path, ratio: int | None):
+    benchmark, pipe = script("answer_ten_questions"), load(checkpoint, torch.float32, torch.device("cpu"))
+    model, config, tokenizer = pipe.model, pipe.model.config, pipe.tokenizer
+    page = benchmark.page_of(pipe, 300)
+    memory, asked = None, {}
+    if ratio is None:
+        rows = [full_context_ids(config, tokenizer, page, question) for question in QUESTIONS]
+    else:
+        memory = model.compress(torch.tensor([page]), ratio=ratio)
+        rows, asked = [question_ids(config, tokenizer, question) for question in QUESTIONS], {"memory": memory}
+    reader = benchmark.Reader(model, rows, memory)
+    reader.read()
+    expected = []
+    for row in rows:
+        output = model.generate(
+            torch.tensor([row]), **asked, max_new_tokens=6, do_sample=False, pad_token_id=257, eos_token_id=-1
+        )
+        expected.append(output[0, len(row) :].tolist())
+    # Twice, and in another order: an answer leaves nothing behind.
+    assert [reader.answer(index, 6) for index in (0, 1, 1, 0)] == [expected[index] for index in (0, 1, 1, 0)]
+    # One layer's keys and values of two heads of eight numbers.
+    places = len(page) if memory is None else int(memory.num_slots[0])
+    assert 0 < reader.num_bytes // (2 * 2 * 8 * 4) - places < 60
+
+
+def test_a_page_is_the_demos_pages_again_and_again(script, checkpoint: Path):
+    benchmark, pipe = script("answer_ten_questions"), load(checkpoint, torch.float32, torch.device("cpu"))
+    whole = decoder_ids(pipe, "\n\n".join(page.text for page in benchmark.read_pages()))
+    assert benchmark.page_of(pipe, 50) == whole[:50]
+    assert benchmark.page_of(pipe, len(whole) + 7) == [*whole, *whole[:7]]
+
+
+def test_medians_are_taken_of_what_people_wait_for(script):
+    found = [
+        {"compression": 1.0, "reading": 2.0, "answers": [4.0, 5.0, 6.0, 10.0]},
+        {"compression": 2.0, "reading": 2.0, "answers": [4.0, 5.0, 7.0, 10.0]},
+        {"compression": 9.0, "reading": 3.0, "answers": [4.0, 5.0, 5.0, 10.0]},
+    ]
+    assert script("answer_ten_questions")._times(found) == {
+        "compression_seconds": 2.0,
+        "reading_seconds": 2.0,
+        "first_answer_seconds": 8.0,
+        "further_answer_seconds": 6.0,
+        "total_seconds": 30.0,
+        "total_seconds_if_compressed_before": 27.0,
+    }
+
+
+@pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
+def test_every_length_has_a_row_for_the_text_and_each_ratio_and_too_long_a_page_is_cut(
+    script, checkpoint: Path, tmp_path: Path
+):
+    output = tmp_path / "results" / "ten.json"
+    arguments = ["--checkpoint", str(checkpoint), "--lengths", "200", "2000", "--ratios", "4", "8", "--questions", "3"]
+    arguments += ["--new-tokens", "2", "--repeats", "2", "--device", "cpu", "--output", str(output)]
+    assert script("answer_ten_questions").main(arguments) == 0
+    content = json.loads(output.read_text(encoding="utf-8"))
+    rows = content["rows"]
+    assert content["settings"]["dtype"] in ("float32", "bfloat16")
+    assert content["settings"]["checkpoint"] == checkpoint.name
+    fits = rows[-1]["num_tokens"]
+    assert 850 < fits < 1024
+    assert [(row["asked_tokens"], row["num_tokens"], row["read_as"], row["places"]) for row in rows] == [
+        (200, 200, "text", 200),
+        (200, 200, "4x", 50),
+        (200, 200, "8x", 25),
+        (2000, fits, "text", fits),
+        (2000, fits, "4x", _slots(fits, 4)),
+        (2000, fits, "8x", _slots(fits, 8)),
+    ]
+    for row in rows:
+        assert [len(sample["answers"]) for sample in row["samples"]] == [3, 3]
+        assert (row["compression_seconds"] == 0) is (row["read_as"] == "text")
+        assert 0 < row["further_answer_seconds"] < row["total_seconds"]
+        assert row["reading_seconds"] < row["first_answer_seconds"] < row["total_seconds"]
+        before = row["total_seconds_if_compressed_before"]
+        assert before == row["total_seconds"] if row["read_as"] == "text" else before < row["total_seconds"]
+        # A text is kept as its keys and values, a memory as its slots: 16 numbers of 4 or 2 bytes each.
+        size = 4 if content["settings"]["dtype"] == "float32" else 2
+        kept = row["cache_bytes"] if row["read_as"] == "text" else row["places"] * 16 * size
+        assert row["kept_bytes"] == kept
+    text = output.with_suffix(".md").read_text(encoding="utf-8")
+    assert text.startswith("# 3 questions about a page\n")
+    assert f"| {fits:,} (of 2,000) | 8x " in text
+    assert str(checkpoint) not in text
+
+
+def _slots(num_tokens: int, ratio: int) -> int:
+    """Slots of chunks of 128 tokens."""
+    chunks = [128] * (num_tokens // 128) + [num_tokens % 128]
+    return sum(-(-chunk // ratio) for chunk in chunks)
+
+
+@pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ratios", "3"], "3"),
+        (["--new-tokens", "5000"], "the base has 1024 positions"),
+        (["--questions", "500"], "--questions must be at most 28"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_written(
+    script, checkpoint: Path, arguments, message, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "ten.json"
+    arguments = [*arguments, "--checkpoint", str(checkpoint), "--lengths", "64", "--output", str(output)]
+    assert script("answer_ten_questions").main(["--device", "cpu", *arguments]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not output.exists()
