@@ -62,7 +62,8 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: i
     name = model_args.tokenizer or model_args.checkpoint or model_args.base
     if name is None:
         raise ValueError("give a tokenizer, a base, a checkpoint, or train_tokenizer settings")
-    if model_args.base_gguf_file is not None and model_args.tokenizer is None:
+    if model_args.base_gguf_file is not None and name == model_args.base:
+        _check_gguf_file(model_args)
         tokenizer = gguf_tokenizer(name, model_args.base_gguf_file, revision=model_args.base_revision or "main")
     else:
         tokenizer = AutoTokenizer.from_pretrained(base_place(name))
