@@ -15,6 +15,11 @@ from .training.suggestions import nearest
 _COMMANDS = {
     "train": ("training.train_command", "main", "train a compressor (or a teacher, or a base model) as a recipe says"),
     "evaluate": ("evaluation.evaluate_command", "main", "score a checkpoint beside no context and full context"),
+    "evaluate-needles": (
+        "evaluation.needles_command",
+        "main",
+        "ask for one fact in running text, by length and ratio",
+    ),
     "compress": ("commands", "compress_main", "read documents once, and keep each as a memory file"),
     "ask": ("commands", "ask_main", "answer questions from memory files or documents"),
     "analyse": (

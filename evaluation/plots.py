@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..modeling.position_layout import uniform_memory_ids
 from .figures import COLOURS, MARKERS, blank_figure, line_figure, save_figure, save_with_legend
-from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition
+from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition, ratio_of
 
 if TYPE_CHECKING:
     from .curves import Curve
+    from .needles import NeedleGrid
 
 _LABELS = {
     "f1": "F1",
@@ -236,6 +237,38 @@ def plot_memory_attention(
         axes.set_xlabel("context token")
         axes.set_ylabel("memory token")
         figure.colorbar(image, ax=axes, extend="max")
+    return save_figure(figure, path)
+
+
+def plot_needles(grid: "NeedleGrid", path: str | os.PathLike[str]) -> Path:
+    """Draw the share of needles that the outputs contain as heat maps, one for all needles and one for each kind.
+
+    Args:
+        grid: what was found, by length and condition.
+        path: PNG file to write; folders are made.
+
+    Returns:
+        The path.
+    """
+    # Its module loads the whole evaluation.
+    from .needles import KINDS
+
+    lengths, conditions, kinds = grid.lengths(), grid.conditions(), ("all", *KINDS)
+    width, height = 2.0 + 0.7 * len(conditions), 1.6 + 0.45 * len(lengths)
+    figure = blank_figure(2 * width, 2 * height)
+    for axes, kind in zip(figure.subplots(2, 2).flat, kinds, strict=True):
+        shares = [[grid.cell(length, name, kind).accuracy for name in conditions] for length in lengths]
+        axes.imshow(shares, aspect="auto", cmap="viridis", vmin=0, vmax=100)
+        for row, values in enumerate(shares):
+            for column, share in enumerate(values):
+                colour = "black" if share > 60 else "white"
+                axes.text(column, row, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=9)
+        names = [f"{ratio_of(name)}x" if ratio_of(name) else name.replace("_", "\n") for name in conditions]
+        axes.set_xticks(range(len(conditions)), names, fontsize=8)
+        axes.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axes.set_ylabel("tokens of text")
+        axes.set_title(f"{kind} ({grid.cell(lengths[0], conditions[0], kind).number} a cell)", fontsize=10)
+    figure.suptitle(f"{grid.model}: needles found, %")
     return save_figure(figure, path)
 
 

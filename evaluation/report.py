@@ -5,7 +5,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -339,13 +339,7 @@ class EvaluationReport:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as a JSON file, folders included, and return its path."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # At once or not at all: a long evaluation writes its report again and again.
-        unfinished = path.with_name(f"{path.name}.unfinished")
-        unfinished.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-        return path
+        return write_json(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "EvaluationReport":
@@ -408,6 +402,17 @@ class EvaluationReport:
         if undefined:
             lines.append(f"Without a teacher-normalised score (full context = no context): {', '.join(undefined)}.")
         return "\n".join([*lines, "", markdown_table(["condition", *(titles[name] for name in averages)], body)])
+
+
+def write_json(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write plain JSON values to a file, folders included, at once or not at all, and return its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A long evaluation writes its results again and again, and may be stopped at any time.
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+    return path
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -20,7 +20,7 @@ from context_compressors.documents import Document, read_documents
         (["comprss"], "unknown command 'comprss'; did you mean 'compress'?"),
         (["evaluation"], "did you mean 'evaluate'?"),
         (["--hlep"], "unknown option '--hlep'; did you mean '--help'?"),
-        (["qqq"], "allowed: analyse, ask, attention, card, compress, curves, evaluate, flops, train"),
+        (["qqq"], "allowed: analyse, ask, attention, card, compress, curves, evaluate, evaluate-needles, flops, train"),
         ([], "usage: context-compressors"),
     ],
 )

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fact in running text, asked for at several lengths of text: what a memory still knows of a single sentence.
+
+The facts are about towns and people that are nowhere else: names of towns and last names are made up, and belong to
+the test split of `training.generated`, so that no generated training document says them.
+"""
+
+# ruff: noqa: SIM905 (word lists read better as text)
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..training.data import encode
+from ..training.generated import split_of
+from .alternatives import split_sentences
+from .evaluate import evaluate_model
+from .report import EvaluationReport, markdown_table, write_json
+from .samples import EvaluationDataset
+from .settings import EvaluationSettings
+
+KINDS = ("numbers", "names", "dates")
+LENGTHS = (256, 512, 1024, 2048, 4096)
+METRICS = ("substring_accuracy", "exact_match")
+NUM_NEEDLES = 102
+# Standard deviations that hold 95 % of a normal distribution.
+_WIDTH = 1.959964
+
+_TOWNS = (
+    "Barocombe Belegrove Beleport Calafield Calagate Coringbourne Delawick Dunerstead Eldenwick Eldihaven Eldthorpe "
+    "Farenhurst Fengate Feniminster Harworth Kelaby Kelehurst Kelenton Kendale Kenelleigh Lorenthorpe Marenstoke "
+    "Moreford Moromere Ormeldale Ormelridge Pelfield Pelgate Quenelmere Quenimouth Radiby Radiridge Silingdale "
+    "Tamahurst Tamenmere Torergrove Valiby Weningwick Winerby Yaromere"
+).split()
+_FIRST_NAMES = (
+    "Agnes Alma Arthur Basil Clara Cora Edgar Edith Elsie Ernest Felix Fergus Flora Gilbert Greta Harold Hazel Hector "
+    "Hilda Hugo Ida Irene Ivor Lionel Mabel Martha Miles Nora Oscar Owen Ralph Rosa Ruth Sidney Silas Stella Una Vera "
+    "Walter Winifred"
+).split()
+_LAST_NAMES = (
+    "Beloaster Bramelkin Brennell Calakirk Daringric Daroshaw Dunercroft Farafell Fenefell Fenerook Garenbury "
+    "Garerwell Glenelquist Halestone Holisman Kelelwell Lorestone Loringfell Loroquist Maringwald Marisric Melogard "
+    "Morisbright Quenandick Quenomore Seliden Silingrook Tamemore Tamewell Torelshaw Toriscroft Verenbury Verequist "
+    "Weninglow Windyke Winwell Yarowright"
+).split()
+_MONTHS = "January February March April May June July August September October November December".split()
+# Sentence and question, with {t} for the town and {v} for the answer.
+_FACTS = {
+    "numbers": (
+        ("The bell of the church in {t} weighs {v} kilograms.", "How many kilograms does the bell in {t} weigh?"),
+        ("The mill of {t} ground {v} sacks of flour that year.", "How many sacks of flour did the mill of {t} grind?"),
+        ("The library of {t} owns {v} books.", "How many books does the library of {t} own?"),
+        ("The key to the archive of {t} lies in box {v}.", "In which box does the key to the archive of {t} lie?"),
+        ("The new roof of the school in {t} cost {v} pounds.", "How many pounds did the new roof in {t} cost?"),
+    ),
+    "names": (
+        ("The lighthouse at {t} is kept by {v}.", "Who keeps the lighthouse at {t}?"),
+        ("The mayor of {t} is {v}.", "Who is the mayor of {t}?"),
+        ("The bridge at {t} was designed by {v}.", "Who designed the bridge at {t}?"),
+        ("The only pharmacy in {t} belongs to {v}.", "To whom does the only pharmacy in {t} belong?"),
+        ("The choir of {t} is led by {v}.", "Who leads the choir of {t}?"),
+    ),
+    "dates": (
+        ("The market hall of {t} was opened on {v}.", "When was the market hall of {t} opened?"),
+        ("The first train reached {t} on {v}.", "When did the first train reach {t}?"),
+        ("The old town hall of {t} burned down on {v}.", "When did the old town hall of {t} burn down?"),
+        ("The peace of {t} was signed on {v}.", "When was the peace of {t} signed?"),
+        ("The observatory at {t} was finished on {v}.", "When was the observatory at {t} finished?"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A sentence with one fact, and the question that asks for it.
+
+    Args:
+        kind: one of `KINDS`.
+        town: what the fact is about.
+        sentence: says the fact.
+        question: asks for it.
+        answers: the accepted answers; the first one stands in the sentence.
+    """
+
+    kind: str
+    town: str
+    sentence: str
+    question: str
+    answers: tuple[str, ...]
+
+
+def draw_needle(kind: str, rng: random.Random) -> Needle:
+    """Draw a fact.
+
+    Args:
+        kind: one of `KINDS`.
+        rng: draws town, answer and words.
+    """
+    sentence, question = rng.choice(_FACTS[kind])
+    town = rng.choice(_TOWNS)
+    if kind == "numbers":
+        number = rng.randrange(1000, 100_000)
+        while split_of(str(number)) != "test":
+            number = rng.randrange(1000, 100_000)
+        answers: tuple[str, ...] = (str(number),)
+    elif kind == "names":
+        answers = (f"{rng.choice(_FIRST_NAMES)} {rng.choice(_LAST_NAMES)}",)
+    else:
+        day, month, year = rng.randint(1, 28), rng.choice(_MONTHS), rng.randint(1801, 1999)
+        answers = (f"{day} {month} {year}", f"{month} {day}, {year}")
+    return Needle(kind, town, sentence.format(t=town, v=answers[0]), question.format(t=town), answers)
+
+
+def needle_examples(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: int,
+    num_needles: int = NUM_NEEDLES,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Contexts of running text with one needle each, at a place drawn uniformly between two sentences.
+
+    Args:
+        texts: running text; a context takes sentences that follow one another, and goes on in the next text.
+        tokenizer: measures the length.
+        num_tokens: of a context, needle included; no more, and less by some tokens at most.
+        num_needles: how many contexts; the kinds take turns. The same needles are hidden at every length.
+        seed: draws everything.
+
+    Returns:
+        Rows with `id` (kind and number), `context`, `question` and `answers`.
+
+    Raises:
+        ValueError: the texts have fewer tokens than a context, or a needle is longer than that.
+    """
+    examples = []
+    for number in range(num_needles):
+        needle = draw_needle(KINDS[number % len(KINDS)], random.Random(f"{seed}/needle/{number}"))
+        rng = random.Random(f"{seed}/{num_tokens}/{number}")
+        context = _hidden(needle, texts, tokenizer, num_tokens, rng)
+        answers = list(needle.answers)
+        name = f"{needle.kind}/{number}"
+        examples.append({"id": name, "context": context, "question": needle.question, "answers": answers})
+    return examples
+
+
+def _hidden(
+    needle: Needle, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, rng: random.Random
+) -> str:
+    room = num_tokens - len(encode(tokenizer, " " + needle.sentence))
+    if room < 1:
+        raise ValueError(f"a context of {num_tokens} tokens has no room for {needle.sentence!r} and text around it")
+    depth, start = rng.random(), rng.random()
+    while True:
+        sentences, ends = _running_text(needle, texts, tokenizer, room, start)
+        place = min(range(len(ends)), key=lambda index: abs(ends[index] - depth * room))
+        before, after = "".join(sentences[:place]).strip(), "".join(sentences[place:]).strip()
+        context = " ".join(filter(None, [before, needle.sentence, after]))
+        # Joined, the parts may have a token more.
+        surplus = len(encode(tokenizer, context)) - num_tokens
+        if surplus <= 0:
+            return context
+        room -= surplus
+
+
+def _running_text(
+    needle: Needle, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, start: float
+) -> tuple[list[str], list[int]]:
+    """Sentences of so many tokens, the last one cut, and the tokens before each place where another could stand."""
+    sentences: list[str] = []
+    ends = [0]
+    for sentence in _sentences_from(texts, start):
+        if needle.town in sentence or any(answer in sentence for answer in needle.answers):
+            continue
+        ids = encode(tokenizer, sentence)
+        left = num_tokens - ends[-1]
+        if len(ids) >= left:
+            return [*sentences, tokenizer.decode(ids[:left])], ends
+        sentences.append(sentence)
+        ends.append(ends[-1] + len(ids))
+    raise ValueError(f"the texts have {ends[-1]} tokens, and a context of running text takes {num_tokens}")
+
+
+def _sentences_from(texts: Sequence[str], start: float) -> Iterator[str]:
+    """All sentences, from one on in the text that `start` (0 to 1) of all letters stand before."""
+    place, index = start * sum(map(len, texts)), 0
+    while index < len(texts) - 1 and place >= len(texts[index]):
+        place -= len(texts[index])
+        index += 1
+    # Behind the last text comes the first one, and at the very end what stands before the start.
+    for turn in range(len(texts) + 1):
+        letters = 0
+        for number, sentence in enumerate(split_sentences(texts[(index + turn) % len(texts)])):
+            letters += len(sentence)
+            if (turn == 0 and letters < place) or (turn == len(texts) and letters >= place):
+                continue
+            yield "\n\n" + sentence.lstrip() if turn and number == 0 else sentence
+
+
+def wilson_interval(num_right: int, number: int) -> tuple[float, float]:
+    """The 95 % interval of a share, in percent.
+
+    Source: Wilson (1927), "Probable inference, the law of succession, and statistical inference".
+    """
+    share, squared = num_right / number, _WIDTH**2
+    centre = (share + squared / (2 * number)) / (1 + squared / number)
+    spread = _WIDTH / (1 + squared / number) * math.sqrt(share * (1 - share) / number + squared / (4 * number**2))
+    return 100 * max(0.0, centre - spread), 100 * min(1.0, centre + spread)
+
+
+@dataclass(frozen=True)
+class NeedleCell:
+    """How many needles of one kind were found in contexts of one length under one condition.
+
+    Args:
+        length: tokens of a context.
+        condition: "no_context", "full_context", "ratio=4" and so on.
+        kind: one of `KINDS`, or "all".
+        metric: one of `METRICS`.
+        number: how many needles.
+        accuracy: share that was found, in percent.
+        interval: its 95 % interval, see `wilson_interval`.
+    """
+
+    length: int
+    condition: str
+    kind: str
+    metric: str
+    number: int
+    accuracy: float
+    interval: tuple[float, float]
+
+
+@dataclass
+class NeedleGrid:
+    """Accuracy by length, condition and kind of needle.
+
+    Args:
+        model: its name.
+        cells: the results.
+        settings: options of the evaluation.
+        environment: hardware and versions.
+    """
+
+    model: str
+    cells: list[NeedleCell]
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_report(cls, report: EvaluationReport) -> NeedleGrid:
+        """Count what an evaluation of `needle_examples` found; its data sets are called "256 tokens" and so on."""
+        cells = []
+        for name in dict.fromkeys(sample.dataset for sample in report.answers):
+            samples = [sample for sample in report.answers if sample.dataset == name]
+            for condition in samples[0].scores:
+                for kind in ("all", *KINDS):
+                    scored = [s.scores[condition] for s in samples if kind in ("all", s.id.partition("/")[0])]
+                    cells += _cells(int(name.partition(" ")[0]), condition, kind, scored)
+        return cls(report.model, cells, report.settings, report.environment)
+
+    def lengths(self) -> list[int]:
+        """Lengths, ascending."""
+        return sorted({cell.length for cell in self.cells})
+
+    def conditions(self) -> list[str]:
+        """Conditions, as they came."""
+        return list(dict.fromkeys(cell.condition for cell in self.cells))
+
+    def cell(self, length: int, condition: str, kind: str = "all", metric: str = METRICS[0]) -> NeedleCell:
+        """One cell; raises `ValueError` when the grid does not have it."""
+        wanted = (length, condition, kind, metric)
+        for cell in self.cells:
+            if (cell.length, cell.condition, cell.kind, cell.metric) == wanted:
+                return cell
+        raise ValueError(f"the grid has no cell (length, condition, kind, metric) = {wanted}")
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the grid as a JSON file, folders included, and return its path."""
+        content = {
+            "model": self.model,
+            "settings": self.settings,
+            "environment": self.environment,
+            "cells": [asdict(cell) for cell in self.cells],
+        }
+        return write_json(content, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> NeedleGrid:
+        """Read a grid that `save` wrote; raises `ValueError` for any other file."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            cells = [NeedleCell(**{**cell, "interval": tuple(cell["interval"])}) for cell in content["cells"]]
+            return cls(content["model"], cells, content["settings"], content["environment"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a grid of needles: {error}") from error
+
+    def to_markdown(self) -> str:
+        """The grid as Markdown: a table for each kind of needle and each metric."""
+        titles = {"substring_accuracy": "answer contained in the output", "exact_match": "exact match"}
+        parts = [
+            f"# Needles: {self.model}",
+            "Share of needles that were found, in percent, with 95 % Wilson intervals.",
+        ]
+        for metric in METRICS:
+            for kind in ("all", *KINDS):
+                number = self.cell(self.lengths()[0], self.conditions()[0], kind, metric).number
+                parts += [f"## {titles[metric].capitalize()}: {kind} ({number} a cell)", self._table(kind, metric)]
+        return "\n\n".join(parts) + "\n"
+
+    def _table(self, kind: str, metric: str) -> str:
+        rows = [
+            [f"{length:,}", *(_text(self.cell(length, name, kind, metric)) for name in self.conditions())]
+            for length in self.lengths()
+        ]
+        return markdown_table(["tokens", *(name.replace("_", " ") for name in self.conditions())], rows)
+
+
+def _cells(length: int, condition: str, kind: str, scored: Sequence[Mapping[str, float]]) -> list[NeedleCell]:
+    if not scored:
+        return []
+    cells = []
+    for metric in METRICS:
+        right = sum(scores[metric] > 0 for scores in scored)
+        number = len(scored)
+        accuracy, interval = 100 * right / number, wilson_interval(right, number)
+        cells.append(NeedleCell(length, condition, kind, metric, number, accuracy, interval))
+    return cells
+
+
+def _text(cell: NeedleCell) -> str:
+    low, high = cell.interval
+    return f"{cell.accuracy:.0f} [{low:.0f}, {high:.0f}]"
+
+
+def evaluate_needles(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    num_needles: int = NUM_NEEDLES,
+    settings: EvaluationSettings | None = None,
+    teacher: PreTrainedModel | None = None,
+    model_name: str | None = None,
+    progress: bool = True,
+    notes: Mapping[str, Any] | None = None,
+    on_result: Callable[[NeedleGrid], Any] = lambda grid: None,
+) -> NeedleGrid:
+    """Ask a model for one fact in running text, without context, with the full text, and from slots at every ratio.
+
+    Args:
+        model: a compressor's `...ForCausalLM`, or a plain causal language model for the two bounds alone.
+        tokenizer: the tokenizer saved with it.
+        texts: running text to hide needles in.
+        lengths: tokens of a context, needle included.
+        num_needles: needles of each length, a third of them of each kind.
+        settings: options, see `EvaluationSettings`; the task is always question answering.
+        teacher, model_name, progress, notes: as in `evaluate_model`.
+        on_result: called with the grid so far after each length.
+
+    Returns:
+        The grid.
+
+    Raises:
+        ValueError: fewer needles than kinds, lengths that are not different, a context that the model has no positions
+            for, and whatever `evaluate_model` and `needle_examples` refuse.
+    """
+    if num_needles < len(KINDS):
+        raise ValueError(f"num_needles must be at least {len(KINDS)}, one for each of {KINDS}, got {num_needles}")
+    if not lengths or len(set(lengths)) < len(lengths):
+        raise ValueError(f"lengths must be one or more different numbers of tokens, got {list(lengths)}")
+    settings = replace(settings or EvaluationSettings(), tasks=("question_answering",), max_samples=None)
+    datasets = [
+        EvaluationDataset(
+            f"{length} tokens", needle_examples(texts, tokenizer, length, num_needles, settings.seed), "out"
+        )
+        for length in lengths
+    ]
+    report = evaluate_model(
+        model,
+        tokenizer,
+        datasets,
+        settings,
+        teacher=teacher,
+        model_name=model_name,
+        progress=progress,
+        notes={**(notes or {}), "num_needles": num_needles},
+        on_result=lambda report: on_result(NeedleGrid.from_report(report)),
+    )
+    return NeedleGrid.from_report(report)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fact in running text: what is hidden where, and how the grid counts what was found."""
+
+import json
+import random
+
+import pytest
+from naive_twin import encode
+
+from context_compressors.evaluation import needles
+from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.metrics import substring_accuracy
+from context_compressors.evaluation.needles import (
+    KINDS,
+    NeedleGrid,
+    draw_needle,
+    evaluate_needles,
+    needle_examples,
+    wilson_interval,
+)
+from context_compressors.evaluation.needles_command import main
+from context_compressors.evaluation.plots import plot_needles
+from context_compressors.evaluation.report import EvaluationReport, SampleAnswers
+from context_compressors.evaluation.samples import EvaluationDataset
+from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.training.generated import generate_document, split_of
+
+# Running text whose sentences tell where they stand.
+TEXTS = [" ".join(f"This is sentence {number} of text {text}." for number in range(60)) for text in range(4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_needle_says_its_answer_and_its_question_does_not(kind):
+    drawn = {draw_needle(kind, random.Random(seed)) for seed in range(300)}
+    assert len(drawn) > 200
+    for needle in drawn:
+        assert needle.answers[0] in needle.sentence
+        assert needle.town in needle.sentence
+        assert needle.town in needle.question
+        assert not any(answer in needle.question for answer in needle.answers)
+        assert needle.question.endswith("?")
+        assert "{" not in needle.sentence + needle.question
+        # Either way of saying it counts.
+        assert substring_accuracy([f"It is {needle.answers[-1]}."], [needle.answers]) == 100
+
+
+def test_needles_are_about_names_that_training_documents_never_say():
+    names = {*needles._TOWNS, *needles._LAST_NAMES}
+    assert len(names) == len(needles._TOWNS) + len(needles._LAST_NAMES)
+    assert {split_of(name) for name in names} == {"test"}
+    assert {split_of(draw_needle("numbers", random.Random(n)).answers[0]) for n in range(50)} == {"test"}
+    seen = " ".join(generate_document(seed, num_tokens=400).text for seed in range(50))
+    assert not [name for name in names if name in seen]
+
+
+@pytest.mark.parametrize("num_tokens", [120, 300, 1200])
+def test_contexts_have_their_length_and_one_needle_between_sentences(tokenizer, num_tokens):
+    examples = needle_examples(TEXTS, tokenizer, num_tokens, 30)
+    assert [example["id"] for example in examples] == [f"{KINDS[n % 3]}/{n}" for n in range(30)]
+    for number, example in enumerate(examples):
+        needle = draw_needle(KINDS[number % 3], random.Random(f"0/needle/{number}"))
+        assert (example["question"], example["answers"]) == (needle.question, list(needle.answers))
+        context = example["context"]
+        assert num_tokens - 8 <= len(encode(tokenizer, context)) <= num_tokens
+        assert context.count(needle.sentence) == context.count(needle.town) == 1
+        before, after = context.split(needle.sentence)
+        assert before == "" or before.endswith(". ")
+        assert " This".startswith(after[:5])
+
+
+def test_needles_stand_anywhere_with_the_same_chance(tokenizer):
+    examples = needle_examples(TEXTS, tokenizer, 1500, 300)
+    depths = []
+    for number, example in enumerate(examples):
+        needle = draw_needle(KINDS[number % 3], random.Random(f"0/needle/{number}"))
+        before, after = example["context"].split(needle.sentence)
+        depths.append(len(before) / (len(before) + len(after)))
+    for quarter in range(4):
+        assert 50 <= sum(quarter / 4 <= depth < (quarter + 1) / 4 or depth == quarter / 3 for depth in depths) <= 100
+
+
+def test_needles_are_the_same_at_every_length_and_change_with_the_seed(tokenizer):
+    asked = [
+        [(example["question"], example["answers"]) for example in needle_examples(TEXTS, tokenizer, length, 9, seed)]
+        for length, seed in ((150, 0), (600, 0), (150, 1))
+    ]
+    assert asked[0] == asked[1] != asked[2]
+    again = needle_examples(TEXTS, tokenizer, 150, 9, 0)
+    assert again == needle_examples(TEXTS, tokenizer, 150, 9, 0)
+
+
+def test_running_text_leaves_out_sentences_that_would_answer_too(tokenizer):
+    needle = draw_needle("numbers", random.Random("0/needle/0"))
+    spoilt = [
+        f"{text} {needle.sentence} In {needle.town}, all is well. {needle.answers[0]} is a number." for text in TEXTS
+    ]
+    (example,) = needle_examples(spoilt, tokenizer, 5000, 1)
+    assert example["context"].count(needle.town) == example["context"].count(needle.answers[0]) == 1
+
+
+def test_contexts_go_on_in_the_next_text_and_behind_the_last_one_in_the_first(tokenizer):
+    num_tokens = sum(len(text) for text in TEXTS)
+    for example in needle_examples(TEXTS, tokenizer, num_tokens, 9):
+        assert all(f"sentence 30 of text {number}." in example["context"] for number in range(4))
+    for example in needle_examples(TEXTS[:1], tokenizer, len(TEXTS[0]), 9):
+        assert sum(f"sentence {number} of" in example["context"] for number in range(60)) >= 57
+    with pytest.raises(ValueError, match=r"the texts have \d+ tokens, and a context of running text takes \d+"):
+        needle_examples(TEXTS, tokenizer, 20_000, 1)
+    with pytest.raises(ValueError, match="a context of 20 tokens has no room for"):
+        needle_examples(TEXTS, tokenizer, 20, 1)
+
+
+def test_wilson_intervals_are_those_of_the_textbook():
+    assert wilson_interval(81, 263) == pytest.approx((25.5289, 36.6206), abs=0.01)
+    assert wilson_interval(0, 10) == pytest.approx((0, 27.7533), abs=0.01)
+    assert wilson_interval(10, 10) == pytest.approx((72.2467, 100), abs=0.01)
+
+
+def found(id, condition_scores, dataset="256 tokens"):
+    scores = {
+        name: {"substring_accuracy": contained, "exact_match": exact}
+        for name, (contained, exact) in condition_scores.items()
+    }
+    return SampleAnswers(dataset, "question_answering", id, 0, "?", ["1"], {}, scores)
+
+
+@pytest.fixture
+def grid():
+    report = EvaluationReport("tiny", settings={"seed": 0})
+    for dataset, right in (("256 tokens", 100.0), ("512 tokens", 0.0)):
+        for number, kind in enumerate((*KINDS, "names")):
+            contained = right if kind == "names" else 0.0
+            scores = {"full_context": (100.0, right), "ratio=4": (contained, 0.0)}
+            report.answers.append(found(f"{kind}/{number}", scores, dataset))
+    return NeedleGrid.from_report(report)
+
+
+def test_cells_count_each_kind_apart(grid):
+    assert (grid.lengths(), grid.conditions()) == ([256, 512], ["full_context", "ratio=4"])
+    assert grid.cell(256, "ratio=4").accuracy == 50
+    assert grid.cell(256, "ratio=4").interval == wilson_interval(2, 4)
+    assert (grid.cell(256, "ratio=4", "names").accuracy, grid.cell(256, "ratio=4", "names").number) == (100, 2)
+    assert (grid.cell(256, "ratio=4", "dates").accuracy, grid.cell(256, "ratio=4", "dates").number) == (0, 1)
+    assert grid.cell(512, "full_context").accuracy == 100
+    assert grid.cell(512, "full_context", metric="exact_match").accuracy == 0
+    with pytest.raises(ValueError, match=r"no cell .* = \(1024, 'ratio=4', 'all', 'substring_accuracy'\)"):
+        grid.cell(1024, "ratio=4")
+
+
+def test_a_grid_is_saved_printed_and_drawn(grid, tmp_path):
+    assert NeedleGrid.load(grid.save(tmp_path / "new" / "grid.json")) == grid
+    table = grid.to_markdown()
+    assert "## Answer contained in the output: names (2 a cell)" in table
+    assert "| 256    | 100 [51, 100] | 50 [15, 85] |" in table
+    assert plot_needles(grid, tmp_path / "grid.png").stat().st_size > 10_000
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"other\.json is not a grid of needles"):
+        NeedleGrid.load(tmp_path / "other.json")
+
+
+def test_needles_are_asked_as_any_question(model, tokenizer):
+    settings = EvaluationSettings(max_new_tokens={"question_answering": 4, "summarisation": 4}, ratios=(2,))
+    seen = []
+    options = {"lengths": (100, 160), "num_needles": 6, "settings": settings, "progress": False}
+    grid = evaluate_needles(model, tokenizer, TEXTS, **options, on_result=lambda grid: seen.append(grid.lengths()))
+    assert seen == [[100], [100, 160]]
+    assert grid.conditions() == ["no_context", "full_context", "ratio=2"]
+    assert {cell.number for cell in grid.cells if cell.kind == "all"} == {6}
+    assert {cell.number for cell in grid.cells if cell.kind != "all"} == {2}
+    data = [EvaluationDataset("160 tokens", needle_examples(TEXTS, tokenizer, 160, 6))]
+    report = evaluate_model(
+        model,
+        tokenizer,
+        data,
+        EvaluationSettings(tasks=("question_answering",), max_new_tokens=settings.max_new_tokens),
+        progress=False,
+    )
+    for condition in grid.conditions():
+        expected = report.score("160 tokens", "question_answering", condition, "substring_accuracy")
+        assert grid.cell(160, condition).accuracy == pytest.approx(expected)
+    with pytest.raises(ValueError, match="num_needles must be at least 3"):
+        evaluate_needles(model, tokenizer, TEXTS, num_needles=2)
+    with pytest.raises(ValueError, match="lengths must be one or more different numbers"):
+        evaluate_needles(model, tokenizer, TEXTS, lengths=(100, 100))
+
+
+def test_command_writes_table_file_and_picture(folders, tmp_path, capsys):
+    (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    output, plot = tmp_path / "needles.json", tmp_path / "needles.png"
+    argv = [str(folders / "tiny-compressor"), "--text", str(tmp_path / "books.jsonl"), "--device", "cpu"]
+    argv += ["--lengths", "100", "--needles", "3", "--max-new-tokens", "2", "--teacher", str(folders / "teacher")]
+    assert main([*argv, "--output", str(output), "--plot", str(plot)]) == 0
+    grid = NeedleGrid.load(output)
+    assert (grid.model, grid.settings["teacher"]) == ("tiny-compressor", "teacher")
+    assert grid.conditions() == ["no_context", "full_context", "ratio=2", "ratio=4"]
+    printed = capsys.readouterr().out
+    assert "# Needles: tiny-compressor" in printed
+    assert f"wrote {plot}" in printed
+    assert plot.exists()
