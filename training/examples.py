@@ -376,7 +376,7 @@ class CompressionDataset(Dataset):
         self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random
     ) -> dict[str, Any]:
         """A random window of a text: to repeat, or to be read up to some place and then continued."""
-        longest = max(1, min(limit, len(ids)))
+        longest, ends = max(1, min(limit, len(ids))), True
         length = rng.randint(min(self.min_context_tokens, longest), longest)
         if task == "reconstruction":
             start = rng.randrange(len(ids) - length + 1)
@@ -386,9 +386,10 @@ class CompressionDataset(Dataset):
             length = min(length, max(1, len(ids) // 2, len(ids) - self.max_target_tokens + 1))
             start = rng.randrange(max(1, len(ids) - length - self.max_target_tokens + 2))
             context = ids[start : start + length]
-            target = ids[start + length : start + length + self.max_target_tokens - 1]
-        # The end of a text that was merely cut is nobody's to predict.
-        ends = task == "reconstruction" or start + length + len(target) >= len(ids)
+            end = start + length + self.max_target_tokens - 1
+            # The end of a text that was merely cut is nobody's to predict.
+            ends = end >= len(ids)
+            target = ids[start + length : end + (not ends)]
         return self._finish(task, context, [(self._prompt(task, "", rng), target)], limit, identifier, ends)
 
     def _question_example(

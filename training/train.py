@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
-from ..modeling.prompting import context_end_ids
+from ..modeling.prompting import context_end_ids, opening_ids
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
 from .collators import CompressionCollator
 from .data import task_start_ids
@@ -37,7 +37,14 @@ from .language_modeling import (
     LanguageModelingRows,
     LanguageModelingTrainer,
 )
-from .loading import DEFAULT_METHOD, load_compressor, load_tokenizer, new_language_model, pretrained_language_model
+from .loading import (
+    DEFAULT_METHOD,
+    load_compressor,
+    load_tokenizer,
+    new_language_model,
+    pretrained_language_model,
+    teacher_language_model,
+)
 from .prompts import load_prompts
 from .retrieval import RetrievalTrainer, build_retrieval_trainer
 from .run_record import latest_checkpoint, write_summary
@@ -113,6 +120,7 @@ def build_compression_dataset(
         canonical_prompts=data_args.canonical_prompts,
         first_answer=data_args.first_answer,
         prompts=data_args.prompts,
+        prompt_format=data_args.prompt_format,
         context_prefix=data_args.context_prefix,
         length_schedule=data_args.length_schedule if name == "sources" else None,
         task_schedule=data_args.task_schedule if name == "sources" else None,
@@ -191,7 +199,7 @@ def _data_arguments(
     num_examples = args.max_steps * batch if args.max_steps > 0 else None
     rows = args.per_device_train_batch_size
     build = _DATASETS.get(mode, build_compression_dataset)
-    texts = text_tokenizer(tokenizer) if has_task_tokens else tokenizer
+    texts = text_tokenizer(tokenizer) if has_task_tokens or data_args.prompt_format == "chat" else tokenizer
     dataset = build(data_args, texts, num_examples, args.seed, rows, context_tokenizer=context_tokenizer)
     # An example is a function of its index, drawn at random already; in order, lengths grow and resuming is exact.
     args.train_sampling_strategy = "sequential"
@@ -259,9 +267,7 @@ def build_compression(
     if args.ratio_mode == "per_sample" and args.context_mode == "compressed":
         tokens["ratios"] = list(model.config.compression_ratios)
     if args.objective in ("compression", "distillation"):
-        # Whoever asks the checkpoint later shall ask as it was trained.
-        model.config.prompts = {task: templates[0] for task, templates in load_prompts(data_args.prompts).items()}
-        model.config.context_prefix = data_args.context_prefix
+        _record_prompts(model.config, tokenizer, data_args)
     if model.config.is_encoder_decoder:
         return _build_seq2seq(model, tokenizer, data_args, args, tokens)
     if args.objective == "joint":
@@ -272,13 +278,22 @@ def build_compression(
     check_choice("objective of a decoder-only compressor:", args.objective, ("compression", "distillation", "joint"))
     teacher = None
     if model_args.teacher is not None:
-        teacher = AutoModelForCausalLM.from_pretrained(
-            model_args.teacher,
-            dtype=getattr(torch, model_args.dtype),
-            attn_implementation=model_args.attn_implementation,
-        )
+        teacher = teacher_language_model(model_args)
     arguments = _data_arguments(data_args, args, tokenizer, "distillation", **tokens)
     return DistillationTrainer(model=model, teacher=teacher, **arguments)
+
+
+def _record_prompts(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> None:
+    """Whoever asks the checkpoint later shall ask as it was trained."""
+    is_chat = data_args.prompt_format == "chat"
+    if is_chat and config.is_encoder_decoder:
+        raise ValueError("prompt_format 'chat' is for decoder-only compressors: an encoder-decoder has no template")
+    config.prompts = {task: templates[0] for task, templates in load_prompts(data_args.prompts).items()}
+    config.context_prefix = data_args.context_prefix
+    config.prompt_format = data_args.prompt_format
+    # Behind a task token, and behind keys and values, the template follows the memory as a whole.
+    stands_inside = is_chat and not config.task_token_ids
+    config.slots_after_ids = opening_ids(tokenizer) if stands_inside else []
 
 
 def _build_seq2seq(
@@ -299,8 +314,7 @@ def _build_seq2seq(
         }
         collator, mode = partial(SpanCorruptionCollator.from_tokenizer, **own), "denoising"
     else:
-        model.config.prompts = {task: templates[0] for task, templates in load_prompts(data_args.prompts).items()}
-        model.config.context_prefix = data_args.context_prefix
+        _record_prompts(model.config, tokenizer, data_args)
         own = {
             "question_placement": model.config.question_placement,
             "context_end_ids": context_end_ids(tokenizer),
@@ -326,6 +340,7 @@ def build_retrieval(model_args: ModelArguments, data_args: DataArguments, args: 
 
 _READING = ("compression", "distillation", "teacher")
 _OBJECTIVES_WITH = {
+    "prompt_format": _READING,
     "task_schedule": _READING,
     "length_schedule": (*_READING, "joint", "language_modeling"),
     "ratio_schedule": ("compression", "distillation", "joint", "denoising"),
@@ -342,7 +357,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     """
     for name, objectives in _OBJECTIVES_WITH.items():
         given = getattr(data_args if hasattr(data_args, name) else args, name)
-        if given and args.objective not in objectives:
+        if given and given != "plain" and args.objective not in objectives:
             instead = _INSTEAD.get((name, args.objective), "leave it out")
             raise ValueError(
                 f"{name} belongs to the objectives {', '.join(objectives[:-1])} and {objectives[-1]}, not to "
