@@ -221,7 +221,7 @@ def test_pretraining_then_questions_then_answers(tmp_path, base_folder):
     report = evaluate_model(model, tokenizer, [data], settings, progress=False)
     assert {row.condition for row in report.rows} == {"no_context", "ratio=2"}
     assert report.to_markdown()
-    with pytest.raises(ValueError, match="no teacher and no zero shot"):
+    with pytest.raises(ValueError, match="no teacher, no zero shot"):
         evaluate_model(
             model, tokenizer, [data], EvaluationSettings(tasks=("reconstruction",), zero_shot=True), progress=False
         )

@@ -109,9 +109,9 @@ def test_reconstruction_repeats_the_context_exactly(tokenizer, folder):
 def test_continuation_goes_on_where_the_context_ends(tokenizer, folder):
     texts = [encode(tokenizer, generate_document(seed, num_tokens=300).text) for seed in range(4)]
     source = {**TEXT, "tasks": ["continuation"]}
-    dataset = make(tokenizer, folder, source, num_examples=200, max_context_tokens=100, max_target_tokens=50)
+    dataset = make(tokenizer, folder, source, num_examples=600, max_context_tokens=100, max_target_tokens=50)
     ends = []
-    for index in range(200):
+    for index in range(600):
         example = dataset[index]
         # Only where the text itself ends, EOS does.
         ends.append(example["target_ids"][-1] == tokenizer.eos_token_id)
@@ -121,7 +121,7 @@ def test_continuation_goes_on_where_the_context_ends(tokenizer, folder):
         assert ends[-1] == any(i + len(whole) == len(text) for text, i in places)
         assert len(example["context_ids"]) <= 100
         assert len(example["target_ids"]) == 50
-    assert 0 < sum(ends) < 40
+    assert 0 < sum(ends) < 60
 
 
 def test_a_short_text_gives_up_context_before_its_target(tokenizer, folder):
