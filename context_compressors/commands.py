@@ -129,7 +129,7 @@ def load_compressor(
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from .modeling.pretrained_bases import base_place
+    from .modeling.pretrained_bases import base_place, fetch_bases
     from .training.task_tokens import text_tokenizer
 
     check_device(device)
@@ -148,6 +148,8 @@ def load_compressor(
     options = {"revision": revision, "trust_remote_code": not is_ours}
     auto_class = AutoModelForSeq2SeqLM if fields.get("is_encoder_decoder") else AutoModelForCausalLM
     base = {} if base_model is None else {"base_model": base_place(base_model)}
+    if base_model is None:
+        fetch_bases(fields.get("external_weights"))
     model = auto_class.from_pretrained(name, dtype=dtype, **options, **base)
     if device == "auto":
         device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"

@@ -55,11 +55,15 @@ def build_repository(
         ValueError: a file that must not be public, no licence, one that is not the base's, or another value that is
             not allowed.
     """
+    from .modeling.pretrained_bases import base_place
+
     checkpoint, target = Path(checkpoint), Path(target)
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty")
+    if not local_files_only:
+        base_model = base_place(base_model)
     for path in check_files(checkpoint):
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(checkpoint / path, target / path)

@@ -45,7 +45,7 @@ def load_model(
 
     # Importing the models registers them, so that our own checkpoints need no remote code.
     from .. import modeling  # noqa: F401
-    from ..modeling.pretrained_bases import base_place
+    from ..modeling.pretrained_bases import base_place, fetch_bases
 
     check_choice("dtype", dtype, _DTYPES)
     if Path(name, "adapter_config.json").is_file():
@@ -54,6 +54,8 @@ def load_model(
         place = base_place(name)
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         base = {} if base_model is None else {"base_model": base_place(base_model)}
+        if base_model is None:
+            fetch_bases(getattr(config, "external_weights", None))
         model = (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_pretrained(
             place, dtype=dtype, trust_remote_code=trust_remote_code, **base
         )

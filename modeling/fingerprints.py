@@ -26,8 +26,8 @@ _ROUNDINGS = (
     (0.2, "a rounding to 3 or 4 bits"),
 )
 # Share of pairs of neighbours in another order. Rounding with one scale leaves their order; a fine-tuning that moves
-# weights by the share x of their size changes that of about x / pi of all pairs. (In weights that are recorded rounded,
-# only what moves them by about a rounding's step does.)
+# weights by the share x of their size changes that of about x / pi of all pairs. Of a base that
+# is itself rounded, only what moves weights by about a step of that does.
 _REORDERED = 0.001
 
 

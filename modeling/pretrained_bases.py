@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -125,6 +127,18 @@ def base_place(name: str | None) -> str | None:
         OSError: such a base cannot be had.
     """
     return str(pretrained_base(name)) if name in WHEEL_BASES and not os.path.isdir(name) else name
+
+
+def fetch_bases(entries: Mapping[str, Mapping[str, str | None]] | None) -> None:
+    """Fetch those bases of `WHEEL_BASES` that a light checkpoint leaves out, as far as they can be had.
+
+    Args:
+        entries: `external_weights` of its configuration; `None` for a whole checkpoint.
+    """
+    for entry in (entries or {}).values():
+        # Loading says what is missing, and may find a revision that somebody else has fetched.
+        with suppress(OSError):
+            base_place(entry["repo_id"])
 
 
 def _first_line(error: Exception) -> str:

