@@ -46,7 +46,7 @@ from .training.examples import CompressionDataset
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-instruct-mean-pooling"
 PAGES = Path(__file__).resolve().parent / "demo_documents"
 FULL_TEXT = "full text"
-NEW_TOKENS = 20
+NEW_TOKENS = 16
 _BATCH_SIZE = 1
 _QUESTIONS_AT_ONCE = 4
 _SEED = 0
