@@ -56,9 +56,6 @@ def bm25_context(
 
     Returns:
         Token ids, `budget` of them, or all where the context has no more: the sentence that no longer fits is cut.
-
-    Raises:
-        ImportError: `bm25s` is not installed.
     """
     if len(context_ids) <= budget:
         return list(context_ids)
@@ -77,10 +74,8 @@ def bm25_context(
 @lru_cache(maxsize=64)
 def _index(tokenizer: PreTrainedTokenizerBase, context_ids: tuple[int, ...]) -> tuple[list[list[int]], Any]:
     """Token ids of each sentence of a context, and BM25's index of them."""
-    try:
-        import bm25s
-    except ImportError as error:
-        raise ImportError("BM25's sentences need `bm25s`: pip install bm25s") from error
+    import bm25s
+
     text = tokenizer.decode(list(context_ids), clean_up_tokenization_spaces=False)
     sentences = split_sentences(text)
     words = bm25s.tokenize(sentences, stopwords="en", return_ids=False, show_progress=False)

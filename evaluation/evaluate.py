@@ -154,6 +154,7 @@ def _check_language_model(
         "ratios": settings.ratios,
         "teacher": teacher,
         "zero shot": settings.zero_shot,
+        "ratios_only": settings.ratios_only,
         "alternatives": settings.alternatives,
     }
     if wrong := [what for what, value in refused.items() if value]:
@@ -266,13 +267,16 @@ def _conditions(
             f"the teacher's vocabulary of {teacher.config.get_text_config().vocab_size} tokens is smaller than the "
             f"model's of {model.config.vocab_size}: the teacher must use the same tokenizer"
         )
+    if model.config.is_encoder_decoder and (teacher is not None or settings.zero_shot or settings.alternatives):
+        raise ValueError(
+            "an encoder-decoder takes no teacher, no zero shot and no alternatives: its full-context bound is a "
+            "checkpoint of its own, with `compression='none'`"
+        )
+    compressed = [Condition(ratio_condition(ratio), model, ratio=ratio) for ratio in ratios]
+    if settings.ratios_only:
+        return compressed
     if model.config.is_encoder_decoder:
-        if teacher is not None or settings.zero_shot or settings.alternatives:
-            raise ValueError(
-                "an encoder-decoder takes no teacher, no zero shot and no alternatives: its full-context bound is a "
-                "checkpoint of its own, with `compression='none'`"
-            )
-        return [Condition(NO_CONTEXT, model), *(Condition(ratio_condition(ratio), model, ratio) for ratio in ratios)]
+        return [Condition(NO_CONTEXT, model), *compressed]
     reader, starts = model if teacher is None else teacher, settings.task_tokens_in_bounds
     conditions = [
         Condition(NO_CONTEXT, reader, task_token=starts),
@@ -284,20 +288,19 @@ def _conditions(
             Condition("zero_shot_no_context", model, active=base),
             Condition("zero_shot_full_context", model, with_context=True, active=base),
         ]
-    conditions += [Condition(ratio_condition(ratio), model, ratio=ratio) for ratio in ratios]
-    for selection in settings.alternatives:
-        conditions += [
-            Condition(
-                alternative_condition(selection, ratio),
-                reader,
-                with_context=True,
-                task_token=starts,
-                selection=selection,
-                budget_ratio=ratio,
-            )
-            for ratio in ratios
-        ]
-    return conditions
+    alternatives = [
+        Condition(
+            alternative_condition(selection, ratio),
+            reader,
+            with_context=True,
+            task_token=starts,
+            selection=selection,
+            budget_ratio=ratio,
+        )
+        for selection in settings.alternatives
+        for ratio in ratios
+    ]
+    return [*conditions, *compressed, *alternatives]
 
 
 def _max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:

@@ -131,6 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
     add("--context-prefix", default="", metavar="TEXT", help="in front of the contexts of questions and summaries")
     add("--bounds-only", action="store_true", help="score a compressor without context and with full context only")
+    add("--ratios-only", action="store_true", help="leave out no context and full context")
     add("--task-tokens-in-bounds", action="store_true", help="start texts of the bounds with the task token, too")
     add("--max-context-tokens", type=int, metavar="N", help="longest context (default: what the model can read)")
     add("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them")

@@ -47,6 +47,7 @@ class EvaluationSettings:
         zero_shot: also score the base language model, adapters off, with full context and without.
         bounds_only: score a compressor without context and with full context only, such as a prompt-tuned bound, whose
             learned tokens `context_prefix` names.
+        ratios_only: leave the two bounds out, as between checkpoints whose bounds are the same.
         task_tokens_in_bounds: in the two bounds, too, a text starts with the compressor's own task token, as in EPL's
             FullContext and NoContext, where only these tokens train.
         max_context_tokens: most tokens of a context, prefix included; as many as the model has positions for when
@@ -80,6 +81,7 @@ class EvaluationSettings:
     context_prefix: str = ""
     zero_shot: bool = False
     bounds_only: bool = False
+    ratios_only: bool = False
     task_tokens_in_bounds: bool = False
     max_context_tokens: int | None = None
     truncate_context: bool = False
@@ -111,6 +113,8 @@ class EvaluationSettings:
         if self.bounds_only and self.alternatives:
             raise ValueError(f"bounds_only leaves no ratios for the alternatives, got {self.alternatives}")
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
+        if self.ratios_only and (self.bounds_only or self.alternatives or self.zero_shot):
+            raise ValueError("ratios_only leaves the ratios alone: no bounds_only, no alternatives, no zero shot")
         if self.bounds_only and self.ratios is not None:
             raise ValueError(f"bounds_only compresses nothing: leave out the ratios, got {self.ratios}")
         lengths = self.restoration_lengths

@@ -20,7 +20,10 @@ from context_compressors.documents import Document, read_documents
         (["comprss"], "unknown command 'comprss'; did you mean 'compress'?"),
         (["evaluation"], "did you mean 'evaluate'?"),
         (["--hlep"], "unknown option '--hlep'; did you mean '--help'?"),
-        (["qqq"], "allowed: analyse, ask, attention, card, compress, curves, evaluate, evaluate-needles, flops, train"),
+        (
+            ["qqq"],
+            "allowed: analyse, ask, attention, card, compress, curves, evaluate, evaluate-needles, flops, train",
+        ),
         ([], "usage: context-compressors"),
     ],
 )
@@ -56,7 +59,8 @@ def test_a_wrong_option_exits_with_2_and_the_nearest_one(
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "evaluate", "compress", "ask", "analyse", "attention", "curves", "flops", "card"]
+    "command",
+    ["train", "evaluate", "evaluate-needles", "compress", "ask", "analyse", "attention", "curves", "flops", "card"],
 )
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_info:

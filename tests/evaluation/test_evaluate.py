@@ -3,6 +3,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from naive_twin import (
@@ -24,9 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import squad_scores
+from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.scoring import Tally
 from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.data import task_start_ids
 from context_compressors.training.task_tokens import add_task_tokens, text_tokenizer
@@ -358,9 +361,153 @@ def test_wrong_inputs_are_refused(model, teacher, tokenizer):
         ({"bert_score_layer": 3}, "bert_score_layer needs a bert_score_model, got layer 3"),
         ({"max_context_tokens": 0}, "max_context_tokens must be at least 1, got 0"),
         ({"truncation_side": "lef"}, "did you mean 'left'"),
+        ({"num_resamples": 0}, "num_resamples must be at least 1, got 0"),
+        ({"ratios_only": True, "bounds_only": True}, "ratios_only leaves the ratios alone"),
+        ({"ratios_only": True, "alternatives": ("cut",)}, "ratios_only leaves the ratios alone"),
         ({"bounds_only": True, "ratios": (4,)}, r"bounds_only compresses nothing: leave out the ratios, got \(4,\)"),
     ],
 )
 def test_settings_refuse_impossible_values(options, message):
     with pytest.raises(ValueError, match=message):
         EvaluationSettings(**options)
+
+
+def test_a_context_is_compressed_once_whatever_the_number_of_its_questions(model, tokenizer, monkeypatch):
+    rows = [{**row, "question": f"{row['question']} {number}"} for number in range(5) for row in ROWS]
+    seen, compress = [], model.compress
+
+    def spy(input_ids, attention_mask, **options):
+        seen.extend(tuple(ids[mask.bool()].tolist()) for ids, mask in zip(input_ids, attention_mask, strict=True))
+        return compress(input_ids, attention_mask, **options)
+
+    monkeypatch.setattr(model, "compress", spy)
+    for batch_size in (2, 4, 8, 100):
+        seen.clear()
+        report = run(model, tokenizer, rows, tasks=(QA,), batch_size=batch_size)
+        assert sorted(seen) == sorted(tuple(encode(tokenizer, row["context"])) for row in ROWS)
+        assert {(row.num_samples, row.num_documents) for row in report.rows} == {(15, 3)}
+    monkeypatch.undo()
+    answers = naive_answers(model, tokenizer, "ratio=4", rows, 6)
+    assert [sample.answers["ratio=4"] for sample in report.answers] == answers
+
+
+def test_rows_say_what_the_conditions_cost(model, tokenizer):
+    rows = [*ROWS, {**ROWS[0], "question": "Where is the cat?"}]
+    report = run(model, tokenizer, rows, tasks=(QA,))
+    prompts = [1 + len(f"\nQuestion: {row['question']}\nAnswer:") for row in rows]
+    lengths = [len(row["context"]) for row in rows]
+    costs = {row.condition: row.costs for row in report.rows}
+    assert costs["no_context"] == {"decoder_positions": sum(prompts) / 4}
+    assert costs["full_context"] == {"decoder_positions": (sum(prompts) + sum(lengths)) / 4}
+    for ratio in (2, 4):
+        slots = [math.ceil(length / ratio) for length in lengths]
+        # Of three documents, one of which is asked about twice.
+        assert costs[f"ratio={ratio}"] == {
+            "slots": pytest.approx(sum(slots[:3]) / 3),
+            "memory_bytes": pytest.approx(sum(slots[:3]) / 3 * 32 * 4),
+            "decoder_positions": pytest.approx((sum(prompts) + sum(slots)) / 4),
+        }
+
+
+def test_every_score_has_an_interval_over_documents_and_retention_one_of_its_own(model, tokenizer):
+    rows = [{"context": f"{word} cat", "question": f"Who {n}?"} for word in "abcd" for n in "12"]
+    # What is right is what one of the conditions writes, so that each of them is sometimes right.
+    writers = [
+        "full_context",
+        "full_context",
+        "ratio=2",
+        "full_context",
+        "ratio=4",
+        "no_context",
+        "ratio=2",
+        "ratio=4",
+    ]
+    for row, writer in zip(rows, writers, strict=True):
+        row["answers"] = naive_answers(model, tokenizer, writer, [row], 6)
+    report = run(model, tokenizer, rows, tasks=(QA,), num_resamples=200, seed=4)
+    assert report.score("tiny", QA, "full_context", "f1") > report.score("tiny", QA, "no_context", "f1")
+    scores = {name: [sample.scores[name]["f1"] for sample in report.answers] for name in CONDITIONS}
+    rng, by_resample = np.random.default_rng(4), []
+    for _ in range(200):
+        drawn = np.repeat(rng.multinomial(4, [0.25] * 4), 2)
+        by_resample.append({name: np.average(values, weights=drawn) for name, values in scores.items()})
+    for row in report.rows:
+        assert set(row.intervals) - {"retention"} == set(row.metrics)
+        expected = np.quantile([means[row.condition] for means in by_resample], [0.025, 0.975], method="nearest")
+        assert row.intervals["f1"] == pytest.approx(tuple(expected))
+        if row.condition in ("no_context", "full_context"):
+            assert row.retention is None
+            continue
+        none, full = (report.score("tiny", QA, name, "f1") for name in CONDITIONS[:2])
+        worth = full - none
+        kept = 100 * (row.metrics["f1"] - none) / worth if worth else math.nan
+        assert row.retention == pytest.approx(kept, nan_ok=True)
+        shares = [
+            100 * (means[row.condition] - means["no_context"]) / (means["full_context"] - means["no_context"])
+            for means in by_resample
+            if means["full_context"] != means["no_context"]
+        ]
+        expected = np.quantile(shares, [0.025, 0.975], method="nearest") if shares else (math.nan, math.nan)
+        assert row.intervals["retention"] == pytest.approx(tuple(expected), nan_ok=True)
+
+
+def test_one_document_has_no_interval(model, tokenizer):
+    report = run(model, tokenizer, ROWS[:1], tasks=(RECONSTRUCTION,))
+    assert all(math.isnan(end) for row in report.rows for ends in row.intervals.values() for end in ends)
+
+
+def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
+    datasets = [EvaluationDataset("qa", ROWS), EvaluationDataset("text", [{"text": "plain text"}, {"text": "more"}])]
+    settings = EvaluationSettings(tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,))
+    whole = evaluate_model(model, tokenizer, datasets, settings, progress=False)
+
+    def stop(report):
+        report.save(tmp_path / "report.json")
+        if len(report.rows) == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_model(model, tokenizer, datasets, settings, progress=False, on_result=stop)
+    earlier = EvaluationReport.load(tmp_path / "report.json")
+    assert [(row.dataset, row.task) for row in earlier.rows[::3]] == [("qa", QA), ("qa", RECONSTRUCTION)]
+    scored = []
+    again = evaluate_model(
+        model,
+        tokenizer,
+        datasets,
+        settings,
+        progress=False,
+        resume_from=earlier,
+        on_result=lambda report: scored.append((report.rows[-1].dataset, report.rows[-1].task)),
+    )
+    assert scored == [("text", RECONSTRUCTION)]
+    assert again.to_dict() == whole.to_dict()
+
+
+def test_another_evaluation_is_not_gone_on_with(model, tokenizer, folders):
+    options = {"tasks": (RECONSTRUCTION,), "ratios": (4,)}
+    report = run(model, tokenizer, **options)
+    other = MeanPoolingForCausalLM.from_base(str(folders / "teacher"), compression_ratios=(2, 4))
+    for changed, rows, change, message in (
+        (model, ROWS, {"seed": 1}, "seed"),
+        (model, ROWS, {"ratios": (2,)}, "ratios"),
+        (model, ROWS, {"batch_size": 3}, "batch_size"),
+        (model, ROWS[:2], {}, "tiny, reconstruction"),
+        (other, ROWS, {}, "(num_parameters, )?weights"),
+    ):
+        given = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARISATION: 6}, **options, **change}
+        data, settings = [EvaluationDataset("tiny", rows)], EvaluationSettings(**given)
+        with pytest.raises(ValueError, match=f"is of another evaluation; it differs in {message}"):
+            evaluate_model(changed, tokenizer, data, settings, resume_from=report, model_name=report.model)
+
+
+def test_ratios_alone_are_the_ratios(model, tokenizer):
+    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios_only=True)
+    assert report.conditions(RECONSTRUCTION) == ["ratio=2", "ratio=4"]
+    whole = run(model, tokenizer, tasks=(RECONSTRUCTION,))
+    for row in report.rows:
+        assert row.metrics == pytest.approx(
+            {name: whole.score("tiny", RECONSTRUCTION, row.condition, name) for name in row.metrics}
+        )
+        assert row.retention is None
+    assert "| ratio=4" in report.to_markdown()

@@ -4,10 +4,14 @@
 import json
 
 import pytest
-from naive_twin import CONTINUATION, QA
+import torch
+from naive_twin import CONTINUATION, QA, ROWS, naive_scores
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
 
 from context_compressors.evaluation.evaluate import model_label
-from context_compressors.evaluation.evaluate_command import main
+from context_compressors.evaluation.evaluate_command import columns_from_arguments, main
+from context_compressors.evaluation.report import EvaluationReport
 
 
 def test_names_of_models_are_ids_or_the_last_part_of_a_folder(tmp_path):
@@ -79,6 +83,77 @@ def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
     assert "plain language model, scored without context and with full context only" in capsys.readouterr().err
     assert main([*argv, "--plots", str(tmp_path)]) == 1
     assert "--plots draws quality by ratio, and teacher is a plain language model" in capsys.readouterr().err
+
+
+def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp_path, capsys):
+    output, answers = tmp_path / "results.json", tmp_path / "kept" / "answers.jsonl"
+    argv = [str(folders / "tiny-compressor"), "--data-dir", str(tmp_path), "--tasks", QA, "--ratios", "4"]
+    argv += ["--alternatives", "cut", "bm25", "--max-new-tokens", "3", "--device", "cpu", "--resume"]
+    argv += ["--num-resamples", "50", "--output", str(output), "--keep-answers", str(answers)]
+    assert main([*argv, "--data", "a=qa_rows.parquet#2"]) == 0
+    first = answers.read_text()
+    lines = [json.loads(line) for line in first.splitlines()]
+    assert [line["dataset"] for line in lines] == ["a", "a"]
+    assert [ROWS[int(line["id"])]["question"] for line in lines] == [line["question"] for line in lines]
+    conditions = ["no_context", "full_context", "ratio=4", "cut=4", "bm25=4"]
+    for line in lines:
+        assert list(line["answers"]) == list(line["scores"]) == conditions
+        assert line["references"]
+        assert line["question"].endswith("?")
+        assert set(line["scores"]["cut=4"]) >= {"f1", "exact_match", "substring_accuracy"}
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["condition"] for row in rows] == conditions
+    assert {row["num_samples"] for row in rows} == {2}
+
+    # Another data set is added; what is there is not scored again.
+    before = output.read_text()
+    more = [*argv, "--data", "a=qa_rows.parquet#2", "b=qa_rows.parquet"]
+    assert main(more) == 0
+    assert answers.read_text().startswith(first)
+    assert [json.loads(line)["dataset"] for line in answers.read_text().splitlines()] == ["a", "a", "b", "b", "b"]
+    content = json.loads(output.read_text())
+    assert content["rows"][:5] == json.loads(before)["rows"]
+    assert len(content["rows"]) == 10
+    capsys.readouterr()
+
+    assert main([*argv, "--data", "a=qa_rows.parquet#2", "--seed", "9"]) == 1
+    assert "error: the report to resume from is of another evaluation; it differs in seed" in capsys.readouterr().err
+    answers.write_text("")
+    assert main(more) == 1
+    assert "does not have the answers of [('a', 'question_answering'), ('b'" in capsys.readouterr().err
+    assert main([argv[0], "--data", "generated", "--resume"]) == 1
+    assert "--resume goes on with the report in --output: name it" in capsys.readouterr().err
+
+
+def test_command_reads_the_full_text_with_an_adapter_of_peft(folders, qa_file, tmp_path, tokenizer):
+    base = LlamaForCausalLM.from_pretrained(folders / "base")
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "reader")
+    outputs = [tmp_path / f"{name}.json" for name in ("named", "given")]
+    argv = [str(folders / "tiny-compressor"), "--data", str(qa_file), "--tasks", QA, "--max-new-tokens", "4"]
+    argv += ["--device", "cpu", "--teacher", str(tmp_path / "reader"), "--answer-perplexity"]
+    assert main([*argv, "--output", str(outputs[0])]) == 0
+    config = json.loads((tmp_path / "reader" / "adapter_config.json").read_text())
+    (tmp_path / "reader" / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    assert main(argv) == 1
+    assert main([*argv, "--teacher-base", str(folders / "base"), "--output", str(outputs[1])]) == 0
+    triples = [(row["context"], f"\nQuestion: {row['question']}\nAnswer:", f" {row['answers'][0]}") for row in ROWS]
+    expected = naive_scores(adapted.eval(), tokenizer, "full_context", triples)["perplexity"]
+    for output in outputs:
+        report = EvaluationReport.load(output)
+        assert (report.bounds, report.settings["teacher"]) == ("teacher", "reader")
+        assert report.score("qa_rows", QA, "full_context", "answer_perplexity") == pytest.approx(expected, rel=1e-4)
+
+
+def test_columns_of_a_data_set_are_named_behind_its_own_name():
+    assert columns_from_arguments(["squad.answers=answers.text", "squad.context=a.b", "v1.5.text=body"]) == {
+        "squad": {"answers": "answers.text", "context": "a.b"},
+        "v1.5": {"text": "body"},
+    }
+    for wrong in ("answers=text", "squad.answers", "squad.answers="):
+        with pytest.raises(ValueError, match=r"columns must be given as NAME\.COLUMN=THEIRS, got"):
+            columns_from_arguments([wrong])
 
 
 def test_command_help_has_examples(capsys):

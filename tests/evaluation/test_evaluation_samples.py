@@ -2,11 +2,14 @@
 """The samples of an evaluation: sources, prompts, windows, and what is cut from long contexts."""
 
 import json
+import string
 
 import pytest
 from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode, run
 
+from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
+from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.task_text import text_ids
 from context_compressors.training.data import DataSource, read_rows
 from context_compressors.training.prompts import load_prompts
@@ -75,6 +78,64 @@ def test_a_prefix_stands_in_front_of_contexts_with_questions_only(tokenizer):
     with_prefix = builder(tokenizer, context_prefix="# Text\n")
     assert tokenizer.decode(with_prefix.build(data, QA)[0].context_ids) == f"# Text\n{ROWS[0]['context']}"
     assert tokenizer.decode(with_prefix.build(data, RECONSTRUCTION)[0].context_ids) in ROWS[0]["context"]
+
+
+def test_only_a_text_that_ends_is_continued_to_its_end(tokenizer):
+    eos = tokenizer.eos_token_id
+    text = string.ascii_letters[:40]
+    data = EvaluationDataset("tiny", [{"text": text}])
+    ends = set()
+    for seed in range(60):
+        made = builder(tokenizer, seed=seed)
+        (continued,), (repeated,) = (made.build(data, task) for task in (CONTINUATION, RECONSTRUCTION))
+        assert eos not in continued.target_ids[:-1]
+        window = tokenizer.decode([*continued.context_ids, *continued.target_ids], skip_special_tokens=True)
+        assert (continued.target_ids[-1] == eos) == (window == text[-12:])
+        assert len(continued.target_ids) == 4 + (continued.target_ids[-1] == eos)
+        ends.add(continued.target_ids[-1] == eos)
+        # A repetition is done with its window, wherever that was cut.
+        assert repeated.target_ids == [*repeated.context_ids, eos]
+    assert ends == {True, False}
+
+
+def test_samples_are_drawn_from_all_rows_and_stay_the_same_whatever_else_is_evaluated(model, tokenizer):
+    rows = [{**ROWS[row % 3], "id": f"q{row}", "question": f"{row}?"} for row in range(60)]
+    drawn = [
+        int(sample.id[1:])
+        for seed in range(40)
+        for sample in builder(tokenizer, seed=seed).build(EvaluationDataset("tiny", rows), QA, 6)
+    ]
+    # Each sixth of the rows has about a sixth of the 240 draws.
+    assert all(20 <= sum(10 * part <= row < 10 * part + 10 for row in drawn) <= 60 for part in range(6))
+    alone = run(model, tokenizer, rows, tasks=(QA,), max_samples=5)
+    options = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARISATION: 6}, "max_samples": 5}
+    others = [EvaluationDataset("other", ROWS), EvaluationDataset("tiny", rows)]
+    settings = EvaluationSettings(tasks=(RECONSTRUCTION, QA), **options)
+    beside = evaluate_model(model, tokenizer, others, settings, progress=False)
+    asked = [sample.id for sample in beside.answers if (sample.dataset, sample.task) == ("tiny", QA)]
+    assert asked == [sample.id for sample in alone.answers]
+    assert len(set(asked)) == 5
+
+
+def test_a_data_set_may_have_a_number_of_samples_and_columns_of_its_own(tokenizer, tmp_path):
+    rows = [{"story": f"text {n}", "question": f"{n}?", "reply": {"text": ["a"]}} for n in range(9)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = {"mine": {"context": "story", "answers": "reply.text"}}
+    data = load_dataset_source("mine=qa.jsonl#4", tokenizer, data_dir=str(tmp_path), columns=names)
+    assert (data.name, data.max_samples, len(data.examples)) == ("mine", 4, 9)
+    assert len(builder(tokenizer).build(data, QA, 2)) == 4
+    assert load_dataset_source("generated#7", tokenizer, num_documents=1, document_tokens=150).max_samples == 7
+    with pytest.raises(ValueError, match="max_samples of data set 'tiny' must be at least 1, got 0"):
+        EvaluationDataset("tiny", ROWS, max_samples=0)
+
+
+def test_samples_say_which_row_and_which_document_they_are_from(tokenizer):
+    rows = [{**ROWS[0], "id": "first"}, {**ROWS[1], "id": None}, {**ROWS[0], "id": 7, "question": "Where?"}]
+    samples = builder(tokenizer).build(EvaluationDataset("tiny", rows), QA)
+    assert [(sample.id, sample.document) for sample in samples] == [("first", 0), ("1", 1), ("7", 0)]
+    assert [sample.question for sample in samples] == ["Who keeps a cat?", "How many pens?", "Where?"]
+    texts = builder(tokenizer).build(EvaluationDataset("tiny", rows), RECONSTRUCTION)
+    assert [(sample.id, sample.document) for sample in texts] == [("first", 0), ("1", 1)]
 
 
 def test_samples_are_drawn_by_the_seed(tokenizer):

@@ -168,6 +168,59 @@ def test_file_gives_the_same_report_back(tmp_path):
     assert loaded.score("openstax", "continuation", "no_context", "perplexity") == math.inf
 
 
+def test_intervals_retention_and_costs_are_in_file_and_table(tmp_path):
+    report = EvaluationReport("tiny")
+    report.add(
+        EvaluationRow(
+            "squad", "in", QA, "ratio=4", {"f1": 30.25, "rouge1": 1.0}, 10, num_documents=8,
+            intervals={"f1": (27.5, 33.04), "rouge1": (math.nan, math.nan), "retention": (51.0, math.inf)},
+            retention=65.0, costs={"slots": 45.5, "memory_bytes": 52416.0, "decoder_positions": 70.25},
+        )
+    )  # fmt: skip
+    report.add(row(condition="cut=4", f1=20.0, rouge1=2.0))
+    report.add(EvaluationRow("squad", "in", QA, "bm25=4", {"f1": 20.0, "rouge1": 2.0}, 10, retention=math.nan))
+    loaded = EvaluationReport.load(report.save(tmp_path / "report.json"))
+    assert loaded.to_dict() == report.to_dict()
+    first = loaded.rows[0]
+    assert (first.intervals["f1"], first.intervals["retention"]) == ((27.5, 33.04), (51.0, math.inf))
+    assert math.isnan(first.intervals["rouge1"][0])
+    assert [other.retention for other in loaded.rows] == [65.0, None, None]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.to_markdown().splitlines()]
+    header = next(cells for cells in lines if cells[0] == "data set")
+    found = dict(zip(header, next(cells for cells in lines if "ratio=4" in cells), strict=True))
+    assert (found["samples"], found["documents"]) == ("10", "8")
+    assert (found["f1"], found["rouge1"], found["retention"]) == (
+        "30.25 [27.50, 33.04]",
+        "1.000",
+        "65.00 [51.00, inf]",
+    )
+    assert (found["slots"], found["bytes"], found["positions"]) == ("45.50", "52,416", "70.25")
+    assert report.conditions(QA) == ["ratio=4", "cut=4", "bm25=4"]
+    assert report.ratios(QA) == [4]
+
+
+def test_a_file_without_intervals_is_read_as_well(tmp_path):
+    content = report_of(PAPER_F1).to_dict()
+    for values in content["rows"]:
+        for name in ("intervals", "retention", "costs", "num_documents"):
+            del values[name]
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    assert EvaluationReport.load(tmp_path / "old.json").to_dict() == report_of(PAPER_F1).to_dict()
+
+
+def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = report_of(PAPER_F1).save(tmp_path / "report.json")
+    before = path.read_text()
+
+    def stop(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        EvaluationReport("other").save(path)
+    assert path.read_text() == before
+
+
 @pytest.mark.parametrize("content", ["{}", "[1]", "no json", '{"format_version": 99}'])
 def test_other_files_are_refused(tmp_path, content):
     path = tmp_path / "other.json"
