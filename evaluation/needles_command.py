@@ -42,6 +42,7 @@ def build_parser() -> NearestNameParser:
     add("--base-model", metavar="MODEL", help="base of a light checkpoint (default: where the checkpoint says)")
     add("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per batch (default: 8)")
     add("--max-new-tokens", type=positive_int, default=24, metavar="N", help="of an answer (default: 24)")
+    add("--prompt-format", default="plain", metavar="FORMAT", help="a plain language model's: plain (default) or chat")
     add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
     add("--output", metavar="FILE", help="write the grid as JSON, anew after each length")
     add("--plot", metavar="PNG", help="draw heat maps")
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=arguments.seed,
         max_new_tokens=dict.fromkeys(("question_answering", "summarisation"), arguments.max_new_tokens),
         prompts=arguments.prompts,
+        prompt_format=arguments.prompt_format,
     )
 
     def write(grid: NeedleGrid) -> None:

@@ -248,6 +248,27 @@ class EvaluationReport:
             for condition in self.conditions(task)
         }
 
+    def macro_average_interval(
+        self, task: str, metric: str, domain: str | None = None
+    ) -> dict[str, tuple[float, float]]:
+        """Condition -> 95 % interval of `macro_average`, from those of its data sets as independent ones.
+
+        Half its width is the root of the summed squares of theirs, divided by their number. Conditions are left out
+        where a data set has no interval, or more than one seed.
+        """
+        averages, found = self.macro_average(task, metric, domain), {}
+        datasets = self.datasets(task, domain)
+        for condition, average in averages.items():
+            ends = [
+                row.intervals.get(metric, (math.nan, math.nan))
+                for row in self.rows
+                if (row.task, row.condition) == (task, condition) and row.dataset in datasets
+            ]
+            half = math.hypot(*((high - low) / 2 for low, high in ends)) / len(datasets)
+            if len(ends) == len(datasets) and math.isfinite(half):
+                found[condition] = (average - half, average + half)
+        return found
+
     def teacher_normalized(self, task: str, metric: str, domain: str | None = None) -> dict[str, float]:
         """Condition -> teacher-normalised score per data set, then averaged (NaN where no data set defines it).
 
@@ -297,6 +318,8 @@ class EvaluationReport:
         """All averages of a metric: macro, teacher-normalised, both per domain, and the gap where there are two."""
         domains = [domain for domain in DOMAINS if self.datasets(task, domain)]
         result: dict[str, Any] = {"macro_average": self.macro_average(task, metric)}
+        if intervals := self.macro_average_interval(task, metric):
+            result["macro_average_interval"] = intervals
         if {NO_CONTEXT, FULL_CONTEXT} <= set(self.conditions(task)):
             result["teacher_normalized_per_dataset_then_averaged"] = self.teacher_normalized(task, metric)
             result["undefined_datasets"] = self.undefined_datasets(task, metric)
@@ -387,6 +410,7 @@ class EvaluationReport:
         metric = MAIN_METRICS.get(task, self.metric_names(task)[0])
         averages = self.averages(task, metric)
         undefined = averages.pop("undefined_datasets", [])
+        intervals = averages.pop("macro_average_interval", {})
         titles = {
             "macro_average": "all data sets",
             "teacher_normalized_per_dataset_then_averaged": "teacher-normalised",
@@ -398,6 +422,8 @@ class EvaluationReport:
             [condition, *(_text(values.get(condition)) for values in averages.values())]
             for condition in self.conditions(task)
         ]
+        for cells in body:
+            cells[1] += _brackets(intervals.get(cells[0]))
         lines = [f"Averages of {metric}; teacher-normalised scores are taken per data set, then averaged."]
         if undefined:
             lines.append(f"Without a teacher-normalised score (full context = no context): {', '.join(undefined)}.")
@@ -439,9 +465,14 @@ def _row_from(content: dict[str, Any]) -> EvaluationRow:
 
 
 def _with_interval(value: float | None, row: EvaluationRow, metric: str) -> str:
-    low, high = row.intervals.get(metric, (math.nan, math.nan))
-    interval = "" if math.isnan(low) or _text(value) == "-" else f" [{_text(low)}, {_text(high)}]"
-    return _text(value) + interval
+    text = _text(value)
+    return text if text == "-" else text + _brackets(row.intervals.get(metric))
+
+
+def _brackets(interval: tuple[float, float] | None) -> str:
+    if interval is None or math.isnan(interval[0]):
+        return ""
+    return f" [{_text(interval[0])}, {_text(interval[1])}]"
 
 
 def _text(value: float | None) -> str:

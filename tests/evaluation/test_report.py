@@ -199,6 +199,18 @@ def test_intervals_retention_and_costs_are_in_file_and_table(tmp_path):
     assert report.ratios(QA) == [4]
 
 
+def test_the_interval_of_an_average_is_that_of_independent_data_sets():
+    report = EvaluationReport("tiny")
+    for name, score, half in (("a", 20.0, 3.0), ("b", 40.0, 4.0)):
+        ends = {"f1": (score - half, score + half)}
+        report.add(EvaluationRow(name, "in", QA, "ratio=4", {"f1": score}, 10, intervals=ends))
+        report.add(EvaluationRow(name, "in", QA, "ratio=8", {"f1": score}, 10, intervals=ends if name == "a" else {}))
+    assert report.macro_average_interval(QA, "f1") == {"ratio=4": (27.5, 32.5)}
+    assert report.to_dict()["averages"][QA]["f1"]["macro_average_interval"] == {"ratio=4": [27.5, 32.5]}
+    assert "| ratio=4   | 30.00 [27.50, 32.50] |" in report.to_markdown()
+    assert "| ratio=8   | 30.00                |" in report.to_markdown()
+
+
 def test_a_file_without_intervals_is_read_as_well(tmp_path):
     content = report_of(PAPER_F1).to_dict()
     for values in content["rows"]:
