@@ -41,7 +41,7 @@ def build_parser() -> NearestNameParser:
     add("--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)")
     add("--base-model", metavar="MODEL", help="base of a light checkpoint (default: where the checkpoint says)")
     add("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per batch (default: 8)")
-    add("--max-new-tokens", type=positive_int, default=24, metavar="N", help="of an answer (default: 24)")
+    add("--max-new-tokens", type=positive_int, default=32, metavar="N", help="of an answer (default: 32)")
     add("--prompt-format", default="plain", metavar="FORMAT", help="a plain language model's: plain (default) or chat")
     add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
     add("--output", metavar="FILE", help="write the grid as JSON, anew after each length")
