@@ -81,7 +81,7 @@ def rows_of(base_shape: str, ratios: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def table_of(rows: Sequence[dict[str, Any]], ratios: Sequence[int]) -> str:
-    """The rows in Markdown, as the README has them."""
+    """The rows in Markdown, as docs/methods.md has them."""
     header = ["method", "base", "own parameters", "light", "whole", *(f"ratio {ratio}" for ratio in ratios), "base"]
     lines = [
         [

@@ -4,105 +4,80 @@
 import json
 import math
 import re
-import runpy
-import shlex
 import shutil
-import sys
 from pathlib import Path
-from typing import Any
 
+import pages
 import pytest
 import yaml
+from pages import DOCS, ROOT
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from context_compressors import __version__, cli
+from context_compressors import __version__
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
-# What a page only shows: it needs a network, a server, several GPUs or a shell of one's own.
+# What a page only shows: it needs a network, a server, several GPUs, large files or a shell of one's own.
 SHOWN = ("accelerate", "git", "make", "pip", "pytest", "python", "vllm", "hf", "curl", "context-compressors")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
-    """Language and content of every code block of a page."""
-    return FENCE.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
-
-
-# What pages name -> the small trained model that stands there under that name, so that their code runs as it is.
-STAND_INS = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "base",
-    "checkpoints/smollm2-135m-instruct-mean-pooling": "mean_pooling",
-    "checkpoints/base": "base",
-    "checkpoints/mean_pooling": "mean_pooling",
-}
+def blocks(page: str) -> list[pages.Block]:
+    return pages.blocks_of((DOCS / f"{page}.md").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
 def workplace(small_checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory as a reader of the pages has it: models under the names of the pages, and the clone's examples."""
-    for name, model in STAND_INS.items():
-        shutil.copytree(small_checkpoints / model, tmp_path / name)
+    """A directory as a reader of the pages has it, but small models under the names of the pages."""
+    pages.stand_in_checkpoints(small_checkpoints, tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path
 
 
-def run_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, *arguments = shlex.split(line, comments=True)
-    if program == "context-compressors":
-        assert cli.main(arguments) == 0, line
-        return
-    assert (program, arguments[0].partition("/")[0]) == ("python", "examples"), f"cannot run {line!r}"
-    monkeypatch.setattr(sys, "argv", arguments)
-    runpy.run_path(arguments[0], run_name="__main__")
-
-
-def name_of_file(page: str, language: str, content: str) -> re.Match[str]:
-    """The comment in the first line of a block that is written down as a file."""
-    name = re.match(r"# (\S+)\n", content)
-    assert name, f"a {language} block of {page}.md starts with the name of its file: {content[:40]!r}"
-    return name
-
-
-def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run the blocks of a page in order; what its Python has defined in the end."""
-    names: dict[str, Any] = {"__name__": f"docs_{page}"}
-    for language, content in blocks(page):
-        if language == "python":
-            exec(compile(content, f"{page}.md", "exec"), names)
-        elif language == "bash":
-            for line in content.replace("\\\n", " ").splitlines():
-                if line.strip() and not line.startswith("#"):
-                    run_command(line, monkeypatch)
-        elif language in ("yaml", "jsonl"):
-            name = name_of_file(page, language, content)
-            Path(name[1]).write_text(content if language == "yaml" else content[name.end() :], encoding="utf-8")
-    return names
+@pytest.fixture
+def two_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random models of two widths, whose tokenizers give a letter different ids, under the names of a page."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    for name, width, letters in (
+        ("Qwen/Qwen3-0.6B", 16, alphabet),
+        ("HuggingFaceTB/SmolLM2-135M", 24, alphabet[::-1]),
+    ):
+        backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=32,
+            num_hidden_layers=8,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        LlamaForCausalLM(config).save_pretrained(name)
+        tokenizer.save_pretrained(name)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_of_a_kind_that_runs_or_is_only_shown(page: str):
     languages = ("python", "bash", "yaml", "jsonl", "console", "text")
-    for language, content in blocks(page):
-        assert language in languages, f"{page}.md has a block of {language!r}"
-        if language in ("yaml", "jsonl"):
-            name_of_file(page, language, content)
-
-
-@pytest.mark.slow
-def test_the_page_on_use_runs(workplace: Path, monkeypatch: pytest.MonkeyPatch):
-    names = run_page("use", monkeypatch)
-    assert len(names["answers"]) == 2
-    assert {path.stem for path in (workplace / "library").iterdir()} == set(names["collection"])
+    for block in blocks(page):
+        assert block.language in languages, f"{page}.md has a block of {block.language!r}"
+        if block.language in ("yaml", "jsonl"):
+            assert re.match(r"# \S+\n", block.content), f"{page}.md: {block.content[:40]!r} starts with no file's name"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_only_shown_cannot_run_here(page: str):
-    for language, content in blocks(page):
-        if language == "console":
-            lines = content.replace("\\\n", " ").splitlines()
+    for block in blocks(page):
+        if block.language == "console":
+            lines = block.content.replace("\\\n", " ").splitlines()
             commands = [line[2:] for line in lines if line.startswith("$ ")]
             assert commands, f"a console block of {page}.md has no line that starts with $"
             for command in commands:
@@ -110,40 +85,76 @@ def test_what_is_only_shown_cannot_run_here(page: str):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page: str):
+def test_links_lead_to_files_and_headings(page: str):
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
-        assert (DOCS / target).resolve().exists(), f"{page}.md links to {target}"
+    for target, heading in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", text):
+        path = (DOCS / target).resolve() if target else DOCS / f"{page}.md"
+        assert path.exists(), f"{page}.md links to {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], heading
 
 
 @pytest.mark.slow
-def test_the_page_on_training_runs(workplace: Path, monkeypatch: pytest.MonkeyPatch):
-    names = run_page("train", monkeypatch)
+def test_the_page_on_use_runs(workplace: Path):
+    names, outputs = pages.run_page(DOCS / "use.md")
+    assert {path.stem for path in (workplace / "library").iterdir()} == set(names["collection"])
+    assert all(printed for _, printed in outputs)
+
+
+@pytest.mark.slow
+def test_the_page_on_use_says_what_the_checkpoint_prints(smollm2_base: Path, tmp_path: Path):
+    outputs = pages.run_on_the_checkpoint(DOCS / "use.md", tmp_path)
+    assert [printed for _, printed in outputs] == [block.content for block, _ in outputs], "run tests/pages.py"
+
+
+@pytest.mark.slow
+def test_the_page_on_training_runs(workplace: Path):
+    names, _ = pages.run_page(DOCS / "train.md")
     for folder in ("berths", "restore_first", "distilled", "pretrained", "icae", "sft/final"):
         assert list((workplace / "outputs" / folder).glob("modeling_*.py")), folder
+    assert json.loads((workplace / "outputs/icae/config.json").read_text())["prompt_format"] == "chat"
     assert math.isfinite(names["result"].training_loss)
 
 
 @pytest.mark.slow
-def test_the_page_on_serving_runs(workplace: Path, monkeypatch: pytest.MonkeyPatch):
-    names = run_page("serve", monkeypatch)
+def test_the_page_on_evaluation_runs(workplace: Path):
+    _, outputs = pages.run_page(DOCS / "evaluate.md")
+    assert [printed for _, printed in outputs] == [block.content for block, _ in outputs]
+    for name in ("results.json", "answers.jsonl", "needles.json", "needles.png", "analysis/slot_analysis.json"):
+        assert (workplace / name).is_file(), name
+    assert list((workplace / "plots").glob("*.png"))
+
+
+@pytest.mark.slow
+def test_the_page_on_methods_runs(two_bases: None):
+    names, _ = pages.run_page(DOCS / "methods.md")
+    # A letter is a token here.
+    assert int(names["slots"].num_slots) == -(-len(names["document"]) // 4)
+    assert names["reconstruction"].shape[1] > 1
+    assert Path("my-adapter/adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_page_on_serving_runs(workplace: Path):
+    names, _ = pages.run_page(DOCS / "serve.md")
     assert set(json.loads(names["request"])) == {"model", "prompt", "prompt_embeds", "max_tokens", "temperature"}
 
 
 @pytest.mark.slow
-def test_the_page_on_publishing_runs(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    run_page("publish", monkeypatch)
+def test_the_page_on_publishing_runs(workplace: Path, capsys: pytest.CaptureFixture[str]):
+    pages.run_page(DOCS / "publish.md")
     assert "model.safetensors" in capsys.readouterr().out
     assert "Trained for two steps" in (workplace / "outputs/berths/README.md").read_text(encoding="utf-8")
 
 
 def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = pages.README.read_text(encoding="utf-8")
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
-    # A page that is added needs a test of its own; docs/add_a_method.md has a file of them.
-    assert PAGES == ["add_a_method", "publish", "serve", "train", "use"]
+    # A page that is added needs a test of its own; docs/add_a_method.md has a file of them, and of the page on
+    # benchmarks nothing runs.
+    assert PAGES == ["add_a_method", "benchmarks", "evaluate", "methods", "publish", "serve", "train", "use"]
+    assert all(block.language == "text" for block in blocks("benchmarks"))
 
 
 def test_project_files_agree():
@@ -151,6 +162,6 @@ def test_project_files_agree():
     assert citation["version"] == __version__
     assert citation["license"] == "Apache-2.0"
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = pages.README.read_text(encoding="utf-8")
     for reference in citation["references"]:
         assert reference["title"] in readme, reference["title"]

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pages
 import pytest
 import torch
 
@@ -26,16 +27,14 @@ def place_of(package: Path, name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copied(small_checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project as an importable folder, with what the page adds to it."""
     folder = tmp_path_factory.mktemp("project")
     ignore = shutil.ignore_patterns("__pycache__")
     for package, source in FOLDERS.items():
         shutil.copytree(ROOT / source, folder / package.replace(".", "/"), ignore=ignore, dirs_exist_ok=True)
     shutil.copytree(ROOT / "tests" / "modeling", folder / "tests" / "modeling", ignore=ignore)
-    # Under the names that the page may give its base.
-    for name in ("checkpoints/base", "HuggingFaceTB/SmolLM2-135M-Instruct"):
-        shutil.copytree(ROOT / "tests" / "checkpoints" / "base", folder / name)
+    pages.stand_in_checkpoints(small_checkpoints, folder)
     shutil.copy(ROOT / "pyproject.toml", folder)
     for language, content in BLOCKS:
         if language == "console":

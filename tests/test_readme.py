@@ -1,83 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's code runs as it stands, and what it points to is there."""
+"""The README's code prints what the README says, its scores are the measured ones, and its links lead somewhere."""
 
 import re
 from pathlib import Path
 
+import pages
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from context_compressors import MeanPoolingForCausalLM
-
-ROOT = Path(__file__).resolve().parents[1]
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-CODE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+TEXT = pages.README.read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def checkpoints(tmp_path: Path) -> dict[str, str]:
-    """Tiny stand-ins for the checkpoints that the README names, which a test can train in a second."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    folders = {"Qwen/Qwen3-0.6B": tmp_path / "base", "checkpoints/mean_pooling": tmp_path / "compressor"}
-    base, compressor = folders.values()
-    LlamaForCausalLM(config).save_pretrained(base)
-    MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4, 8, 16]).save_pretrained(compressor)
-    for folder in folders.values():
-        tokenizer.save_pretrained(folder)
-    # An encoder of another width, whose tokens have other ids.
-    folders["HuggingFaceTB/SmolLM2-135M"] = other = tmp_path / "encoder"
-    config.hidden_size, config.num_hidden_layers, config.head_dim = 24, 8, 12
-    LlamaForCausalLM(config).save_pretrained(other)
-    backend.model = models.BPE(vocab={letter: index for index, letter in enumerate(reversed(alphabet))}, merges=[])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    tokenizer.save_pretrained(other)
-    return {name: str(folder) for name, folder in folders.items()}
+def test_it_has_at_most_200_lines():
+    assert len(TEXT.splitlines()) <= 200
+
+
+def test_the_first_code_asks_the_checkpoint_and_shows_what_it_prints():
+    first, output, *_ = pages.blocks_of(TEXT)
+    assert "pipeline(" in first.content
+    assert f"checkpoints/{pages.CHECKPOINT}" in first.content
+    assert output.is_output
 
 
 @pytest.mark.slow
-def test_python_code_runs_in_order(
-    checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_its_code_prints_what_it_says(smollm2_base: Path, tmp_path: Path):
+    outputs = pages.run_on_the_checkpoint(pages.README, tmp_path)
+    assert [printed for _, printed in outputs] == [block.content for block, _ in outputs], "run tests/pages.py"
+
+
+def test_the_table_of_checkpoints_has_the_scores_that_were_measured():
+    # Unless there is a result file, the table holds dots.
+    assert pages.with_scores(TEXT) == TEXT, "run tests/pages.py"
+
+
+def test_a_table_of_checkpoints_is_filled_from_a_report():
+    conditions = ["no_context", "full_context", "ratio=2", "ratio=4", "ratio=8", "ratio=16"]
+    row = {"dataset": "squad", "task": "question_answering"}
+    rows = [
+        {**row, "condition": name, "metrics": {"f1": 10.04 * place, "exact_match": place}}
+        for place, name in enumerate(conditions)
+    ]
+    rows.append({**row, "dataset": "nq", "condition": "ratio=2", "metrics": {"f1": 99.0, "exact_match": 99.0}})
+    cells = pages.score_table({"rows": rows}).splitlines()[2].split(" | ")
+    assert [cell.strip(" |") for cell in cells[1:]] == [f"{10.04 * n:.1f} / {n:.1f}" for n in range(6)]
+
+
+def test_what_code_prints_goes_into_the_text_block_right_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    names = {"document": "Nora keeps eleven bees. " * 8, "question": "What does Nora keep?"}
-    names["data"] = [{"context": names["document"], "question": names["question"], "answer": "bees"}] * 4
-    for code in CODE:
-        for name, folder in checkpoints.items():
-            code = code.replace(f'"{name}"', f'"{folder}"')
-        exec(code, names)
-        if "inputs" not in names:  # what the first block's reader has at hand
-            names["inputs"] = names["tokenizer"](names["document"], return_tensors="pt")
-            for name in "ab":
-                names["memory"].save(f"{name}.safetensors")
-    assert len(CODE) >= 5
-    assert int(names["slots"].num_slots) == -(-len(names["document"]) // 4)
-    assert int(names["memory"].num_slots) == 2 * -(-len(names["document"]) // 8)
-    assert names["answer"].shape[1] > len(names["question"])
-    assert torch.isfinite(torch.tensor(names["trainer"].state.log_history[-1]["train_loss"]))
-    assert (tmp_path / "outputs/my-compressor/final/modeling_mean_pooling.py").is_file()
+    fences = [
+        "```jsonl\n# rows.jsonl\n{}\n```",
+        "```python\nprint(open('rows.jsonl').read())\n```",
+        "```text\nold\n```",
+    ]
+    page = tmp_path / "page.md"
+    page.write_text("\n\n".join([*fences, "Words.", "```text\nkept\n```"]), encoding="utf-8")
+    _, outputs = pages.run_page(page)
+    text = page.read_text(encoding="utf-8")
+    assert pages.filled(text, outputs) == text.replace("old", "{}")
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!https?://)([^)]+)\)", TEXT))))
 def test_links_lead_to_files(target: str):
-    assert (ROOT / target).is_file()
+    assert (pages.ROOT / target).is_file()
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", TEXT, re.MULTILINE))))
 def test_make_targets_exist(target: tuple[str, str]):
-    assert re.search(rf"^{''.join(target)}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    makefile = (pages.ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of sizes counts what is saved, and the README shows it."""
+"""The table of sizes counts what is saved, and the page on methods shows it."""
 
 import importlib.util
 import json
@@ -61,10 +61,10 @@ def test_the_counts_are_those_of_saved_checkpoints(script, monkeypatch, tmp_path
     assert kept * 2 / 32 == row["base_bytes_per_token"]
 
 
-def test_the_readme_shows_the_result_file_with_every_method(script):
+def test_the_page_on_methods_shows_the_result_file_with_every_method(script):
     rows = json.loads((ROOT / "benchmarks" / "results" / "checkpoint_sizes.json").read_text())["rows"]
     assert [row["method"] for row in rows] == list(METHODS)
-    assert script.table_of(rows, [4, 16]) in (ROOT / "README.md").read_text()
+    assert script.table_of(rows, [4, 16]) in (ROOT / "docs" / "methods.md").read_text()
 
 
 def test_comprexit_is_under_40_mb(script):

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code in README.md and docs/: running it, and writing down what it prints.
+
+    python tests/pages.py
+
+runs README.md and docs/use.md on the checkpoint of this repository, and writes into them what their code prints, and
+into README.md the scores of `benchmarks/smollm2/scores.json`. A `text` block that stands right behind a `python` or
+`bash` block is what that block prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+CHECKPOINT = "smollm2-135m-instruct-mean-pooling"
+SCORES = ROOT / "benchmarks" / "smollm2" / "scores.json"
+# Pages whose output is that of the checkpoint.
+OF_THE_CHECKPOINT = (README, DOCS / "use.md")
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_SCORES = re.compile(r"(?<=<!-- scores -->\n).*?(?=\n<!-- /scores -->)", re.DOTALL)
+_MISSING = "…"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ bos_token + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code on a page.
+
+    Args:
+        language: such as "python".
+        content: the code.
+        start: where the content starts in the page.
+        is_output: of a text block, whether it stands right behind code.
+    """
+
+    language: str
+    content: str
+    start: int
+    is_output: bool
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The code blocks of a page, in order."""
+    found, end, runs = [], None, False
+    for match in _BLOCK.finditer(text):
+        is_output = runs and match[1] == "text" and not text[end : match.start()].strip()
+        found.append(Block(match[1], match[2], match.start(2), is_output))
+        end, runs = match.end(), match[1] in ("python", "bash")
+    return found
+
+
+def run_command(line: str) -> None:
+    """Run a line of a `bash` block: `context-compressors`, or a script of examples/."""
+    from context_compressors import cli
+
+    program, *arguments = shlex.split(line, comments=True)
+    if program == "context-compressors":
+        assert cli.main(arguments) == 0, line
+        return
+    assert (program, arguments[0].partition("/")[0]) == ("python", "examples"), f"cannot run {line!r}"
+    with patch.object(sys, "argv", arguments):
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_page(
+    path: Path, languages: tuple[str, ...] = ("python", "bash", "yaml", "jsonl")
+) -> tuple[dict[str, Any], list[tuple[Block, str]]]:
+    """Run the blocks of a page in order, in the current directory; `yaml` and `jsonl` are written down as files.
+
+    Args:
+        path: the page.
+        languages: blocks of other languages are only shown.
+
+    Returns:
+        What the page's Python has defined in the end, and its output blocks, each with what was printed.
+    """
+    names: dict[str, Any] = {"__name__": f"page_{path.stem}"}
+    printed, outputs = "", []
+    for block in blocks_of(path.read_text(encoding="utf-8")):
+        if block.is_output:
+            outputs.append((block, printed))
+        if block.language not in languages:
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as stream:
+            if block.language == "python":
+                exec(compile(block.content, path.name, "exec"), names)
+            elif block.language == "bash":
+                for line in block.content.replace("\\\n", " ").splitlines():
+                    if line.strip() and not line.startswith("#"):
+                        run_command(line)
+            else:
+                write_file(path, block)
+        printed = "".join(f"{line.rstrip()}\n" for line in stream.getvalue().strip().splitlines())
+        print(printed, end="")
+    return names, outputs
+
+
+def write_file(path: Path, block: Block) -> None:
+    """Write a block down under the name in its first line, a comment."""
+    name = re.match(r"# (\S+)\n", block.content)
+    assert name, f"a {block.language} block of {path.name} starts with the name of its file: {block.content[:40]!r}"
+    content = block.content if block.language == "yaml" else block.content[name.end() :]
+    Path(name[1]).write_text(content, encoding="utf-8")
+
+
+def stand_in_checkpoints(small: Path, folder: Path) -> None:
+    """Put small trained models in a folder, under the names that pages have for a base and a checkpoint on it.
+
+    Args:
+        small: folder with the models `base` and `mean_pooling`, which get a chat template.
+        folder: where a page will run.
+    """
+    from transformers import AutoTokenizer
+
+    from context_compressors.modeling.prompting import opening_ids
+
+    for model, name in (("base", BASE), ("mean_pooling", f"checkpoints/{CHECKPOINT}")):
+        place = folder / name
+        shutil.copytree(small / model, place)
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        tokenizer.chat_template = _CHAT_TEMPLATE
+        tokenizer.save_pretrained(place)
+    config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    config |= {"prompt_format": "chat", "prompts": None, "slots_after_ids": opening_ids(tokenizer)}
+    (place / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def run_on_the_checkpoint(path: Path, folder: Path) -> list[tuple[Block, str]]:
+    """Run a page in a folder that has the checkpoints of this repository; its output blocks with what was printed."""
+    (folder / "checkpoints").symlink_to(ROOT / "checkpoints")
+    with contextlib.chdir(folder):
+        return run_page(path, ("python",) if path == README else ("python", "bash"))[1]
+
+
+def filled(text: str, outputs: list[tuple[Block, str]]) -> str:
+    """The page with what was printed in its output blocks."""
+    for block, printed in reversed(outputs):
+        text = text[: block.start] + printed + text[block.start + len(block.content) :]
+    return text
+
+
+def score_table(content: Mapping[str, Any] | None, ratios: tuple[int, ...] = (2, 4, 8, 16)) -> str:
+    """The table of checkpoints with F1 and exact match on SQuAD.
+
+    Args:
+        content: a result file of `context-compressors evaluate` with a data set called squad; `None` leaves dots.
+        ratios: of the checkpoint.
+    """
+    from context_compressors.evaluation.report import markdown_table
+
+    titles = {"no_context": "no context", "full_context": "full text"} | {f"ratio={r}": f"{r}x" for r in ratios}
+    rows = [] if content is None else [row for row in content["rows"] if row["dataset"] == "squad"]
+    metrics = {row["condition"]: row["metrics"] for row in rows if row["task"] == "question_answering"}
+    cells = [
+        f"{metrics[name]['f1']:.1f} / {metrics[name]['exact_match']:.1f}" if metrics else _MISSING for name in titles
+    ]
+    link = f"[{CHECKPOINT}](checkpoints/{CHECKPOINT}/README.md)"
+    return markdown_table(["checkpoint", *titles.values()], [[link, *cells]])
+
+
+def with_scores(text: str) -> str:
+    """README with the scores of the result file, if there is one."""
+    content = json.loads(SCORES.read_text(encoding="utf-8")) if SCORES.is_file() else None
+    return _SCORES.sub(lambda _: score_table(content), text)
+
+
+def main() -> None:
+    """Write what the checkpoint prints and scores into the pages."""
+    for path in OF_THE_CHECKPOINT:
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = run_on_the_checkpoint(path, Path(folder))
+        text = filled(path.read_text(encoding="utf-8"), outputs)
+        path.write_text(with_scores(text) if path == README else text, encoding="utf-8")
+        print(f"wrote {os.path.relpath(path, ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
