@@ -28,7 +28,6 @@ import argparse
 import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -194,7 +193,7 @@ def evaluate(
         max_new_tokens={"question_answering": 16, "summarisation": 1},
         answer_perplexity=True,
     )
-    return [asdict(row) for row in evaluate_model(model.eval(), tokenizer, tests, settings).rows]
+    return [row.to_json() for row in evaluate_model(model.eval(), tokenizer, tests, settings).rows]
 
 
 def summarize(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

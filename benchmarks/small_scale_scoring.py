@@ -7,7 +7,7 @@ import argparse
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,5 +164,5 @@ def evaluate(
             if row.condition in saved.get(row.dataset, {}):
                 metrics["saved_by_context"] = saved[row.dataset][row.condition]
             metrics = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            rows.append({**asdict(row), "metrics": metrics})
+            rows.append({**row.to_json(), "metrics": metrics})
     return rows

@@ -128,6 +128,10 @@ class EvaluationRow:
         if not 0 <= self.num_truncated <= self.num_samples:
             raise ValueError(f"num_truncated must be 0 to {self.num_samples}, got {self.num_truncated}")
 
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON holds it: undefined scores are `None`, infinite ones texts."""
+        return _plain(asdict(self))
+
     @property
     def key(self) -> tuple[str, str, str, int]:
         """What makes a row unique in a report."""
