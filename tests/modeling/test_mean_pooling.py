@@ -99,3 +99,39 @@ def test_the_papers_adapters_are_the_default():
     assert config.encoder_lora == config.decoder_lora == expected
     assert config.compression_ratios == (4, 8, 16, 32, 64, 128)
     assert MeanPoolingConfig(encoder_type="embeddings").encoder_lora is None
+
+
+@torch.no_grad()
+def test_with_a_residual_slots_start_as_scaled_sums_of_token_embeddings(pretrained_base):
+    model = MeanPoolingForCausalLM.from_base(pretrained_base, compression_ratios=(4, 3), embedding_residual=True)
+    embeddings = model.get_input_embeddings()(IDS)[0]
+    for ratio in (3, 4):
+        # The last window is short, and is divided by the root of its own length.
+        sums = [window.sum(dim=0) / len(window) ** 0.5 for window in embeddings.split(ratio)]
+        torch.testing.assert_close(model.compress(IDS, ratio=ratio).embeddings[0], torch.stack(sums))
+    assert not model.model.slot_projection.weight.any()
+
+
+@torch.no_grad()
+def test_the_residual_joins_what_the_encoder_makes(mean_pooling):
+    model = mean_pooling.build(embedding_residual=True, mlp_after_pooling=True)
+    backbone = model.model
+    torch.nn.init.normal_(backbone.slot_projection.weight, std=0.1)
+    torch.nn.init.normal_(backbone.slot_perceptron[2].weight, std=0.1)
+    states = backbone.encoder_states(IDS, torch.ones_like(IDS), torch.arange(11)[None], is_causal=False)
+    pooled, embeddings = windows(states, 3), model.get_input_embeddings()(IDS)
+    hidden = functional.gelu(functional.linear(pooled, *backbone.slot_perceptron[0].parameters()))
+    expected = functional.linear(pooled, backbone.slot_projection.weight)
+    expected = expected + functional.linear(hidden, *backbone.slot_perceptron[2].parameters())
+    expected = expected + windows(embeddings, 3) * torch.tensor([3.0, 3.0, 3.0, 2.0]).sqrt()[None, :, None]
+    torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings, expected)
+
+
+def test_what_stands_beside_the_linear_map_needs_it(tiny_base_config):
+    for name in ("embedding_residual", "mlp_after_pooling"):
+        with pytest.raises(ValueError, match="go with `linear_after_pooling=True`"):
+            MeanPoolingConfig(linear_after_pooling=False, **{name: True})
+        with pytest.raises(ValueError, match=f"`{name}` must be True or False, got 'yes'"):
+            MeanPoolingConfig(**{name: "yes"})
+    with pytest.raises(ValueError, match="must be False with an encoder of its own"):
+        MeanPoolingConfig(encoder_config=tiny_base_config(), embedding_residual=True)

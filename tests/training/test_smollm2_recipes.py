@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes on SmolLM2-135M-Instruct: compressor, reader and the end of a training, in the chat template."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import context_compressors.training
+from context_compressors import ContextCompressionQAPipeline, MeanPoolingForCausalLM
+from context_compressors.modeling.prompting import opening_ids
+from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.data import DataSource
+from context_compressors.training.train import main
+
+RECIPES = Path(context_compressors.training.__file__).parent / "recipes" / "smollm2"
+TEMPLATE = (
+    "{% for m in messages %}<|bos|>{{ m['role'] + '\n' + m['content'] }}<|eos|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}"
+)
+# Read last: what makes the recipes small enough for a test, and nothing else.
+SMALL = {
+    "sources": [{"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}],
+    "task_schedule": None,
+    "length_schedule": None,
+    "max_context_tokens": 96,
+    "max_steps": 2,
+    "save_steps": 1,
+    "save_strategy": "steps",
+    "bf16": False,
+    "dtype": "float32",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+@pytest.fixture
+def chat_base(base_folder, tmp_path):
+    """The tiny base as an instruct model: with a chat template."""
+    folder = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(base_folder).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(base_folder)
+    bos, eos = tokenizer.bos_token or tokenizer.eos_token, tokenizer.eos_token
+    tokenizer.chat_template = TEMPLATE.replace("<|bos|>", bos).replace("<|eos|>", eos)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments, base, folder):
+    small = folder / "small.yaml"
+    small.write_text(yaml.safe_dump(SMALL))
+    names = [f"smollm2/{name}.yaml" for name in arguments if not name.startswith("--")]
+    options = [argument for argument in arguments if argument.startswith("--")]
+    options = [part for option in options for part in option.split("=", 1)]
+    main([*names, str(small), "--base", base, *options])
+
+
+@pytest.mark.parametrize("recipe", ["mean_pooling", "reader"])
+def test_what_trains_is_never_what_is_reported_or_chosen_by(recipe, tmp_path):
+    _, data, _ = parse_recipe(
+        [f"smollm2/{recipe}.yaml", "smollm2/data.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"]
+    )
+    for source in map(DataSource.from_mapping, data.sources):
+        assert source.generated or "_train" in source.path
+        assert source.generated or source.licence.split()[0] in ("CC", "CC0", "Apache-2.0")
+        assert source.generated or "NC" not in source.licence
+        if source.path == "qa_squad_train.parquet":
+            assert source.rows == [0, 85_000]
+
+
+def test_compressor_and_reader_have_the_same_data_and_rank():
+    compressor, reader = (yaml.safe_load((RECIPES / f"{name}.yaml").read_text()) for name in ("mean_pooling", "reader"))
+    config = compressor["method_config"]
+    for adapter in (config["encoder_lora"], config["decoder_lora"]):
+        assert {name: reader["teacher_lora"][name] for name in adapter} == adapter
+    assert not {"sources", "max_steps", "learning_rate"} & (set(compressor) | set(reader))
+    shared = ("base", "prompts", "prompt_format", "dtype")
+    assert [compressor[name] for name in shared] == [reader[name] for name in shared]
+
+
+@pytest.mark.slow
+def test_the_compressor_trains_goes_on_and_answers(chat_base, tmp_path):
+    out, end = tmp_path / "out", tmp_path / "end"
+    run("mean_pooling", "data", "cpu", f"--output_dir={out}", base=chat_base, folder=tmp_path)
+    model = MeanPoolingForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert (model.config.prompt_format, model.config.chunk_size) == ("chat", 512)
+    assert model.config.slots_after_ids == opening_ids(tokenizer)
+    assert model.model.slot_projection.weight.abs().max() > 0, "starts at zero, and trains"
+    pipe = ContextCompressionQAPipeline(model=model, tokenizer=tokenizer, device="cpu", max_new_tokens=3)
+    assert isinstance(pipe("Who?", context="Nora keeps bees.", ratio=4)["answer"], str)
+    checkpoint = f"--checkpoint={out / 'checkpoint-1'}"
+    options = ["--method_config=null", checkpoint, f"--output_dir={end}"]
+    run("mean_pooling", "data", "annealing", "cpu", *options, base="null", folder=tmp_path)
+    after = MeanPoolingForCausalLM.from_pretrained(end).state_dict()
+    assert any(not tensor.equal(after[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_the_reader_trains_its_adapter_alone(chat_base, tmp_path):
+    out = tmp_path / "out"
+    run("reader", "data", "cpu", f"--output_dir={out}", base=chat_base, folder=tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(chat_base)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    adapted = PeftModel.from_pretrained(base, out)
+    moved = [p for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert moved and all(torch.count_nonzero(p) for p in moved)
+    assert all(tensor.equal(before[name]) for name, tensor in adapted.unload().state_dict().items())
