@@ -32,8 +32,8 @@ README = ROOT / "README.md"
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CHECKPOINT = "smollm2-135m-instruct-mean-pooling"
 SCORES = ROOT / "benchmarks" / "smollm2" / "scores.json"
-# Pages whose output is that of the checkpoint.
-OF_THE_CHECKPOINT = (README, DOCS / "use.md")
+# Pages whose output is that of the checkpoint, and what of them runs.
+OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SCORES = re.compile(r"(?<=<!-- scores -->\n).*?(?=\n<!-- /scores -->)", re.DOTALL)
 _MISSING = "…"
@@ -111,7 +111,7 @@ def run_page(
                         run_command(line)
             else:
                 write_file(path, block)
-        printed = "".join(f"{line.rstrip()}\n" for line in stream.getvalue().strip().splitlines())
+        printed = "".join(f"{line.rstrip()}\n" for line in stream.getvalue().strip("\n").splitlines())
         print(printed, end="")
     return names, outputs
 
@@ -150,7 +150,7 @@ def run_on_the_checkpoint(path: Path, folder: Path) -> list[tuple[Block, str]]:
     """Run a page in a folder that has the checkpoints of this repository; its output blocks with what was printed."""
     (folder / "checkpoints").symlink_to(ROOT / "checkpoints")
     with contextlib.chdir(folder):
-        return run_page(path, ("python",) if path == README else ("python", "bash"))[1]
+        return run_page(path, OF_THE_CHECKPOINT.get(path, ("python",)))[1]
 
 
 def filled(text: str, outputs: list[tuple[Block, str]]) -> str:
@@ -188,11 +188,22 @@ def with_scores(text: str) -> str:
 def main() -> None:
     """Write what the checkpoint prints and scores into the pages."""
     for path in OF_THE_CHECKPOINT:
+        text = path.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
             outputs = run_on_the_checkpoint(path, Path(folder))
-        text = filled(path.read_text(encoding="utf-8"), outputs)
+        text = filled(text, outputs)
         path.write_text(with_scores(text) if path == README else text, encoding="utf-8")
         print(f"wrote {os.path.relpath(path, ROOT)}")
+    # README leaves the type to the checkpoint: an answer that rounding changes would be another on the next machine.
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.md"
+        in_float32 = 'trust_remote_code=True, dtype="float32")'
+        page.write_text(README.read_text(encoding="utf-8").replace("trust_remote_code=True)", in_float32, 1), "utf-8")
+        changed = [
+            block.content for block, printed in run_on_the_checkpoint(page, Path(folder)) if printed != block.content
+        ]
+    if changed:
+        print(f"in float32 README prints something else than {changed}: ask what the checkpoint is surer of")
 
 
 if __name__ == "__main__":
