@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 KeyValues = tuple[tuple[Tensor, Tensor], ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CompressedContext:
     """Contexts of a batch after compression: the memory that `forward` and `generate` read instead of the contexts.
 
     Every row's real slots come first; padding slots follow. Exactly one of `embeddings` and `key_values` is given.
+    `len(memory)` is the number of rows, `memory[index]` the same as `memory.rows(index)`.
 
     Args:
         embeddings: Slots in the decoder's embedding space, `(batch_size, num_slots, hidden_size)`.
@@ -36,7 +37,8 @@ class CompressedContext:
         position_ids: `(batch_size, num_slots)`, the slots' positions in the decoder.
         num_context_tokens: `(batch_size,)`, number of real context tokens behind each row.
         ratio: Context tokens per slot, one int or a LongTensor of shape `(batch_size,)`.
-        model_id: Name of the compressor whose memory this is; another one cannot read it.
+        model_id: Name of the compressor whose memory this is; another one cannot read it. Empty for one that was made
+            in training mode, where weights change: no other model of this process reads it, and it is not saved.
         position_layout: "default", "uniform" or "enhanced".
         inverse_frequencies: Rotation frequencies of the keys, `(head_dim / 2,)`, for key/values only; `concatenate`
             needs them where it moves keys to later positions.
@@ -75,14 +77,39 @@ class CompressedContext:
         # A weak reference holds in its own process only.
         return {**self.__dict__, "maker": None}
 
-    def validate(self) -> None:
+    def __repr__(self) -> str:
+        slots = "on the meta device"
+        if not self.attention_mask.is_meta:
+            counts = self.num_slots.tolist()
+            slots = "none" if not counts else f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else counts[0]
+        ratios = self.ratio if isinstance(self.ratio, int) else "by row"
+        size = "" if self.attention_mask.is_meta else f", {self.nbytes:,} bytes"
+        return (
+            f"CompressedContext({self.batch_size} row{'s' * (self.batch_size != 1)}, slots: {slots}{size}, "
+            f"ratio: {ratios}, model: {self.model_id or 'unnamed'})"
+        )
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    def __bool__(self) -> bool:
+        # One without rows is a memory all the same.
+        return True
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
+        return self.rows(index)
+
+    def validate(self, finite: bool = False) -> None:
         """Check types, shapes and values of all fields.
+
+        Args:
+            finite: Refuse NaN and infinite values in what carries the memory, too, as saving, loading and reading do.
 
         Raises:
             TypeError: A field has the wrong type or dtype.
             ValueError: The shapes do not fit together, or a value is out of range.
         """
-        check_memory_fields(self)
+        check_memory_fields(self, finite)
 
     @property
     def carrier(self) -> str:
@@ -130,8 +157,18 @@ class CompressedContext:
         """Write the memory to a safetensors file with a checksum, at once or not at all.
 
         Args:
-            path: The file; missing folders are made, an existing file is replaced.
+            path: The file; missing folders are made, an existing file is replaced, a link by the file.
+
+        Raises:
+            ValueError: The memory has no `model_id` (it was made in training mode) or values that are not finite, or
+                the path is a folder or another thing that is no file.
         """
+        if not self.model_id:
+            raise ValueError(
+                "a memory without `model_id` is not saved, since any model would read it: call `model.eval()` before "
+                "`compress`, whose memories have none in training mode"
+            )
+        self.validate(finite=True)
         tensors = {name: getattr(self, name) for name in ("attention_mask", "position_ids", "num_context_tokens")}
         metadata = {"model_id": self.model_id, "position_layout": self.position_layout, "carrier": self.carrier}
         if isinstance(self.ratio, Tensor):
@@ -175,13 +212,17 @@ class CompressedContext:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: No memory file, a truncated or altered one, or one of another model or width.
+            ValueError: No memory file, a truncated or altered one, one without a model's name or with values that are
+                not finite, or one of another model or width.
         """
         tensors, metadata = read_memory_file(path)
         try:
             memory = cls._from_file_parts(tensors, metadata)
-        except (KeyError, TypeError, ValueError) as error:
+            memory.validate(finite=True)
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ValueError(f"{path} does not hold a valid memory: {error}") from error
+        if not memory.model_id:
+            raise ValueError(f"{path} names no model: it was compressed in training mode, and must be made anew")
         if model_id is not None and memory.model_id != model_id:
             raise ValueError(f"{path} is a memory of the model {memory.model_id!r}, not of {model_id!r}")
         found = memory.carrier_name

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .chunking import Slots, cut, join, memory_position_ids
 from .compressed_context import CompressedContext
-from .fingerprints import fingerprint, version
+from .fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
 from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
 from .key_value_memory import inverse_frequencies, key_value_shape
 
@@ -146,14 +146,36 @@ class CompressingMixin:
 
     @property
     def model_id(self) -> str:
-        """Method and a fingerprint of the weights: what a memory must match to be read by this model.
+        """Method, a fingerprint of all weights, and one of all settings that change slots or how they are read.
 
-        A checkpoint gives one name in whatever floating-point type it is loaded; stored in float16 it has another.
-        The name is kept until the weights change. A change in place through `parameter.data` leaves no sign: the model
-        keeps its old name until it is loaded anew.
+        It is what a memory must match to be read by this model. A checkpoint gives one name in whatever floating-point
+        type it is loaded; stored in float16 it has another. Weights are read when the name is first asked for, and
+        again when they have changed. A change in place through `parameter.data` leaves no sign: the model keeps its
+        old name until it is loaded anew.
         """
         versions = tuple(version(parameter) for parameter in self.parameters())
         if self._fingerprint is None or self._fingerprint[0] != versions:
-            found = fingerprint(self)
-            self._fingerprint = (versions, f"{self.config.model_type}:{self._stored_fingerprints.get(found, found)}")
-        return self._fingerprint[1]
+            found = weights_fingerprint(self)
+            self._fingerprint = (versions, self._stored_fingerprints.get(found, found))
+        return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
+
+    def made(self, memory: CompressedContext) -> bool:
+        """Whether a memory is this model's, or nothing tells whose it is.
+
+        Earlier versions named memories by a few values of each parameter: such a name is compared as it was given. A
+        memory that was made in training mode has no name, but knows its model for as long as that exists.
+
+        Args:
+            memory: any memory.
+        """
+        name = memory.model_id
+        if name and not self.training:
+            is_old = "-" not in name.rpartition(":")[2]
+            return name == (self._old_model_id() if is_old else self.model_id)
+        maker = None if memory.maker is None else memory.maker()
+        # Another thread's twin of a model shares its weights.
+        return bool(name) or maker is None or next(maker.parameters()) is next(self.parameters())
+
+    def _old_model_id(self) -> str:
+        found = fingerprint(self)
+        return f"{self.config.model_type}:{self._stored_fingerprints.get(found, found)}"

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for weights: a fingerprint, the same in float32 and bfloat16; samples that tell a rounded copy from another
-model; and an exact checksum."""
+"""Names for weights and settings: fingerprints, the same in float32 and bfloat16; samples that tell a rounded copy
+from another model; and an exact checksum."""
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 _MATRICES, _RUNS, _RUN = 16, 2, 16
 # Up to which relative error a rounding is named so. Measured on SmolLM2-135M and two small Llamas, mean over matrices:
@@ -29,6 +32,19 @@ _ROUNDINGS = (
 # weights by the share x of their size changes that of about x / pi of all pairs. Of a base that
 # is itself rounded, only what moves weights by about a step of that does.
 _REORDERED = 0.001
+# Values that are summed at once: few enough for a processor's cache.
+_CHUNK = 1 << 20
+# Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
+# how fast and in what type it computes, when a text ends.
+_BESIDE_MEMORIES = {
+    *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
+    *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
+    *("prompts", "prompt_format", "context_prefix", "eos_token_id", "pad_token_id"),
+    *("external_weights", "parent_model_name_or_path", "code_version", "config_schema"),
+    *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
+    *("use_cache", "dtype", "torch_dtype", "quantization_config"),
+    *("output_hidden_states", "output_attentions", "return_dict"),
+}
 
 
 def fingerprint(
@@ -61,6 +77,73 @@ def fingerprint(
     if parts:
         digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> str:
+    """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16.
+
+    Not in float16, which rounds float32's values to others before they are bfloat16's.
+
+    Args:
+        model: the model; parameters are read in the order of their names.
+        stored: by name, what parameters were loaded from, to be read in their place.
+
+    Raises:
+        ValueError: a parameter is offloaded.
+    """
+    digest = hashlib.sha256()
+    weights: dict[torch.device, Tensor] = {}
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if parameter.is_meta:
+            raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
+        values = whole(parameter.detach())
+        source = None if stored is None else stored.get(name)
+        if source is not None and source.shape == values.shape and source.to(values).equal(values):
+            values = source
+        if values.device not in weights:
+            # Odd, so that no changed bit is lost; different, so that exchanged rows are not the same sum.
+            weights[values.device] = torch.arange(1, _CHUNK // 2, 2, device=values.device)
+        sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
+        digest.update(f"{name}{tuple(parameter.shape)}{torch.stack(sums).tolist() if sums else []}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """The sum, modulo 2**64, of bfloat16 values as words of eight bytes, each times its weight."""
+    values = values.to(torch.bfloat16)
+    if len(values) % 4:
+        values = nn.functional.pad(values, (0, -len(values) % 4))
+    elif values.storage_offset() % 4:
+        values = values.clone()
+    words = values.view(torch.int64)
+    return (words * weights[: len(words)]).sum()
+
+
+def settings_fingerprint(config: PreTrainedConfig) -> str:
+    """Eight hexadecimal digits from every field of a configuration that changes slots or how they are read.
+
+    Args:
+        config: the compressor's. Fields with the values that their class gives them do not count, so that one which a
+            later version adds changes no name.
+    """
+    text = json.dumps(_settings(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    usual = _usual_settings(type(config))
+    found = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            found[name] = {"model_type": value.model_type, **_settings(value)}
+        elif not name.startswith("_") and name not in _BESIDE_MEMORIES and (name not in usual or value != usual[name]):
+            found[name] = value
+    return found
+
+
+@functools.cache
+def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    return vars(kind())
 
 
 def _few_values(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation import LogitsProcessorList
 
 from .compressed_context import CompressedContext
-from .inputs import check_mask, check_memory, check_memory_ratio, check_text
+from .inputs import check_ids, check_mask, check_memory, check_memory_ratio, check_text
 from .key_value_memory import num_cached_slots
 from .splicing import left_padded
 
@@ -67,6 +67,7 @@ class MemoryGenerationMixin:
             raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
         if context_input_ids is not None and memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
+        check_ids("input_ids", question)
         if attention_mask is None:
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:

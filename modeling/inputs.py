@@ -21,26 +21,56 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 _OWN_KEYWORDS = ("context_input_ids", "context_attention_mask", "memory", "ratio", "text_position_offset")
+# Some methods ask for memory by the ratio, however short the context is.
+_MAX_RATIO = 65_536
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """Token ids must be rows of int64 or int32; whether the vocabulary has them is for [`check_token_ids`].
+
+    Raises:
+        TypeError: no tensor, or one of another type.
+        ValueError: it is not two-dimensional, or has no rows.
+    """
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        found = getattr(ids, "dtype", type(ids).__name__)
+        raise TypeError(f"`{name}` must be a tensor of integer token ids, int64 or int32, got {found}")
+    if ids.dim() != 2:
+        raise ValueError(f"`{name}` must have shape (batch_size, num_tokens), got {tuple(ids.shape)}")
+    if not len(ids):
+        raise ValueError(f"`{name}` is an empty batch, of shape {tuple(ids.shape)}: give at least one row")
 
 
 def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Tensor:
-    """The mask of `ids` as a LongTensor of ones and zeros; all ones where none is given.
+    """The mask of `ids` as a LongTensor; all ones where none is given.
+
+    Its values are checked by [`check_text`] or [`check_token_ids`], which wait for the device anyway: what is neither
+    one nor zero is -1 in the result.
 
     Raises:
-        TypeError: the ids are not an integer tensor, or the mask is no tensor.
-        ValueError: the ids are not two-dimensional, or the mask has another shape.
+        TypeError: as [`check_ids`], or the mask is no tensor of real numbers.
+        ValueError: as [`check_ids`], or the mask has another shape.
     """
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"`{ids_name}` must be a tensor of integer token ids, got {getattr(ids, 'dtype', type(ids))}")
-    if ids.dim() != 2:
-        raise ValueError(f"`{ids_name}` must have shape (batch_size, num_tokens), got {tuple(ids.shape)}")
+    check_ids(ids_name, ids)
     if mask is None:
         return torch.ones_like(ids, dtype=torch.long)
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"`{name}` must be a tensor of ones and zeros, got {type(mask).__name__}")
+    if not isinstance(mask, Tensor) or mask.is_complex():
+        found = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(f"`{name}` must be a tensor of ones and zeros, got {found}")
     if tuple(mask.shape) != tuple(ids.shape):
         raise ValueError(f"`{name}` must have the shape of `{ids_name}`, {tuple(ids.shape)}, got {tuple(mask.shape)}")
-    return (mask != 0).to(device=ids.device, dtype=torch.long)
+    ones = (mask == 1).long()
+    if mask.dtype != torch.bool:
+        ones = torch.where((mask == 0) | (mask == 1), ones, -1)
+    return ones.to(device=ids.device)
+
+
+def _refuse_mask(ids_name: str) -> None:
+    raise ValueError(
+        f"`{ids_name.replace('input_ids', 'attention_mask')}` must hold ones for real tokens and zeros for pads, and "
+        "it holds other values (an additive mask, with -inf at pads, is none of these)"
+    )
 
 
 def check_token_ids(
@@ -52,12 +82,15 @@ def check_token_ids(
         The ids with 0 at pads: a tokenizer's pad id may lie outside the model's table.
 
     Raises:
-        ValueError: with the first id that is not.
+        ValueError: with the first id that is not, or a mask of other values than ones and zeros.
     """
     unknown = ((ids < 0) | (ids >= vocab_size)) & mask.bool()
     for task_id in task_token_ids.values():
         unknown = unknown & (ids != task_id)
-    if bool(unknown.any()):
+    # Together, so that one wait for the device tells of both.
+    if bool((unknown | (mask < 0)).any()):
+        if bool((mask < 0).any()):
+            _refuse_mask(name)
         found = int(ids[unknown][0])
         also = f" or one of the task tokens {dict(task_token_ids)}" if task_token_ids else ""
         raise ValueError(
@@ -74,7 +107,8 @@ def check_ratios(
 
     Raises:
         TypeError: a ratio that is neither an int nor an integer tensor.
-        ValueError: no ratio, one below 1, one that the checkpoint was not trained for, or a tensor of another shape.
+        ValueError: no ratio, one below 1 or above 65,536, one that the checkpoint was not trained for, or a tensor of
+            another shape.
     """
     if not ratios:
         raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {list(trained)}")
@@ -87,7 +121,7 @@ def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_un
     if isinstance(ratio, Tensor) and ratio.dim() == 0:
         ratio = ratio.item()
     if isinstance(ratio, Tensor):
-        if ratio.is_floating_point() or ratio.dtype == torch.bool:
+        if ratio.dtype not in _INTEGER_DTYPES:
             raise TypeError(f"`ratio` must hold ints, got a tensor of {ratio.dtype}")
         if tuple(ratio.shape) != (input_ids.shape[0],):
             raise ValueError(
@@ -103,6 +137,8 @@ def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_un
     for value in sorted(values):
         if value < 1:
             raise ValueError(f"`ratio` must be at least 1, got {value}")
+        if value > max(_MAX_RATIO, *trained):
+            raise ValueError(f"`ratio` must be at most {_MAX_RATIO}, got {value}")
         if value not in trained and not allow_untrained:
             raise ValueError(
                 f"this checkpoint was not trained for the ratio {value}; it has {list(trained)} "
@@ -145,19 +181,24 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
 
     Raises:
         TypeError: it is no `CompressedContext`.
-        ValueError: it comes from another model, has another width or carrier, another number of rows, or values that
-            the model's floating-point type cannot hold.
+        ValueError: it comes from another model, has another width or carrier, another number of rows, values that are
+            not finite, or such that the model's floating-point type cannot hold.
     """
     if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
     _check_carrier(memory, model)
-    # While a model trains, its fingerprint changes with every step, and memories of it carry none.
-    if memory.model_id and not model.training and memory.model_id != model.model_id:
-        raise ValueError(f"`memory` was made by the model {memory.model_id}, not by this one, {model.model_id}")
+    if not model.made(memory):
+        maker = f"the model {memory.model_id}" if memory.model_id else "another model, in training mode"
+        raise ValueError(f"`memory` was made by {maker}, not by this one, {model.model_id}")
+    if not model.training:
+        # A run of training stops at its loss, and names the batch.
+        memory.validate(finite=True)
     if memory.batch_size == 1 and input_ids.shape[0] > 1:
         memory = memory.repeat_interleave(input_ids.shape[0])
     if memory.batch_size != input_ids.shape[0]:
         raise ValueError(f"`memory` has {memory.batch_size} rows, `input_ids` has {input_ids.shape[0]}")
+    if (memory.device, memory.dtype) == (input_ids.device, model.dtype):
+        return memory
     # Checks that no value is beyond what the model's type can hold.
     return memory.to(device=input_ids.device, dtype=model.dtype)
 
@@ -228,9 +269,12 @@ def check_text(mask: Tensor, name: str = "input_ids") -> None:
         name: what the error calls the text.
 
     Raises:
-        ValueError: with the first empty row.
+        ValueError: with the first empty row, or a mask of other values than ones and zeros.
     """
-    empty = mask.sum(dim=1) == 0
-    if mask.shape[1] == 0 or bool(empty.any()):
-        row = int(empty.nonzero()[0]) if mask.shape[0] else 0
+    empty = mask.eq(0).all(dim=1)
+    wrong = (mask < 0).any(dim=1)
+    if bool((empty | wrong).any()):
+        if bool(wrong.any()):
+            _refuse_mask(name)
+        row = int(empty.nonzero()[0])
         raise ValueError(f"`{name}` has no token in row {row}: the text needs at least one token, such as BOS")

@@ -30,7 +30,7 @@ from .base_weights import (
     remember_base,
     stored_weights,
 )
-from .fingerprints import checksum, fingerprint
+from .fingerprints import checksum, fingerprint, weights_fingerprint
 
 # Of two configurations' sources: what `from_pretrained` fetches a checkpoint's files with.
 _FETCHING = (*DOWNLOAD_ARGUMENTS, "proxies", "revision", "subfolder")
@@ -91,13 +91,15 @@ class LightCheckpointMixin:
         return model, info
 
     def _name_as_stored(self, load_stored: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Keep the fingerprint of the weights as they are stored: that of a float16 copy would be another."""
+        """Keep the fingerprints of the weights as they are stored: those of a float16 copy would be others."""
         parameters = list(self.parameters())
         if not any(p.dtype == torch.float16 for p in parameters) or any(p.is_meta for p in parameters):
             return
         stored = {own_name(key): tensor for key, tensor in load_stored().items()}
         backbone = getattr(self, "model", self)
-        backbone._stored_fingerprints = {fingerprint(backbone): fingerprint(backbone, stored=stored)}
+        backbone._stored_fingerprints = {
+            name(backbone): name(backbone, stored=stored) for name in (fingerprint, weights_fingerprint)
+        }
 
     def _remember_base(self, entries: dict[str, dict[str, str | None]]) -> None:
         if self.base_auto_class is not AutoModelForCausalLM:

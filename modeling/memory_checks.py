@@ -18,11 +18,12 @@ def is_memory(value: Any) -> bool:
     return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
 
 
-def check_memory_fields(memory: Any) -> None:
+def check_memory_fields(memory: Any, finite: bool = False) -> None:
     """Check types, shapes and values of a memory's fields.
 
     Args:
         memory: a `CompressedContext`. Its file imports this one, so this one cannot name the class.
+        finite: Refuse NaN and infinite values in what carries the memory, too.
 
     Raises:
         TypeError: A field has the wrong type or dtype.
@@ -48,7 +49,7 @@ def check_memory_fields(memory: Any) -> None:
         raise ValueError(
             f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
         )
-    _check_values(memory)
+    _check_values(memory, finite)
 
 
 def _carrier_of_embeddings(memory: Any) -> tuple[int, int]:
@@ -87,7 +88,7 @@ def _check_integers(memory: Any, name: str, tensor: Tensor, shape: tuple[int, ..
         )
 
 
-def _check_values(memory: Any) -> None:
+def _check_values(memory: Any, finite: bool) -> None:
     integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
     integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
     devices = {tensor.device for tensor in memory._carrier_tensors() + integers}
@@ -96,17 +97,21 @@ def _check_values(memory: Any) -> None:
     if memory.attention_mask.is_meta:
         return
     mask = memory.attention_mask.long()
-    # One device synchronisation for all four.
+    # One device synchronisation for all of them.
     is_not_binary = ((mask != 0) & (mask != 1)).any()
     has_gap = (mask[:, 1:] > mask[:, :-1]).any()
     is_negative = (memory.num_context_tokens < 0).any()
     is_ratio_low = (torch.as_tensor(memory.ratio, device=mask.device) < 1).any()
-    flags = torch.stack([is_not_binary, has_gap, is_negative, is_ratio_low]).tolist()
+    carrier = memory._carrier_tensors() if finite else []
+    is_not_finite = ~torch.stack([mask.new_ones((), dtype=torch.bool), *(t.isfinite().all() for t in carrier)]).all()
+    flags = torch.stack([is_not_binary, has_gap, is_negative, is_ratio_low, is_not_finite]).tolist()
     reasons = (
         "attention_mask must hold ones and zeros",
         "attention_mask must have the real slots of each row first, the padding slots after them",
         "num_context_tokens must be zero or more",
         "ratio must be 1 or more in every row",
+        f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
+        "or its weights are not finite",
     )
     for flag, reason in zip(flags, reasons, strict=True):
         if flag:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 FORMAT = "context-compressors memory"
 FORMAT_VERSION = "1"
+# A hundred times what a memory of the deepest models needs.
+_MAX_HEADER_BYTES = 4 << 20
 _ZERO_DIGEST = "0" * 64
 _DIGEST_FIELD = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
@@ -26,10 +28,14 @@ def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metad
         path: The file; missing folders are made, an existing file is replaced.
         tensors: Tensors by name.
         metadata: Strings by name, kept in the file's header.
+
+    Raises:
+        ValueError: The path is a folder, a pipe or another thing that is no file.
     """
     from safetensors.torch import save_file
 
     path = Path(path)
+    _check_is_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Copies: safetensors refuses tensors that share storage, as keys and values cut from one tensor do.
     tensors = {
@@ -67,14 +73,14 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The path is a folder, or the file is no memory file, is truncated, was altered, or has a format
-            version that this code does not know.
+        ValueError: The path is a folder, a pipe or the like, or the file is no memory file, is truncated, was altered,
+            or has a format version that this code does not know.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a memory file")
+    _check_is_file(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no memory file {path}")
     with open(path, "rb") as file:
@@ -87,7 +93,19 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
         raise ValueError(
             f"{path} has format version {metadata['format_version']}, this code reads version {FORMAT_VERSION}"
         )
-    return load_file(path), metadata
+    try:
+        return load_file(path), metadata
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        # Whoever alters a file may put the right checksum in it.
+        raise ValueError(f"{path} is not a memory file: {error}") from error
+
+
+def _check_is_file(path: Path) -> None:
+    """Refuse what exists and is no file: a pipe would be waited for."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a memory file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a pipe, a device or the like, not a memory file")
 
 
 def _read_header(file, path: Path) -> bytes:
@@ -97,6 +115,8 @@ def _read_header(file, path: Path) -> bytes:
     header_size = int.from_bytes(file.read(8), "little")
     if file_size < 8 or header_size > file_size - 8:
         raise ValueError(f"{path} is truncated or not a memory file: its header does not fit in {file_size} bytes")
+    if header_size > _MAX_HEADER_BYTES:
+        raise ValueError(f"{path} is not a memory file: its header has {header_size} bytes, over {_MAX_HEADER_BYTES}")
     return file.read(header_size)
 
 
@@ -106,7 +126,7 @@ def _checked_header(header_bytes: bytes, path: Path) -> dict[str, str]:
         metadata = header.pop("__metadata__")
         is_ours = metadata["format"] == FORMAT and {"format_version", "sha256"} <= metadata.keys()
         data_size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"{path} is not a memory file, or its header was altered") from error
     if not is_ours:
         raise ValueError(f"{path} is not a memory file: its format is {metadata['format']!r}, expected {FORMAT!r}")

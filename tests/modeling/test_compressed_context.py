@@ -146,3 +146,30 @@ def test_lists_of_key_values_are_taken():
     memory = replace(make_memory(carrier="key_values"), key_values=[list(PAIR), PAIR])
     assert memory.key_values == (PAIR, PAIR)
     assert memory.carrier_name == "key/values of 2 layers with 2 heads of 8"
+
+
+def test_a_memory_is_shown_in_one_line():
+    assert repr(make_memory()) == (
+        "CompressedContext(3 rows, slots: 0 to 5, 192 bytes, ratio: 4, model: me/compressor)"
+    )
+    keys = make_memory((3,), carrier="key_values", ratio=torch.tensor([4]), model_id="")
+    assert repr(keys) == "CompressedContext(1 row, slots: 3, 1,152 bytes, ratio: by row, model: unnamed)"
+    assert repr(make_memory().rows([])) == (
+        "CompressedContext(0 rows, slots: none, 0 bytes, ratio: 4, model: me/compressor)"
+    )
+    assert "slots: on the meta device, ratio" in repr(make_memory().to("meta"))
+
+
+def test_length_index_and_iteration_are_those_of_rows():
+    memory = make_memory((3, 5, 0))
+    assert len(memory) == 3
+    assert len(memory[[]]) == 0
+    assert memory[[]]
+    assert_same(memory[1], memory.rows(1))
+    assert_same(memory[1:], memory.rows([1, 2]))
+    rows = list(memory)
+    assert len(rows) == 3
+    for index, row in enumerate(rows):
+        assert_same(row, memory.rows(index))
+    with pytest.raises(IndexError):
+        memory[3]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compressed contexts in files that cannot be misread."""
 
+import hashlib
 import os
 import re
 import struct
@@ -12,6 +13,7 @@ from random_memories import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, assert
 from safetensors.torch import save_file
 
 from context_compressors.modeling.compressed_context import CompressedContext
+from context_compressors.modeling.memory_file import read_memory_file, write_memory_file
 
 FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -160,10 +162,114 @@ def test_a_file_of_a_later_version_is_refused(tmp_path, monkeypatch):
         CompressedContext.load(path)
 
 
-def test_a_whole_file_with_wrong_content_is_refused(tmp_path):
+def write_anyhow(path, memory, monkeypatch, **metadata):
+    """What `save` refuses, in a file whose checksum is right."""
+    with monkeypatch.context() as patch:
+        patch.setattr(CompressedContext, "validate", lambda *args, **kwargs: None)
+        memory.model_id = memory.model_id or "nobody"
+        memory.save(path)
+    tensors, stored = read_memory_file(path)
+    write_memory_file(path, tensors, {**stored, **metadata})
+
+
+def test_a_whole_file_with_wrong_content_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "memory.safetensors"
     memory = make_memory((2, 1))
     memory.attention_mask = torch.ones(2, 7, dtype=torch.long)
-    memory.save(path)
+    write_anyhow(path, memory, monkeypatch)
     with pytest.raises(ValueError, match=r"does not hold a valid memory: attention_mask must have shape \(2, 2\)"):
         CompressedContext.load(path)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"ratio": "9" * 30},
+        {"ratio": "9" * 5000},
+        {"ratio": "four"},
+        {"carrier": "key_values", "num_layers": "9" * 12},
+        {"carrier": "key_values"},
+        {"position_layout": "none"},
+    ],
+    ids=str,
+)
+def test_a_header_that_was_altered_with_its_checksum_is_refused(tmp_path, monkeypatch, metadata):
+    path = tmp_path / "memory.safetensors"
+    write_anyhow(path, make_memory(), monkeypatch, **metadata)
+    with pytest.raises(ValueError, match=re.escape(f"{path} does not hold a valid memory")):
+        CompressedContext.load(path)
+
+
+@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_memory_that_is_not_finite_is_neither_saved_nor_loaded(tmp_path, monkeypatch, carrier, wrong):
+    path = tmp_path / "memory.safetensors"
+    memory = make_memory(carrier=carrier)
+    memory._carrier_tensors()[-1][0, 0, 0] = wrong
+    with pytest.raises(ValueError, match=f"{carrier} must be finite"):
+        memory.save(path)
+    assert not path.exists()
+    write_anyhow(path, memory, monkeypatch)
+    with pytest.raises(ValueError, match=f"does not hold a valid memory: {carrier} must be finite"):
+        CompressedContext.load(path)
+
+
+def test_a_memory_without_a_name_is_neither_saved_nor_loaded(tmp_path, monkeypatch):
+    path = tmp_path / "memory.safetensors"
+    with pytest.raises(ValueError, match=r"without `model_id` is not saved.*model\.eval\(\)"):
+        make_memory(model_id="").save(path)
+    assert not path.exists()
+    write_anyhow(path, make_memory(), monkeypatch, model_id="")
+    with pytest.raises(ValueError, match=re.escape(f"{path} names no model")):
+        CompressedContext.load(path)
+
+
+def checksummed(header: bytes, data: bytes = b"") -> bytes:
+    """A file with this header, and the right checksum where it has a place for one."""
+    content = struct.pack("<Q", len(header)) + header + data
+    return content.replace(b"0" * 64, hashlib.sha256(content).hexdigest().encode())
+
+
+OURS = b'"__metadata__":{"format":"context-compressors memory","format_version":"1","sha256":"' + b"0" * 64 + b'"}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        checksummed(b"[" * 200_000),
+        checksummed(b'{"a":' * 200_000),
+        struct.pack("<Q", 8 << 20) + bytes(9 << 20),
+        checksummed(b"{" + OURS + b',"embeddings":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+        checksummed(b"{" + OURS + b',"embeddings":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', bytes(4)),
+        checksummed(b"{" + OURS + b',"embeddings":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}', bytes(4)),
+        checksummed(b"{" + OURS + b',"embeddings":{"dtype":"F32","shape":[1],"data_offsets":[0,1e400]}}', bytes(4)),
+        checksummed(b"{" + OURS + b',"embeddings":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+        checksummed(b"{" + OURS + b"}"),
+    ],
+    ids=["deep", "nested", "oversized", "dtype", "negative", "shape", "infinite", "lacking", "nothing"],
+)
+def test_a_hostile_header_is_refused_with_the_files_name(tmp_path, content):
+    path = tmp_path / "memory.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        CompressedContext.load(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for call in (make_memory().save, CompressedContext.load):
+        with pytest.raises(ValueError, match=r"pipe is a pipe, a device or the like"):
+            call(tmp_path / "pipe")
+        with pytest.raises(ValueError, match="is a folder, not a memory file"):
+            call(tmp_path)
+
+
+def test_saving_replaces_a_link_and_leaves_what_it_points_to(tmp_path):
+    (tmp_path / "elsewhere").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "memory.safetensors"
+    path.symlink_to(tmp_path / "elsewhere")
+    make_memory().save(path)
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+    assert not path.is_symlink()

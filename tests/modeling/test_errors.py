@@ -45,6 +45,10 @@ def test_an_untrained_ratio_lists_the_ones_there_are(model):
     [
         (0, ValueError, ("at least 1", "0")),
         (-2, ValueError, ("at least 1", "-2")),
+        (65_537, ValueError, ("at most 65536", "65537")),
+        (2**70, ValueError, ("at most 65536", str(2**70))),
+        (torch.tensor([2**62]), ValueError, ("at most 65536", str(2**62))),
+        (torch.tensor([2j]), TypeError, ("complex64",)),
         (torch.tensor([0]), ValueError, ("at least 1", "0")),
         ([], ValueError, ("empty list", "[2, 3, 8]")),
         ([2, "3"], TypeError, ("'3'",)),
@@ -202,6 +206,58 @@ def test_a_mask_of_another_shape_after_a_cache_is_refused(model):
         model(TEXT[:, :1], memory=memory, past_key_values=cache)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0, float("-inf"), 0.0, 0.0],
+        [1.0, float("nan"), 1.0, 1.0],
+        [1.0, 0.5, 1.0, 1.0],
+        [1.0, float("inf"), 1.0, 1.0],
+        [1, 2, 1, 1],
+        [1, -1, 1, 1],
+    ],
+    ids=str,
+)
+def test_masks_of_other_values_than_ones_and_zeros_are_refused(model, values):
+    mask = torch.tensor([values])
+    for ids, call in (
+        ("attention_mask", lambda: model.compress(TEXT, mask)),
+        ("attention_mask", lambda: model(TEXT, attention_mask=mask)),
+        ("attention_mask", lambda: model.generate(TEXT, attention_mask=mask, max_new_tokens=2)),
+        ("context_attention_mask", lambda: model(TEXT, context_input_ids=TEXT, context_attention_mask=mask)),
+    ):
+        with raises(ValueError, f"`{ids}` must hold ones for real tokens and zeros for pads"):
+            call()
+
+
+def test_masks_of_ones_and_zeros_are_taken_in_any_type(model):
+    mask = torch.tensor([[1, 1, 1, 0]])
+    expected = model(TEXT, attention_mask=mask, context_input_ids=TEXT, context_attention_mask=mask).logits
+    kinds = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.float16, torch.float64)
+    for kind in kinds:
+        other = mask.to(kind)
+        logits = model(TEXT, attention_mask=other, context_input_ids=TEXT, context_attention_mask=other).logits
+        assert logits.equal(expected), kind
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.uint16, torch.complex64])
+def test_ids_of_types_that_hold_no_vocabulary_are_refused(model, dtype):
+    for call in (model.compress, model, lambda ids: model.generate(ids, max_new_tokens=2)):
+        with raises(TypeError, "`input_ids` must be a tensor of integer token ids, int64 or int32", str(dtype)):
+            call(TEXT.to(dtype))
+
+
+def test_ids_of_four_bytes_are_taken(model):
+    memory = model.compress(CONTEXT.int(), CONTEXT.ne(0))
+    assert model(TEXT.int(), memory=memory).logits.equal(model(TEXT, context_input_ids=CONTEXT).logits)
+
+
+def test_an_empty_batch_is_refused(model):
+    for call in (model.compress, model, lambda ids: model.generate(ids, max_new_tokens=2)):
+        with raises(ValueError, "`input_ids` is an empty batch", "(0, 4)"):
+            call(TEXT[:0])
+
+
 @pytest.mark.parametrize("wrong", [140, 10**6, -1])
 def test_ids_outside_the_vocabulary_are_refused(model, wrong):
     ids = TEXT.clone()
@@ -255,6 +311,28 @@ def test_the_memory_of_another_model_is_refused(method_case):
     for call in (method_case.model, method_case.model.generate):
         with raises(ValueError, other.model_id, method_case.model.model_id):
             call(input_ids=TEXT, memory=memory)
+
+
+def test_an_unnamed_memory_is_read_by_the_model_that_made_it_alone(method_case):
+    model, other = method_case.build(), method_case.build(seed=1)
+    model.train()
+    memory = model.compress(CONTEXT)
+    assert memory.model_id == ""
+    model(TEXT, memory=memory.rows(0))
+    for reader in (other, other.train()):
+        with raises(ValueError, "made by another model, in training mode", reader.model_id):
+            reader(TEXT, memory=memory)
+
+
+def test_a_memory_that_is_not_finite_is_refused(method_case):
+    model = method_case.model
+    for wrong in (float("nan"), float("inf"), float("-inf")):
+        memory = model.compress(CONTEXT)
+        carrier = memory.embeddings if memory.carrier == "embeddings" else memory.key_values[-1][1]
+        carrier.view(-1)[3] = wrong
+        for call in (model, model.generate):
+            with raises(ValueError, f"{memory.carrier} must be finite"):
+                call(input_ids=TEXT, memory=memory)
 
 
 def test_the_memory_of_another_width_is_refused(method_case):
