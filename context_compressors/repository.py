@@ -5,63 +5,172 @@ from __future__ import annotations
 
 import json
 import os
+import pickletools
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-_SUFFIXES = {
-    *(".safetensors", ".json", ".py", ".md", ".txt", ".jinja", ".yaml", ".yml", ".model"),
-    *(".png", ".jpg", ".svg", ".csv"),
-}
-_NAMES = {"LICENSE", "LICENCE", "NOTICE", "USE_POLICY", ".gitattributes"}
+_SUFFIXES = {".safetensors", ".json", ".py", ".md", ".txt", ".jinja", ".model", ".png", ".jpg", ".svg"}
+_NAMES = {"LICENSE", "LICENCE", "NOTICE", "USE_POLICY", ".gitattributes", "recipe.yaml"}
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
 _CACHES = {"__pycache__", ".cache", ".git", ".huggingface", ".ipynb_checkpoints", ".DS_Store"}
-_TRAINING_STATE = re.compile(r"(optimizer|scheduler|rng_state|scaler|global_step|trainer_state|zero_to_fp32|latest$)")
+# What a training run keeps in its folder beside the model, by the beginning of a file's or folder's name.
+_TRAINING_STATE = re.compile(
+    r"(optimizer|scheduler|rng_state|scaler|global_step|trainer_state|training_args\.bin|zero_to_fp32|latest$"
+    r"|pytorch_model_fsdp|checkpoint-\d+$|events\.out\.tfevents|(runs|wandb|mlruns|logs|completions)$)"
+)
+_OPTIMIZER_TENSOR = re.compile(r"(^|[./_])(exp_avg|max_exp_avg|exp_inf|momentum_buffer|optimizer|master_param)")
+_MAX_HEADER_BYTES = 100_000_000
+_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
+# Opcodes that call what a pickle names.
+_CALLS = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "REDUCE", "BUILD"}
 # A vocabulary is made of pieces of text, and some of these look like paths.
 _VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
-_TOKEN = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pos]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[A-Za-z0-9_-]{30,})\b")
-_FOLDERS = "home|Users|root|tmp|mnt|scratch|workspace|work|data|opt|srv|media|var|private|content|kaggle"
-_LOCAL_PATH = re.compile(rf"(?<![\w:./~-])/(?:{_FOLDERS})/[\w.-]+|\b[A-Za-z]:\\+(?:Users|home|work|data)\\+\w+")
+_TOKEN = re.compile(
+    "|".join(
+        (
+            r"\bhf_[A-Za-z0-9]{20,}\b",
+            r"\bgh[oprsu]_[A-Za-z0-9]{30,}\b",
+            r"\bgithub_pat_\w{30,}\b",
+            r"\bglpat-[\w-]{20,}",
+            r"\bsk-[A-Za-z0-9_-]{30,}\b",
+            r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+            r"(?i:aws_?secret\w*)\W{1,8}[A-Za-z0-9/+]{40}(?![\w/+])",
+            r"\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bGOCSPX-[\w-]{20,}",
+            r"\bxox[abeoprs]-[0-9A-Za-z-]{10,}|\bhooks\.slack\.com/services/\w+/\w+/\w+",
+            r"\bwandb_v\d_\w{20,}|(?i:wandb)[\s\S]{0,80}?(?<!\w)[0-9a-f]{40}(?!\w)",
+            r"-----BEGIN [A-Z ]*PRIVATE KEY",
+            # user:password@
+            r"\b[A-Za-z][\w+.-]*://[^\s/:@\"'<>]+:[^\s/@\"'<>]+@",
+        )
+    )
+)
+_FOLDERS = (
+    "home|Users|root|tmp|mnt|scratch|workspace|work|data|opt|srv|media|var|private|content|kaggle"
+    "|nfs|gpfs|lustre|dbfs|fsx|efs|beegfs|cluster|Volumes"
+)
+_LOCAL_PATH = re.compile(
+    rf"(?<![\w:./~-])/(?:{_FOLDERS})\d*/[\w.-]+"
+    r"|(?<![\w~/.])~/(?!\.cache\b)[\w.-]+"
+    r"|\bfile://[^\s\"'<>]+"
+    # After a single backslash a letter may be a line break's.
+    r"|(?<!\w)[A-Za-z]:(?:\\\\(?=\w)|\\(?![nrtbfuvx0])|/)[\w.-]+"
+    rf"|(?<!\w)[A-Za-z]:\\+(?:{_FOLDERS}|Documents|Temp|temp|repos)\b"
+)
 
 
-def check_files(folder: Path) -> list[Path]:
+def check_files(folder: Path) -> tuple[list[Path], list[str]]:
     """The files of a checkpoint's folder, by their paths in it, once each is known to be fit for everybody's eyes.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint, or the folder of the training run that made it.
+
+    Returns:
+        the files, and what stays where it is because it is a state of the run: files and folders by name.
 
     Raises:
-        ValueError: the first file that is a pickle, a cache, a training state, something else that no checkpoint
-            needs, or that holds an access token or a path of this machine.
+        ValueError: the first file that is a link out of the folder, a pickle, a cache, something else that no
+            checkpoint needs, or that holds an access token, a path of a machine or an optimizer's state.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no checkpoint: it has no config.json")
-    paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
-    for path in paths:
-        _check_kind(path)
+    paths, states = [], set()
+    for path in sorted(path.relative_to(folder) for path in folder.rglob("*")):
+        state = next((i for i, part in enumerate(path.parts, 1) if _TRAINING_STATE.match(part)), None)
+        if state is not None:
+            top = Path(*path.parts[:state])
+            states.add(f"{top}/" if (folder / top).is_dir() else str(top))
+            continue
+        _check_link(folder, path)
+        if not (folder / path).is_dir():
+            _check_kind(folder, path)
+            paths.append(path)
     own = {str(place) for place in (folder.resolve(), Path.cwd(), Path.home()) if len(place.parts) > 1}
     for path in paths:
-        _check_text(path, _text_of(folder / path), own)
-    return paths
+        _check_text(path, _text_of(folder, path), own)
+    return paths, sorted(states)
 
 
-def _check_kind(path: Path) -> None:
+def _check_link(folder: Path, path: Path) -> None:
+    file = folder / path
+    if file.is_symlink() and (file.is_dir() or not file.resolve().is_relative_to(folder.resolve())):
+        raise ValueError(f"{path} is a link to another folder or out of this one: put what it points to in its place")
+
+
+def _check_kind(folder: Path, path: Path) -> None:
     if _CACHES & set(path.parts) or path.suffix == ".pyc":
         raise ValueError(f"{path} is a cache: delete it")
-    if any(_TRAINING_STATE.match(part) or re.fullmatch(r"checkpoint-\d+", part) for part in path.parts):
-        raise ValueError(f"{path} is the state of a training run, not a part of the model: move it elsewhere")
     if path.suffix in _PICKLES:
         raise ValueError(f"{path} is a pickle, which can run code when it is loaded: delete it")
     if path.suffix not in _SUFFIXES and path.name not in _NAMES and path.stem not in _NAMES:
         raise ValueError(f"{path} is not a part of a checkpoint: move it elsewhere")
+    if not (folder / path).is_file():
+        raise ValueError(f"{path} is no file: a pipe, a device or a link that points nowhere")
 
 
-def _text_of(file: Path) -> str:
-    """What a person could read in a file: all of a text file, the names in a safetensors file."""
-    if file.suffix == ".safetensors":
-        with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            return json.dumps(json.loads(stream.read(length)).get("__metadata__", {}))
-    return file.read_bytes().decode("utf-8", errors="ignore")
+def _text_of(folder: Path, path: Path) -> str:
+    """What a person could read in a file: all of a text file, names and metadata of a safetensors file."""
+    with open(folder / path, "rb") as stream:
+        if path.suffix == ".safetensors":
+            return _text_of_weights(path, stream)
+        data = stream.read()
+    if data.startswith(_PACKED):
+        raise ValueError(f"{path} is an archive, as `torch.save` writes it, whatever its name says: delete it")
+    if _is_pickle(data):
+        raise ValueError(f"{path} is a pickle, whatever its name says: delete it")
+    text = data.decode("utf-8", errors="ignore")
+    if b"\0" in data:
+        # Every other byte of UTF-16 is zero in what is searched for.
+        text += "\n" + data.replace(b"\0", b"").decode("utf-8", errors="ignore")
+    if path.suffix == ".json":
+        try:
+            # Letters may be written as their numbers.
+            text += "\n" + "\n".join(_strings(json.loads(data)))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    return text
+
+
+def _text_of_weights(path: Path, stream: Any) -> str:
+    length = int.from_bytes(stream.read(8), "little")
+    try:
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(stream.read(length))
+        names = [name for name in header if name != "__metadata__"]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is no safetensors file, whatever its name says: delete it ({error})") from error
+    state = next((name for name in names if _OPTIMIZER_TENSOR.search(name)), None)
+    if state is not None:
+        raise ValueError(f"{path} holds an optimizer's state, {state}: store the model's weights alone")
+    return "\n".join([*names, *_strings(header.get("__metadata__", {}))])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts inside a value of JSON, the names of fields among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, inside in value.items():
+            yield name
+            yield from _strings(inside)
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _strings(inside)
+
+
+def _is_pickle(data: bytes) -> bool:
+    if data[:1] == b"\x80" and data[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+        return True
+    # The oldest protocols are text. Reading their opcodes runs nothing.
+    found = set()
+    try:
+        for opcode, _, _ in pickletools.genops(data):
+            found.add(opcode.name)
+    except Exception:  # It fails in as many ways as texts are not pickles.
+        return False
+    return bool(found & _CALLS)
 
 
 def _check_text(path: Path, text: str, own: set[str]) -> None:

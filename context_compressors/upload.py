@@ -38,7 +38,8 @@ def build_repository(
 ) -> Path:
     """Build the folder of a Hub repository: weights, configuration, flat code, tokenizer and card with a licence.
 
-    The same checkpoint gives the same bytes each time.
+    The same checkpoint gives the same bytes each time. States of a training run stay behind, and a warning names them;
+    another one names code that is not what this package writes.
 
     Args:
         checkpoint: what `save_pretrained` or the train command made; it is left as it is.
@@ -55,8 +56,11 @@ def build_repository(
         ValueError: a file that must not be public, no licence, one that is not the base's, or another value that is
             not allowed.
     """
+    from transformers.utils import logging
+
     from .modeling.pretrained_bases import base_place
 
+    logger = logging.get_logger(__name__)
     checkpoint, target = Path(checkpoint), Path(target)
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
@@ -64,7 +68,8 @@ def build_repository(
         raise ValueError(f"{target} is not empty")
     if not local_files_only:
         base_model = base_place(base_model)
-    for path in check_files(checkpoint):
+    files, states = check_files(checkpoint)
+    for path in files:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(checkpoint / path, target / path)
     if weights != "saved":
@@ -73,6 +78,13 @@ def build_repository(
     _complete_code(config, target)
     _complete_card(config, target, license, _base_folder(config, base_model, local_files_only))
     check_files(target)
+    if states:
+        logger.warning(f"left out, since they are states of a training run: {', '.join(states)}")
+    if foreign := _foreign_code(config, target):
+        logger.warning(
+            f"not what context-compressors {__version__} writes: {', '.join(foreign)}; whoever trusts the repository "
+            "runs this code, so read it, or save the checkpoint again"
+        )
     return target
 
 
@@ -131,6 +143,20 @@ def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
     outside = [path for path in collect(*files).values() if path.parent != folder]
     if outside:
         raise ValueError(f"the code imports {outside[0].name} from outside the folder: save the checkpoint again")
+
+
+def _foreign_code(config: PreTrainedConfig, folder: Path) -> list[str]:
+    """Code that differs from what this package writes for the method; all of a method that it lacks."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from .modeling.remote_code import write_code
+
+    with tempfile.TemporaryDirectory() as own:
+        if config.model_type in CONFIG_MAPPING:
+            write_code(_auto_class(config)._model_mapping[type(config)], type(config), own)
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
+        known = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+        return [name for name in names if known.get(name) != (folder / name).read_bytes()]
 
 
 def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_only: bool) -> Path | None:

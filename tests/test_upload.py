@@ -2,6 +2,9 @@
 """The `upload` command: what it builds, what it refuses, and what it sends; no connection is ever opened."""
 
 import json
+import logging
+import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -175,18 +178,14 @@ def test_no_licence_at_all_is_refused(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("training_args.bin", "pickle"),
         ("old.pt", "pickle"),
         ("sub/memory.pkl", "pickle"),
-        ("optimizer.pt", "state of a training run"),
-        ("rng_state_0.pth", "state of a training run"),
-        ("trainer_state.json", "state of a training run"),
-        ("checkpoint-20/config.json", "state of a training run"),
-        ("global_step10/weights.safetensors", "state of a training run"),
         ("__pycache__/modeling.pyc", "cache"),
         (".cache/huggingface/x.json", "cache"),
         (".DS_Store", "cache"),
         ("video.mp4", "not a part of a checkpoint"),
+        ("rows.csv", "not a part of a checkpoint"),
+        ("config.yaml", "not a part of a checkpoint"),
     ],
 )
 def test_files_that_do_not_belong_are_named(checkpoint, tmp_path, name, kind):
@@ -204,21 +203,52 @@ def test_files_that_do_not_belong_are_named(checkpoint, tmp_path, name, kind):
         ("ghp_" + "x" * 36, "access token"),
         ('{"data": "/home/nora/corpus"}', "/home/nora"),
         ("output_dir: /mnt/disk1/run", "/mnt/disk1"),
-        ("C:\\Users\\Nora\\model", "Nora"),
+        ("C:\\Users\\Nora\\model", "C:.*Users"),
+        ("D:\\corpora\\x", "D:.*corpora"),
+        ("D:/corpora/x", "D:/corpora"),
+        ("E:\\temp\\x", "E:.*temp"),
+        ("see ~/corpora/x", "~/corpora"),
+        ("file:///etc/x", "file:///etc/x"),
+        *((f"in {place}/team/run", place) for place in ("/nfs", "/nfs01", "/gpfs", "/lustre", "/dbfs", "/scratch2")),
+        (f"id {'AKIA' + 'IOSFODNN7EXAMPLE'}", "access token, AKIAIO"),
+        ("aws_secret_access_key = " + "wJalr/XUtn" * 4, "access token, aws_se"),
+        ("AIza" + "Sy_1-" * 7, "access token, AIzaSy"),
+        ("xoxb" + "-12345-abcdefghij", "access token, xoxb"),
+        ("https://hooks.slack.com/" + "services/T00/B00/x1", "access token, hooks"),
+        ("WANDB_API_KEY=" + "0123456789abcdef" * 2 + "01234567", "access token, WANDB"),
+        ("machine api.wandb.ai\n  login user\n  password " + "0a" * 20, "access token, wandb"),
+        ("-----BEGIN " + "OPENSSH PRIVATE KEY-----", "access token, -----"),
+        ("git clone https://nora:" + "secret@example.com/x", "access token, https:"),
         ("path={here}/model.safetensors", "place on one machine"),
     ],
 )
 def test_tokens_and_paths_are_named(checkpoint, tmp_path, text, kind):
-    (checkpoint / "notes.txt").write_text(text.replace("{here}", str(checkpoint.resolve())))
-    with pytest.raises(ValueError, match=rf"^notes[.]txt .*{kind}"):
-        build_repository(checkpoint, tmp_path / "built", license="mit")
+    text = text.replace("{here}", str(checkpoint.resolve()))
+    for name, data in (
+        ("notes.txt", text.encode()),
+        ("notes.txt", text.encode("utf-16")),
+        ("notes.md", text.encode("utf-16-be")),
+        ("notes.json", json.dumps({text: 1}).encode()),
+        ("notes.json", ('["' + "".join(f"\\u{ord(letter):04x}" for letter in text) + '"]').encode()),
+    ):
+        (checkpoint / name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"^{name} .*{kind}"):
+            build_repository(checkpoint, tmp_path / "built", license="mit")
+        (checkpoint / name).unlink()
 
 
 def test_ordinary_text_passes(checkpoint):
     (checkpoint / "notes.txt").write_text(
-        "See https://huggingface.co/data/x and ./data/y, ~/z, and/or work/main; hf_hub_download; a/home/b."
+        "See https://huggingface.co/data/x and ./data/y, a ~ b, and/or work/main; hf_hub_download; a/home/b. Q:\\nWho?"
+        f" ~/.cache, me@example.com, https://x.org/a:b@c, s3://bucket/key, commit {'0a' * 20}, mailto:me@x.org, 5:/"
     )
-    assert Path("notes.txt") in check_files(checkpoint)
+    (checkpoint / "notes.json").write_text(json.dumps({"prompt": "Q:\nWho?\nA:"}))
+    assert {Path("notes.txt"), Path("notes.json")} <= set(check_files(checkpoint)[0])
+
+
+def test_what_a_checkpoint_holds_passes_whatever_the_base_and_the_method(checkpoint, light):
+    for folder in (checkpoint, light):
+        assert set(map(str, check_files(folder)[0])) == set(contents(folder))
 
 
 def test_a_token_in_the_names_of_weights_is_found(checkpoint):
@@ -227,6 +257,80 @@ def test_a_token_in_the_names_of_weights_is_found(checkpoint):
     save_file({"x": torch.ones(1)}, checkpoint / "extra.safetensors", metadata={"from": "/home/nora/x"})
     with pytest.raises(ValueError, match=r"^extra[.]safetensors .*/home/nora"):
         check_files(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["state.0.exp_avg", "optimizer.x", "layers.0.weight.momentum_buffer", "exp_avg_sq"])
+def test_an_optimizers_state_among_weights_is_found(checkpoint, name):
+    from safetensors.torch import save_file
+
+    save_file({name: torch.ones(1)}, checkpoint / "extra.safetensors")
+    with pytest.raises(ValueError, match=rf"^extra[.]safetensors holds an optimizer's state, {name}"):
+        check_files(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "vocab.json", "logo.png", "spiece.model", "extra.safetensors"])
+def test_a_pickle_is_one_under_any_name(checkpoint, name):
+    for protocol in range(6):
+        (checkpoint / name).write_bytes(pickle.dumps(Path("x"), protocol))
+        with pytest.raises(ValueError, match=rf"^{name} is (a pickle|no safetensors file), whatever its name says"):
+            check_files(checkpoint)
+    torch.save({"x": torch.ones(1)}, checkpoint / name)
+    with pytest.raises(ValueError, match=rf"^{name} is (an archive|no safetensors file)"):
+        check_files(checkpoint)
+
+
+def test_a_link_out_of_the_folder_is_never_followed(checkpoint, tmp_path):
+    (tmp_path / "secret.txt").write_text("a secret")
+    (tmp_path / "secrets").mkdir()
+    for target in (tmp_path / "secret.txt", Path("../secret.txt"), tmp_path / "secrets", tmp_path / "nowhere"):
+        (checkpoint / "notes.txt").symlink_to(target)
+        with pytest.raises(ValueError, match=r"^notes\.txt is a link to another folder or out of this one"):
+            build_repository(checkpoint, tmp_path / "built", license="mit")
+        (checkpoint / "notes.txt").unlink()
+    (checkpoint / "NOTICE").symlink_to("README.md")
+    built = build_repository(checkpoint, tmp_path / "built", license="mit")
+    assert (built / "NOTICE").read_text() == (checkpoint / "README.md").read_text()
+    assert not (built / "NOTICE").is_symlink()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_a_pipe_is_not_waited_for(checkpoint):
+    os.mkfifo(checkpoint / "notes.txt")
+    with pytest.raises(ValueError, match=r"^notes\.txt is no file"):
+        check_files(checkpoint)
+
+
+def test_states_of_a_training_run_are_left_out_and_named(checkpoint, tmp_path, caplog, monkeypatch):
+    expected = contents(build_repository(checkpoint, tmp_path / "before", license="mit"))
+    for name in (
+        *(
+            "checkpoint-20/optimizer.pt",
+            "checkpoint-20/config.json",
+            "runs/a/events.out.tfevents.1",
+            "wandb/run/x.yaml",
+        ),
+        *("global_step10/weights.safetensors", "training_args.bin", "trainer_state.json", "rng_state_0.pth"),
+        *("optimizer.pt", "logs/output.log"),
+    ):
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_text("/home/nora")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert contents(build_repository(checkpoint, tmp_path / "built", license="mit")) == expected
+    assert (
+        "left out, since they are states of a training run: checkpoint-20/, global_step10/, logs/, optimizer.pt, "
+        "rng_state_0.pth, runs/, trainer_state.json, training_args.bin, wandb/"
+    ) in caplog.text
+
+
+def test_code_that_the_package_does_not_write_is_named(checkpoint, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    build_repository(checkpoint, tmp_path / "own", license="mit")
+    assert "not what context-compressors" not in caplog.text
+    with open(checkpoint / "pooling.py", "a") as file:
+        file.write("# one more line\n")
+    (checkpoint / "helper.py").write_text("")
+    build_repository(checkpoint, tmp_path / "built", license="mit")
+    assert "not what context-compressors 0.1.0 writes: helper.py, pooling.py; whoever trusts" in caplog.text
 
 
 def test_other_folders_are_refused(base, tmp_path, checkpoint):
@@ -284,9 +388,9 @@ def test_public_repositories_and_known_tags_are_refused(checkpoint, hub, capsys)
 
 
 def test_a_refusal_names_the_file(checkpoint, hub, capsys):
-    (checkpoint / "optimizer.pt").write_bytes(b"")
+    (checkpoint / "old.pt").write_bytes(b"")
     assert upload(checkpoint, "me/x", "--license", "mit") == 1
-    assert "optimizer.pt is the state of a training run" in capsys.readouterr().err
+    assert "old.pt is a pickle" in capsys.readouterr().err
     assert hub.calls == []
 
 
