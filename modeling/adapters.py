@@ -2,12 +2,15 @@
 """LoRA adapters on a language model that encoder and decoder may share.
 
 The adapters are injected into the modules themselves, without wrapper classes, so that saving and loading stay plain.
-Which of them is active is switched for the length of a call: `set_adapter` would take the other one's gradient away.
+Which of them is active is switched for the length of a call and in its thread alone: `set_adapter` would take the
+other one's gradient away, and a name kept on the shared layers would be read by every other call.
 """
 
+import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,18 +19,52 @@ from torch.utils.checkpoint import checkpoint
 
 ENCODER, DECODER = "encoder", "decoder"
 OWN_ADAPTERS = (ENCODER, DECODER)
-_LAYERS = "_context_compressor_lora_layers"
+_PASSES = "_context_compressor_passes"
+
+
+class _Passes(threading.local):
+    """Which adapters are active in this thread's pass over a backbone; `None` where it makes none.
+
+    Not a `ContextVar`: `torch.compile` can trace this one.
+    """
+
+    names: list[str] | None = None
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        # A copied model has its own.
+        return type(self), ()
+
+
+class _AdaptedByPass:
+    """A LoRA layer that asks the thread's own pass which of its adapters are active, and outside of one PEFT."""
+
+    @property
+    def active_adapter(self) -> str | list[str]:
+        return self._active_adapter if self.passes.names is None else self.passes.names
+
+    @property
+    def disable_adapters(self) -> bool:
+        return self.passes.names is None and self._disable_adapters
+
+    def __reduce__(self) -> tuple:
+        return _new_layer, (self.adapted_class,), self.__dict__
+
+
+@functools.cache
+def _adapted_by_pass(layer_class: type) -> type:
+    members = {"__module__": layer_class.__module__, "adapted_class": layer_class}
+    return type(layer_class.__name__, (_AdaptedByPass, layer_class), members)
+
+
+def _new_layer(layer_class: type) -> nn.Module:
+    """An empty layer: a class that was made here can be neither pickled nor copied by its name."""
+    layer_class = _adapted_by_pass(layer_class)
+    return layer_class.__new__(layer_class)
 
 
 def lora_layers(model: nn.Module) -> list[nn.Module]:
     """All LoRA layers below `model` that hold one of this project's adapters."""
-    owner, layers = model.__dict__.get(_LAYERS, (None, None))
-    # A replica of `DataParallel` starts with its original's dictionary, and must not switch the original's layers.
-    if owner is not model:
-        layers = [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
-        # Walking a whole model at every generated token would cost as much as the token.
-        model.__dict__[_LAYERS] = (model, layers)
-    return layers
+    return [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
 
 
 def linear_module_names(model: nn.Module) -> list[str]:
@@ -76,14 +113,19 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
         # A second adapter on a shared base is what is wanted here.
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         inject_adapter_in_model(config, model, adapter_name=name)
-    model.__dict__.pop(_LAYERS, None)
     for parameter_name, parameter in model.named_parameters():
         if f".{name}." in parameter_name and "lora_" in parameter_name:
             parameter.data = parameter.data.float()
             # Without the mark, the backbone's own initialisation would overwrite the zeros of B.
             parameter._is_hf_initialized = True
-    for layer in lora_layers(model):
-        # Outside of any switch the backbone is the decoder.
+    layers = lora_layers(model)
+    passes = _Passes()
+    setattr(model, _PASSES, (passes, layers[0]))
+    for layer in layers:
+        if not isinstance(layer, _AdaptedByPass):
+            layer.__class__ = _adapted_by_pass(type(layer))
+        layer.passes = passes
+        # Outside of any pass the backbone is the decoder.
         layer._active_adapter = [DECODER] if DECODER in layer.lora_A else []
         for part in ("lora_A", "lora_B"):
             for module in getattr(layer, part).values():
@@ -98,38 +140,30 @@ def initialize_lora(model: nn.Module, names: tuple[str, ...] = OWN_ADAPTERS) -> 
                 layer.reset_lora_parameters(name, init_lora_weights=True)
 
 
-def active_adapters(layers: list[nn.Module]) -> list[list[str]]:
-    """What is active in each of `layers` now."""
-    return [[active] if isinstance(active := layer._active_adapter, str) else list(active) for layer in layers]
-
-
 @contextmanager
-def _activated(layers: list[nn.Module], wanted: list[list[str]]) -> Iterator[None]:
-    before = [(names, layer._disable_adapters) for layer, names in zip(layers, active_adapters(layers), strict=True)]
-    for layer, names in zip(layers, wanted, strict=True):
-        layer._active_adapter, layer._disable_adapters = names, False
+def _activated(passes: _Passes, names: list[str] | None) -> Iterator[None]:
+    before, passes.names = passes.names, names
     try:
         yield
     finally:
-        for layer, (names, disabled) in zip(layers, before, strict=True):
-            layer._active_adapter, layer._disable_adapters = names, disabled
+        passes.names = before
 
 
 def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
-    """Make `name` the only active adapter of this project inside `model`, for the length of a `with` block.
+    """Make `name` the only active adapter of this project inside `model`, in this thread and a `with` block.
 
     Adapters that somebody else put there (e.g. `peft.get_peft_model` over the compressor) stay active, unless that
     somebody has switched them off. `None`: none of this project's adapters is active.
     """
-    layers = lora_layers(model)
-    active = active_adapters(layers)
-    wanted = []
-    for layer, names in zip(layers, active, strict=True):
-        own = [name] if name is not None and name in layer.lora_A else []
-        foreign = [] if layer._disable_adapters else [other for other in names if other not in OWN_ADAPTERS]
-        wanted.append(own + foreign)
-    is_switched = wanted == active and not any(layer._disable_adapters for layer in layers)
-    return nullcontext() if is_switched else _activated(layers, wanted)
+    passes, layer = getattr(model, _PASSES, (None, None))
+    if passes is None:
+        return nullcontext()
+    foreign: list[str] = []
+    if not layer._disable_adapters:
+        # PEFT switches all layers together, also those that have no adapter of the name.
+        active = layer._active_adapter
+        foreign = [other for other in ([active] if isinstance(active, str) else active) if other not in OWN_ADAPTERS]
+    return _activated(passes, foreign if name is None else [name, *foreign])
 
 
 class PeftTargetMixin:
@@ -170,13 +204,22 @@ class CheckpointWithAdapters:
 
     def __init__(self, model: nn.Module):
         # An attribute, not a closure: a deep copy of the model must switch its own layers, not the original's.
-        self.layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+        self.passes = [getattr(module, _PASSES)[0] for module in model.modules() if hasattr(module, _PASSES)]
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        active = active_adapters(self.layers)
+        active = [(passes, passes.names) for passes in self.passes]
         return checkpoint(
-            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _activated(self.layers, active))
+            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _all_activated(active))
         )
+
+
+@contextmanager
+def _all_activated(active: Sequence[tuple[_Passes, list[str] | None]]) -> Iterator[None]:
+    # Backward may run in a thread of autograd's own.
+    with ExitStack() as stack:
+        for passes, names in active:
+            stack.enter_context(_activated(passes, names))
+        yield
 
 
 @torch.no_grad()
@@ -187,4 +230,5 @@ def merge_lora(model: nn.Module, name: str) -> None:
             layer.merge(safe_merge=True, adapter_names=[name])
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
-    model.__dict__.pop(_LAYERS, None)
+    if hasattr(model, _PASSES):
+        delattr(model, _PASSES)

@@ -32,6 +32,13 @@ def note_trained_weights(backbone: nn.Module) -> None:
     backbone.__dict__[_WEIGHTS] = (found[True], found[False]) if len(found) == 2 else None
 
 
+def weights_of(module: nn.Module) -> Iterator[Tensor]:
+    """The module's parameters, also where it is a replica of `DataParallel`, whose weights are none to torch."""
+    for part in module.modules():
+        weights = part.__dict__.get("_former_parameters") or part._parameters
+        yield from (weight for weight in weights.values() if weight is not None)
+
+
 def in_base_precision(backbone: nn.Module, within: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """`within`, and autocasting to the type of the backbone's frozen weights if those that train have another.
 
@@ -45,7 +52,8 @@ def in_base_precision(backbone: nn.Module, within: AbstractContextManager[Any]) 
     trained, frozen = (getattr(module, name) for module, name in weights)
     if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
         return within
-    return _both(within, torch.autocast(frozen.device.type, dtype=frozen.dtype))
+    # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
+    return _both(within, torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False))
 
 
 def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:

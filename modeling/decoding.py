@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .adapters import DECODER
+from .call_views import for_one_call
 from .compressed_context import CompressedContext
 from .inputs import (
     check_keywords,
@@ -23,9 +24,7 @@ from .inputs import (
     warn_about_positions,
 )
 from .key_value_memory import (
-    ReadOnlyCache,
     aligned_right,
-    caches_under_checkpointing,
     check_sliding_window,
     filled_cache,
     note_cached_slots,
@@ -73,8 +72,8 @@ class DecodingMixin:
 
         Raises:
             ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
-                text row without tokens, unknown token ids, a mask of the wrong shape, or a memory of another model,
-                width or batch size.
+                text row without tokens, unknown token ids, a mask of the wrong shape, a memory of another model,
+                width or batch size, or a filled cache in training with gradient checkpointing.
         """
         if context_input_ids is not None and memory is not None:
             raise ValueError("give either `context_input_ids` or `memory`, not both")
@@ -90,6 +89,10 @@ class DecodingMixin:
         else:
             check_memory_ratio(memory, ratio, context_attention_mask)
         cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        if self._drops_caches:
+            if cached:
+                raise ValueError("in training with gradient checkpointing layers read no filled `past_key_values`")
+            past_key_values = None
         if memory is not None and not cached:
             memory = check_memory(memory, self, input_ids)
         if cached:
@@ -105,11 +108,10 @@ class DecodingMixin:
         reads_key_values = memory is not None and memory.carrier == "key_values"
         if reads_key_values and not cached:
             past_key_values = filled_cache(aligned_right(memory), past_key_values, use_cache)
-        with (
-            self._adapter(self.language_model, DECODER),
-            caches_under_checkpointing(self.language_model, isinstance(past_key_values, ReadOnlyCache)),
-        ):
-            outputs = self.language_model(**inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        with self._adapter(self.language_model, DECODER):
+            outputs = for_one_call(self.language_model)(
+                **inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs
+            )
         if not cached:
             note_cached_slots(outputs.past_key_values, self.num_places(memory))
         if not use_cache:
@@ -123,8 +125,12 @@ class DecodingMixin:
 
     def _wants_cache(self, use_cache: bool | None) -> bool:
         use_cache = self.config.use_cache if use_cache is None else use_cache
+        return use_cache and not self._drops_caches
+
+    @property
+    def _drops_caches(self) -> bool:
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
-        return use_cache and not (self.training and self.language_model.is_gradient_checkpointing)
+        return self.training and self.language_model.is_gradient_checkpointing
 
     def _first_inputs(
         self,

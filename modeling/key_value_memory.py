@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -91,20 +89,15 @@ class ReadOnlyCache(DynamicCache):
         return self.get_seq_length() + query_length, 0
 
 
-@contextmanager
-def caches_under_checkpointing(backbone: PreTrainedModel, wanted: bool = True) -> Iterator[None]:
-    """Let layers keep their cache under gradient checkpointing, for the length of a `with` block.
+def keep_caches_under_checkpointing(model: nn.Module, enable: bool) -> None:
+    """Let checkpointed layers keep the cache that they are given, or again drop it as the library has it.
 
-    Only for caches that take no second update amiss, as the two above.
+    Only for a model whose layers, when checkpointed, see no caches but the two above, which take no second update
+    amiss.
     """
-    layers = [m for m in backbone.modules() if isinstance(m, GradientCheckpointingLayer)] if wanted else []
-    for layer in layers:
-        layer._can_checkpoint_with_cache = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer._can_checkpoint_with_cache
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer._can_checkpoint_with_cache = enable
 
 
 def aligned_right(memory: CompressedContext) -> KeyValues:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..configuration.configuration_shallow_encoder import first_layers
-from .base_precision import in_base_precision
+from .base_precision import in_base_precision, weights_of
 
 
 class LayerSemanticAlignment(nn.Module):
@@ -78,7 +78,7 @@ class LayerSemanticAlignment(nn.Module):
             `(batch_size, num_slots, hidden_size)`, in the blocks' type.
         """
         batch_size, num_slots, _ = slots.shape
-        weight_type = next(self.blocks.parameters()).dtype
+        weight_type = next(weights_of(self.blocks)).dtype
         with in_base_precision(self.blocks, self._attention_precision(weight_type, decoder_type, slots.device.type)):
             return self.blocks(
                 inputs_embeds=slots.to(weight_type),

@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from .base_precision import weights_of
+from .call_views import for_one_call
+
 Reduction = Callable[[Sequence[Tensor]], Tensor]
 
 
@@ -57,7 +60,7 @@ def reduce_layer_states(
 def _reduced(backbone: PreTrainedModel, reduce: Reduction, inputs: dict[str, Tensor], **settings: Any) -> Tensor:
     # A function of its own: a name in the loop would keep a segment's states while the next one is read.
     # Under gradient checkpointing even frozen embeddings require gradients, which nobody would use.
-    trains = any(parameter.requires_grad for parameter in backbone.parameters())
+    trains = any(weight.requires_grad for weight in weights_of(backbone))
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
-        hidden_states = backbone(**inputs, **settings, output_hidden_states=True).hidden_states
+        hidden_states = for_one_call(backbone)(**inputs, **settings, output_hidden_states=True).hidden_states
     return reduce(hidden_states)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import ENCODER
+from .call_views import twin
 from .chunking import cut
 from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
 from .key_value_memory import sliding_window
@@ -243,22 +244,18 @@ class MemoryTokenModel(CompressorModel):
             raise ValueError(
                 f"attention is drawn for a context of 1 to {self.config.chunk_size} tokens (one chunk), got {longest}"
             )
-        backbone = self.encoder_backbone
-        before = backbone.config._attn_implementation
         # Only this implementation gives its weights away.
-        backbone.set_attn_implementation("eager")
-        try:
-            rows = self.memory_rows(chunks.input_ids, chunks.attention_mask, chunks.position_ids, ratios)
-            with self._adapter(backbone, ENCODER):
-                attentions = backbone(
-                    inputs_embeds=rows.inputs_embeds,
-                    attention_mask=rows.attention_mask,
-                    position_ids=rows.position_ids,
-                    use_cache=False,
-                    output_attentions=True,
-                ).attentions
-        finally:
-            backbone.set_attn_implementation(before)
+        alone = twin(self)
+        alone.encoder_backbone.set_attn_implementation("eager")
+        rows = alone.memory_rows(chunks.input_ids, chunks.attention_mask, chunks.position_ids, ratios)
+        with alone._adapter(alone.encoder_backbone, ENCODER):
+            attentions = alone.encoder_backbone(
+                inputs_embeds=rows.inputs_embeds,
+                attention_mask=rows.attention_mask,
+                position_ids=rows.position_ids,
+                use_cache=False,
+                output_attentions=True,
+            ).attentions
         memory_mask = rows.groups[0][1]
         lengths = chunks.lengths
         pads = rows.inputs_embeds.shape[1] - lengths - memory_mask.sum(dim=1)

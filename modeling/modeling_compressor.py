@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,11 +24,13 @@ from ..configuration.configuration_compressor import CompressorConfig
 from .adapters import DECODER, ENCODER, CheckpointWithAdapters, PeftTargetMixin, inject_lora, merge_lora, use_adapter
 from .base_precision import as_head_takes, in_base_precision, note_trained_weights
 from .base_weights import own_modules, remember_base
+from .call_views import for_one_call
 from .checkpoints import CheckpointMixin
 from .compressed_context import CompressedContext
 from .compressing import CompressingMixin
 from .decoding import DecodingMixin
 from .generation import MemoryGenerationMixin
+from .key_value_memory import keep_caches_under_checkpointing
 
 logger = logging.get_logger(__name__)
 
@@ -118,6 +122,17 @@ class CompressorPreTrainedModel(CheckpointMixin, PeftTargetMixin, PreTrainedMode
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any):
         super()._set_gradient_checkpointing(enable, CheckpointWithAdapters(self), **kwargs)
+        if self.base_model.carrier == "key_values":
+            keep_caches_under_checkpointing(self, enable)
+
+
+class _BaseAlone(threading.local):
+    """Whether this thread wants the base without adapters."""
+
+    wanted = False
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), ()
 
 
 class CompressorModel(DecodingMixin, CompressingMixin, CompressorPreTrainedModel):
@@ -154,7 +169,7 @@ class CompressorModel(DecodingMixin, CompressingMixin, CompressorPreTrainedModel
         self.task_embeddings = None
         if config.task_token_ids:
             self.task_embeddings = nn.Parameter(torch.zeros(len(config.task_token_ids), config.hidden_size))
-        self._adapters_off = False
+        self._base_alone = _BaseAlone()
 
     def start_from_base(self) -> None:
         """Give parts that start from the base's own weights their values; by default there are none."""
@@ -197,8 +212,9 @@ class CompressorModel(DecodingMixin, CompressingMixin, CompressorPreTrainedModel
             # No backbone runs on a sequence without places.
             return self.encoder_backbone.get_input_embeddings()(input_ids)
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        backbone = for_one_call(self.encoder_backbone, kwargs.get("is_causal"))
         with self._adapter(self.encoder_backbone, ENCODER):
-            outputs = self.encoder_backbone(
+            outputs = backbone(
                 **inputs, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **kwargs
             )
         return outputs.last_hidden_state
@@ -206,16 +222,25 @@ class CompressorModel(DecodingMixin, CompressingMixin, CompressorPreTrainedModel
     # --- adapters ---
 
     def _adapter(self, backbone: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-        return in_base_precision(backbone, use_adapter(backbone, None if self._adapters_off else name))
+        return in_base_precision(backbone, use_adapter(backbone, None if self._base_alone.wanted else name))
 
     @contextmanager
     def base_language_model(self) -> Iterator[None]:
-        """Inside this block the adapters are off: without a context, `forward` is the untouched base model's."""
-        before, self._adapters_off = self._adapters_off, True
+        """Inside this block the adapters are off: without a context, `forward` is the untouched base model's.
+
+        Other threads that use the model meanwhile, also those that are started in the block, have their adapters on.
+        """
+        before, self._base_alone.wanted = self._base_alone.wanted, True
         try:
             yield
         finally:
-            self._adapters_off = before
+            self._base_alone.wanted = before
+
+    def _replicate_for_data_parallel(self) -> CompressorModel:
+        replica = super()._replicate_for_data_parallel()
+        # Replicas work in threads of their own, and for the thread that makes them.
+        replica._base_alone = SimpleNamespace(wanted=self._base_alone.wanted)
+        return replica
 
     def merge_adapters(self) -> None:
         """Add the adapters to the weights they sit on, so that inference needs no `peft`.

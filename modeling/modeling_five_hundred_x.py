@@ -9,7 +9,7 @@ from ..configuration.configuration_five_hundred_x import FiveHundredXConfig
 from .adapters import linear_module_names
 from .compressed_context import KeyValues
 from .distinct_memory_tokens import DistinctMemoryTokenModel
-from .key_value_memory import KeyValueRecorder, caches_under_checkpointing, key_value_shape
+from .key_value_memory import KeyValueRecorder, key_value_shape
 from .memory_tokens import MemoryRows
 from .modeling_compressor import CompressorForCausalLM
 
@@ -46,8 +46,7 @@ class FiveHundredXModel(DistinctMemoryTokenModel):
     def carry_over(self, rows: MemoryRows) -> list[tuple[KeyValues, Tensor]]:
         # Equation 1: M~(i), KV(i) = LLM([S(i); M(i)] | theta_LoRA); 500xCompressor carries KV over.
         recorder = KeyValueRecorder(rows.places)
-        with caches_under_checkpointing(self.encoder_backbone):
-            self.memory_states(rows, past_key_values=recorder)
+        self.memory_states(rows, past_key_values=recorder)
         # Under autocast rotated keys are float32 and values are not.
         return rows.read_key_values(
             [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close()]

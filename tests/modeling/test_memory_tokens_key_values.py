@@ -46,11 +46,14 @@ def test_the_memory_is_read_under_gradient_checkpointing_whatever_use_cache_says
     model = five_hundred_x.build().train()
     inputs = {"input_ids": ids_of(5, seed=1), "context_input_ids": ids_of(9)}
     expected = model(**inputs, use_cache=False).logits
+    cache = model(**inputs, use_cache=True).past_key_values
     model.gradient_checkpointing_enable()
     for use_cache in (False, True, None):
         torch.testing.assert_close(model(**inputs, use_cache=use_cache).logits, expected)
-    layer = model.model.language_model.layers[0]
-    assert "_can_checkpoint_with_cache" not in vars(layer)
+    with pytest.raises(ValueError, match="no filled `past_key_values`"):
+        model(input_ids=ids_of(1), past_key_values=cache)
+    model.gradient_checkpointing_disable()
+    assert not model.model.language_model.layers[0]._can_checkpoint_with_cache
 
 
 def test_no_adapter_stands_behind_the_last_layers_keys_and_values(five_hundred_x):

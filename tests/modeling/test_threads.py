@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One loaded model used from several threads at once: each call's result is that of the same call alone."""
+
+import copy
+import io
+import sys
+import threading
+
+import pytest
+import torch
+from tiny_models import METHODS, Case
+from transformers import TextIteratorStreamer
+
+from context_compressors.configuration.configuration_decal import DeCALConfig
+from context_compressors.modeling.adapters import use_adapter
+from context_compressors.modeling.modeling_decal import DeCALForConditionalGeneration
+
+THREADS, ROUNDS = 8, 2
+GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+CONTEXT = torch.arange(5, 25)[None]
+SHORT = torch.cat([torch.arange(40, 49), torch.zeros(11, dtype=torch.long)])[None]
+SHORT_MASK = (SHORT != 0).long()
+TEXT = torch.tensor([[1, 9, 40, 7]])
+
+
+@pytest.fixture(autouse=True)
+def eager_switching():
+    """Threads take turns after every few operations, so that what they share is found out."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+def encoder_decoder():
+    torch.manual_seed(0)
+    fields = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    special = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    model = DeCALForConditionalGeneration(DeCALConfig(decoder_config={**fields, **special}, compression_ratios=(2, 3)))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def built(name, variant="easy", **fields):
+    if name == "decal":
+        return encoder_decoder()
+    return Case(next(method for method in METHODS if method.name == name), variant).build(**fields)
+
+
+def together(calls, threads=THREADS, rounds=ROUNDS):
+    """Run every call in every thread at once, each thread from another one on; what went wrong."""
+    expected = {name: call() for name, call in calls.items()}
+    names, barrier, wrong = list(calls), threading.Barrier(threads), []
+
+    def work(number):
+        for turn in range(rounds):
+            barrier.wait()
+            for step in range(len(names)):
+                name = names[(number + turn + step) % len(names)]
+                try:
+                    torch.testing.assert_close(calls[name](), expected[name], atol=1e-5, rtol=1e-5)
+                except Exception as error:
+                    wrong.append(f"{name}: {str(error)[:200]}")
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return wrong
+
+
+def parts(memory):
+    if memory.embeddings is not None:
+        return [memory.embeddings, memory.attention_mask]
+    return [tensor for pair in memory.key_values for tensor in pair]
+
+
+def streamed(model, tokenizer, **inputs):
+    streamer = TextIteratorStreamer(tokenizer, timeout=60)
+    worker = threading.Thread(target=model.generate, kwargs={**inputs, **GREEDY, "streamer": streamer})
+    worker.start()
+    text = "".join(streamer)
+    worker.join()
+    return as_numbers(text)
+
+
+def as_numbers(text):
+    return torch.tensor([ord(letter) for letter in text])
+
+
+def calls_of(model, tokenizer):
+    memory = model.compress(CONTEXT, ratio=2)
+    read = {"input_ids": TEXT, "memory": memory}
+    padded = {"context_input_ids": SHORT, "context_attention_mask": SHORT_MASK}
+    pipe = None if tokenizer is None else model.question_answering(tokenizer)
+    calls = {
+        "compress": lambda: parts(model.compress(SHORT, SHORT_MASK, ratio=3)),
+        "forward": lambda: model(input_ids=TEXT, context_input_ids=CONTEXT).logits,
+        "generate": lambda: model.generate(TEXT, **padded, **GREEDY),
+        "stream": lambda: streamed(model, tokenizer, **read),
+        "pipeline": lambda: as_numbers(pipe("Who?", context="Somebody.", **GREEDY)["answer"]),
+    }
+    if hasattr(model, "base_language_model"):
+
+        def base():
+            with model.base_language_model():
+                return model(input_ids=TEXT).logits
+
+        calls["base"] = base
+    return {name: torch.no_grad()(call) for name, call in calls.items()}
+
+
+@pytest.mark.parametrize("name", [*(method.name for method in METHODS), "decal"])
+def test_calls_of_all_kinds_are_right_in_eight_threads(name, tiny_tokenizer):
+    assert not together(calls_of(built(name), tiny_tokenizer))
+
+
+@pytest.mark.parametrize(("name", "variant"), [("mean_pooling", "easy"), ("five_hundred_x", "easy")])
+def test_gradients_under_checkpointing_are_right_in_threads(name, variant):
+    """Each recomputation uses the adapter of its own forward call, also in a thread that made no such call."""
+    model = built(name, variant).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def loss():
+        return model(input_ids=TEXT, context_input_ids=CONTEXT, labels=TEXT).loss
+
+    def gradients():
+        return torch.autograd.grad(loss(), trained, allow_unused=True)
+
+    expected = gradients()
+    model.gradient_checkpointing_enable()
+    made, found = loss(), []
+    worker = threading.Thread(target=lambda: found.append(torch.autograd.grad(made, trained)))
+    worker.start()
+    worker.join()
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-4)
+    calls = {"gradients": gradients, "compress": torch.no_grad()(lambda: parts(model.compress(CONTEXT, ratio=2)))}
+    assert not together(calls, threads=4)
+
+
+@pytest.mark.slow
+def test_a_compiled_backbone_is_right_in_threads():
+    model = built("mean_pooling")
+    calls = calls_of(model, None)
+    calls = {name: calls[name] for name in ("forward", "base")}
+    expected = {name: call() for name, call in calls.items()}
+    # One graph, without breaks: it can trace which adapter is active.
+    model.model.language_model.compile(backend="eager", fullgraph=True)
+    try:
+        for name, call in calls.items():
+            torch.testing.assert_close(call(), expected[name], atol=1e-5, rtol=1e-5)
+        assert not together(calls, threads=4)
+    finally:
+        torch._dynamo.reset()
+
+
+def replica_of(network):
+    """What `DataParallel` makes of a model for each device: its weights are tensors and no parameters."""
+    replicas = {module: module._replicate_for_data_parallel() for module in network.modules()}
+    for module, replica in replicas.items():
+        replica._former_parameters = {}
+        for name, child in module._modules.items():
+            replica._modules[name] = None if child is None else replicas[child]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+            else:
+                replica._former_parameters[name] = parameter * 1
+                setattr(replica, name, replica._former_parameters[name])
+    return replicas[network]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [*((method.name, "easy") for method in METHODS), ("comprexit", "encoder_lora")]
+)
+def test_a_replica_in_a_thread_is_the_model(name, variant):
+    model = built(name, variant).train()
+    inputs = {"input_ids": TEXT, "context_input_ids": CONTEXT, "labels": TEXT}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = torch.autograd.grad(model(**inputs).loss, trained, allow_unused=True)
+    with model.base_language_model():
+        base, alone = model(input_ids=TEXT).logits, replica_of(model)
+    found = []
+
+    def work():
+        loss = replica_of(model)(**inputs).loss
+        found.extend([torch.autograd.grad(loss, trained, allow_unused=True), alone(input_ids=TEXT).logits])
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[1], base)
+
+
+def test_a_copy_and_a_pickled_model_switch_their_own_adapters():
+    model = built("mean_pooling")
+    call = {"input_ids": TEXT, "context_input_ids": CONTEXT}
+    expected = model(**call).logits
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        torch.testing.assert_close(other(**call).logits, expected)
+        q_proj, own = (m.model.language_model.layers[0].self_attn.q_proj for m in (other, model))
+        assert type(q_proj) is type(own)
+        with use_adapter(other.model.language_model, "encoder"):
+            assert q_proj.active_adapters == ["encoder"]
+            assert own.active_adapters == ["decoder"]
+
+
+@pytest.mark.parametrize("name", ["mean_pooling", "icae", "five_hundred_x"])
+def test_a_call_leaves_no_mark_on_shared_modules_while_it_runs(name):
+    model = built(name, **({} if name == "mean_pooling" else {"chunk_size": 32}))
+    backbone, marks = model.model.language_model, []
+    layer = backbone.layers[0]
+
+    def watch(*_):
+        marks.append((backbone.config.to_dict(), backbone.config._attn_implementation, flags(backbone)))
+
+    layer.register_forward_hook(watch)
+    before = (backbone.config.to_dict(), backbone.config._attn_implementation, flags(backbone))
+    model.compress(CONTEXT)
+    model(input_ids=TEXT, context_input_ids=CONTEXT)
+    if name != "mean_pooling":
+        model.model.memory_attention(CONTEXT)
+    assert len(marks) >= 3
+    assert all(mark == before for mark in marks)
+
+
+def flags(backbone):
+    """Plain attributes of all modules, those of PEFT among them."""
+    plain = (bool, int, str, list, type(None))
+    return [{n: str(v) for n, v in vars(m).items() if isinstance(v, plain)} for m in backbone.modules()]
+
+
+def test_frequencies_that_follow_the_length_are_a_calls_own():
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+    model = built("mean_pooling", decoder_config={"rope_parameters": rope})
+    rotary = model.model.language_model.rotary_emb
+    before, short = rotary.inv_freq.clone(), parts(model.compress(CONTEXT[:, :8]))
+    long = parts(model.compress(CONTEXT))
+    assert rotary.inv_freq.equal(before)
+    model.model.language_model(CONTEXT)
+    assert not rotary.inv_freq.equal(before), "the library's own call moves them"
+    torch.testing.assert_close(parts(model.compress(CONTEXT[:, :8])), short)
+    torch.testing.assert_close(parts(model.compress(CONTEXT)), long)
+    logits = model(input_ids=TEXT, context_input_ids=CONTEXT, output_hidden_states=True)
+    assert len(logits.hidden_states) == 3
+    assert len(model(input_ids=TEXT, output_hidden_states=True).hidden_states) == 3
