@@ -31,7 +31,7 @@ from .base_weights import DECODER_BASE, ENCODER_BASE, base_entry, stored_weights
 from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer, load_encoder_tokenizer
 from .gguf_files import gguf_arguments
 from .light_checkpoints import LightCheckpointMixin, fetching_arguments, shown_name, without_quantizer
-from .remote_code import write_card, write_code
+from .remote_code import refuse_links_out, write_card, write_code
 from .taking_over import check_base, take_tensors
 
 logger = logging.get_logger(__name__)
@@ -309,11 +309,15 @@ class CheckpointMixin(LightCheckpointMixin):
             include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
                 folder, which must then be given as `base_model` when the checkpoint is loaded.
             kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: the folder holds a link to a file outside of it, or the base cannot be left out.
         """
         repo_arguments = {
             name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
         }
         dtype = _storage_type(save_dtype)
+        refuse_links_out(save_directory, None if self.encoder_tokenizer is None else self.config.encoder_tokenizer)
         self._check_adapters()
         state = self.state_dict() if state_dict is None else state_dict
         self._note_parent(state)

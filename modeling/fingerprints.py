@@ -98,8 +98,9 @@ def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = 
             raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
         values = whole(parameter.detach())
         source = None if stored is None else stored.get(name)
-        if source is not None and source.shape == values.shape and source.to(values).equal(values):
-            values = source
+        if source is not None and source.shape == values.shape:
+            source = source.to(values.device)
+            values = source if source.to(values.dtype).equal(values) else values
         if values.device not in weights:
             # Odd, so that no changed bit is lost; different, so that exchanged rows are not the same sum.
             weights[values.device] = torch.arange(1, _CHUNK // 2, 2, device=values.device)

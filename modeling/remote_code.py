@@ -101,6 +101,26 @@ def flatten(path: Path) -> str:
     return "".join(lines)
 
 
+def refuse_links_out(folder: str | os.PathLike, subfolder: str | None = None) -> None:
+    """Refuse a folder with a link to a file outside of it, which saving would write through.
+
+    A snapshot in the cache of the Hub is made of such links: its files are shared by all revisions.
+
+    Args:
+        folder: where a checkpoint is to be saved; it need not exist.
+        subfolder: one in it that is written, too.
+
+    Raises:
+        ValueError: with the first such link.
+    """
+    folder = Path(folder)
+    files = [path for path in folder.glob("*") if not path.is_dir()]
+    files += [] if subfolder is None else [folder / subfolder, *(folder / subfolder).glob("*")]
+    for path in sorted(files):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{path} is a link out of the folder, and saving would write to {path.resolve()}")
+
+
 def write_code(model_class: type, config_class: type, folder: str | os.PathLike) -> None:
     """Write the flat code of a model and its configuration into `folder`.
 
