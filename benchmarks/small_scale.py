@@ -61,7 +61,7 @@ from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.training.arguments import ModelArguments, TrainingConfig
 from context_compressors.training.collators import CompressionCollator
-from context_compressors.training.data import encode, task_start_ids
+from context_compressors.training.data import encode, text_starts
 from context_compressors.training.examples import CompressionDataset
 from context_compressors.training.loading import load_compressor
 from context_compressors.training.trainers import CompressionTrainer
@@ -148,7 +148,7 @@ def train(
         task_schedule=_task_schedule(arguments),
         seed=seed,
     )
-    collator = _CountingCollator.from_tokenizer(tokenizer, task_start_ids=task_start_ids(model.config))
+    collator = _CountingCollator.from_tokenizer(tokenizer, **text_starts(model.config, tokenizer))
     trainer = CompressionTrainer(
         model=model,
         args=training_config(arguments, seed, folder, device),

@@ -57,6 +57,14 @@ class CompressorConfig(PreTrainedConfig):
         trainable_parameters (sequence of `str`, *optional*):
             Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
             part of the checkpoint and is applied again when it is loaded.
+        restores_context_start (`bool`, defaults to `True`):
+            Whether a reconstruction behind its task token, [AE], starts with what the tokenizer puts in front of a
+            context, such as BOS. Under the enhanced layout its tokens then have the position ids that the encoder gave
+            them: [AE] 0, BOS 1, the first token of the text 2 (as in the code of EPL's authors).
+        bos_before_text (`bool`, defaults to `True`):
+            Whether a text behind slots starts with BOS where the method has no task token. Where it does not, a
+            tokenizer that the compressor is trained with puts none in front of contexts either, and a text without a
+            prompt still starts with BOS.
         bos_before_slots (`bool`, defaults to `False`):
             Whether a leading BOS of the text moves in front of the slots.
         slots_after_ids (sequence of `int`, defaults to `()`):
@@ -102,6 +110,8 @@ class CompressorConfig(PreTrainedConfig):
         encoder_lora: dict[str, Any] | None = None,
         decoder_lora: dict[str, Any] | None = None,
         trainable_parameters: list[str] | tuple[str, ...] | None = None,
+        restores_context_start: bool = True,
+        bos_before_text: bool = True,
         bos_before_slots: bool = False,
         slots_after_ids: list[int] | tuple[int, ...] = (),
         task_token_ids: dict[str, int] | None = None,
@@ -127,6 +137,8 @@ class CompressorConfig(PreTrainedConfig):
         self.encoder_lora = _lora("encoder_lora", encoder_lora)
         self.decoder_lora = _lora("decoder_lora", decoder_lora)
         self.trainable_parameters = _patterns(trainable_parameters)
+        self.restores_context_start = boolean("restores_context_start", restores_context_start)
+        self.bos_before_text = boolean("bos_before_text", bos_before_text)
         self.bos_before_slots = boolean("bos_before_slots", bos_before_slots)
         self.slots_after_ids = _token_ids("slots_after_ids", slots_after_ids)
         self.task_token_ids = _task_token_ids(task_token_ids)
@@ -195,6 +207,13 @@ class CompressorConfig(PreTrainedConfig):
     def continuation_token_id(self) -> int | None:
         """The token that a continuation, a question or a summary starts with, [LM]; `None` where it is BOS."""
         return self.task_token_ids.get("[LM]")
+
+    @property
+    def usual_prompts(self) -> str:
+        """Name of the packaged prompts that a checkpoint is asked with which has none of its own."""
+        if self.prompt_format == "chat":
+            return "chat"
+        return "memory_tokens" if self.task_token_ids else "default"
 
     @property
     def compresses_questions(self) -> bool:

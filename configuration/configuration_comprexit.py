@@ -5,7 +5,7 @@ from typing import Any
 
 from .configuration_compressor import CompressorConfig, boolean, one_of
 
-SLOT_AGGREGATIONS = ("transport", "window_attention", "mean")
+SLOT_AGGREGATIONS = ("transport", "window_attention", "window_attention_two_norms", "mean")
 GATE, LAST_LAYER = "gate", "last_layer"
 
 
@@ -34,7 +34,8 @@ class ComprExITConfig(CompressorConfig):
             Temperature of equation 6.
         slot_aggregation (`str`, defaults to `"transport"`):
             How anchors become slots: `"transport"` (equations 8 to 12); `"window_attention"`, the mean of r neighbours
-            attends to them; `"mean"`, their mean.
+            attends to them, behind one LayerNorm; `"window_attention_two_norms"`, with a LayerNorm each for queries
+            and keys, as checkpoints of schema 1 have it; `"mean"`, their mean.
         window_size (`int`, defaults to 128):
             Tokens that one transmission plan covers, T in section 3.2.2; rounded down to whole slots.
         metric_size (`int`, defaults to 256):
@@ -97,6 +98,12 @@ class ComprExITConfig(CompressorConfig):
                 "`shuffled_receivers` belongs to `slot_aggregation='transport'`, which alone has receivers, got "
                 f"{self.slot_aggregation!r}"
             )
+
+    @property
+    def usual_prompts(self) -> str:
+        """Name of the packaged prompts that a checkpoint is asked with which has none of its own."""
+        usual = super().usual_prompts
+        return "comprexit" if usual == "default" else usual
 
 
 def _is_number(value: Any) -> bool:

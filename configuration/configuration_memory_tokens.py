@@ -25,8 +25,9 @@ class MemoryTokensConfig(CompressorConfig):
             `"by_ratio"`: a chunk of n tokens uses the first ceil(n / r) memory tokens. `"fixed"`: every chunk uses
             ceil(L / r), however short it is, as the authors' code does; its effective ratio is then lower.
         memory_start (`str`, defaults to `"embedding_statistics"`):
-            Start values of the memory tokens: normal with mean and deviation of the embedding matrix (EPL), or
-            `"standard_normal"`, N(0, 1) (the authors of ICAE and 500xCompressor, and ComprExIT's baselines).
+            Start values of the memory tokens: normal with the mean and the deviation of all numbers in the embedding
+            matrix, two scalars (EPL's code), or `"standard_normal"`, N(0, 1) (the authors of ICAE and 500xCompressor,
+            and ComprExIT's baselines).
         task_token_ids (`dict[str, int]`, *optional*):
             Ids of [AE] and [LM], which stand in front of a reconstruction and of any other text. By default the two
             ids behind the base's vocabulary; `{}`: no task tokens.

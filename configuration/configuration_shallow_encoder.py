@@ -35,8 +35,10 @@ class ShallowEncoderConfig(CompressorConfig):
         appended_tokens (`int`):
             Learned tokens behind the context, as many as the longest context needs at the lowest ratio.
         memory_start (`str`, defaults to `"embedding_statistics"`):
-            Start values of these tokens: normal with mean and deviation of the embedding matrix, or
-            `"standard_normal"`.
+            Start values of these tokens: normal with the mean and the deviation of all numbers in the embedding
+            matrix, or `"standard_normal"`.
+        bos_before_text (`bool`, defaults to `False`):
+            GMSA's rows have no BOS on either side: [m~; X_ins; x] (equation 4).
         kwargs: fields of [`CompressorConfig`].
     """
 
@@ -48,6 +50,7 @@ class ShallowEncoderConfig(CompressorConfig):
         training_stage: str = AUTOENCODING,
         appended_tokens: int = 0,
         memory_start: str = "embedding_statistics",
+        bos_before_text: bool = False,
         **kwargs: Any,
     ):
         self.training_stage = one_of("training_stage", training_stage, TRAINING_STAGES)
@@ -55,7 +58,12 @@ class ShallowEncoderConfig(CompressorConfig):
         self.memory_start = one_of("memory_start", memory_start, MEMORY_STARTS)
         if encoder_lora == "default":
             encoder_lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
-        super().__init__(compression_ratios=compression_ratios, encoder_lora=encoder_lora, **kwargs)
+        super().__init__(
+            compression_ratios=compression_ratios,
+            encoder_lora=encoder_lora,
+            bos_before_text=bos_before_text,
+            **kwargs,
+        )
         encoder = self.get_encoder_config()
         self.encoder_layers = int_between("encoder_layers", encoder_layers, 1, encoder.num_hidden_layers)
         self.encoder_config = first_layers(encoder, self.encoder_layers)

@@ -14,7 +14,7 @@ logger = logging.get_logger(__name__)
 # That of the package; a checkpoint's own code cannot ask the package.
 CODE_VERSION = "0.1.0"
 # Grows when a field changes its name or its meaning, not when one with a default value joins.
-CONFIG_SCHEMA = 1
+CONFIG_SCHEMA = 2
 
 
 def _from_schema_0(fields: dict[str, Any]) -> dict[str, Any]:
@@ -22,8 +22,24 @@ def _from_schema_0(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "code_version": "0.0.0", "external_weights": None}
 
 
+def _from_schema_1(fields: dict[str, Any]) -> dict[str, Any]:
+    # Its reconstructions did not repeat BOS, and all of its texts started with a token.
+    fields = {**fields, "restores_context_start": False, "bos_before_text": True}
+    model_type = fields.get("model_type")
+    if fields.get("slot_aggregation") == "window_attention":
+        fields["slot_aggregation"] = "window_attention_two_norms"
+    # What was asked where no prompts were recorded.
+    if fields.get("prompts") is None and fields.get("prompt_format", "plain") == "plain":
+        has_usual_tokens = model_type in ("icae_compressor", "five_hundred_x_compressor")
+        if fields.get("task_token_ids", {"[LM]": 0} if has_usual_tokens else None):
+            fields["prompts"] = {"question_answering": "### Question: {question}\n### Answer:"}
+        elif model_type == "comprexit_compressor":
+            fields["prompts"] = {"question_answering": "\nQuestion: {question}\nAnswer:"}
+    return fields
+
+
 # Schema -> what turns its fields into those of the next one.
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {0: _from_schema_0}
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {0: _from_schema_0, 1: _from_schema_1}
 
 
 def as_numbers(version: str) -> tuple[int, ...]:

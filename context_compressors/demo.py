@@ -40,7 +40,7 @@ from .evaluation.task_text import default_prompts
 from .modeling.prompting import context_start_ids, document_ids, full_context_ids
 from .precision import fastest_dtype
 from .training.collators import CompressionCollator
-from .training.data import task_start_ids
+from .training.data import text_starts
 from .training.examples import CompressionDataset
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-instruct-mean-pooling"
@@ -351,7 +351,7 @@ def fine_tune(pipe: Pipeline, pages: Sequence[Page], steps: int, output: Path) -
         ),
         train_dataset=examples.as_dataset(),
         data_collator=CompressionCollator.from_tokenizer(
-            tokenizer, ratios=list(config.compression_ratios), task_start_ids=task_start_ids(config)
+            tokenizer, ratios=list(config.compression_ratios), **text_starts(config, tokenizer)
         ),
         processing_class=tokenizer,
     )

@@ -113,6 +113,7 @@ def evaluate_model(
         task_start_ids(model.config) if compresses else {},
         settings.allow_untrained_ratio,
         _bert_scorer(settings, model.device),
+        settings.repetition_penalty,
     )
     report = EvaluationReport(
         model=model_name or model_label(model.name_or_path or type(model).__name__),

@@ -124,6 +124,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--restoration-lengths", nargs="+", type=int, metavar="N", help="windows of exactly N tokens to reconstruct")
     add("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too")
     add("--bert-score-layer", type=int, metavar="L", help="layer of the scorer model (default: its last)")
+    penalty = "penalty on tokens that were already written, those of the prompt apart, such as 1.3 (GMSA)"
+    add("--repetition-penalty", type=float, metavar="P", help=penalty)
     add("--answer-perplexity", action="store_true", help="also score each question's first answer token by token")
     add(
         "--prompt-format", default="plain", metavar="FORMAT", help="of a plain language model: plain (default) or chat"

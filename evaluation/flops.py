@@ -298,7 +298,7 @@ def _comprexit(config: PreTrainedConfig, n: int, ratio: int) -> int:
         total += _transport(config, width, n, ratio)
     else:
         total += _linear(n, 1, width)
-        if config.slot_aggregation == "window_attention":
+        if config.slot_aggregation != "mean":
             total += _linear(n + slots, width, config.metric_size) + _linear(n, config.metric_size, 1)
     return total + _linear(slots, width, config.hidden_size) + _linear(slots, config.hidden_size, config.hidden_size)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..modeling.prompting import before_answer
 from ..modeling.prompting import prompt_ids as make_prompt_ids
 from ..training.data import DataSource, answer_text, encode, read_rows
 from ..training.generated import GeneratedDocument, generate_document
@@ -315,8 +316,8 @@ class SampleBuilder:
         head_ids, prompt_ids, eos = ids_of_prompt.head, ids_of_prompt.turns[0], ids_of_prompt.end
         if task in ("question_answering", "summarisation"):
             references = list(example["answers"])
-            before = "" if self.prompt_format == "chat" else " "
-            target_ids = [*encode(self.tokenizer, before + references[0]), eos]
+            answer = before_answer(prompt, self.prompt_format) + references[0]
+            target_ids = [*encode(self.tokenizer, answer), eos]
             # Tokenized apart, as in training.
             context_ids = [*self.prefix_ids, *encode(self.tokenizer, example["context"])]
             return Sample(context_ids, prompt_ids, target_ids, references, head_ids=head_ids)

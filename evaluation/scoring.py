@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
 from ..modeling.encoder_tokenizer import in_encoder_tokens
-from ..training.data import context_start_ids
+from ..modeling.prompting import context_start_ids, restored_ids
 from .alternatives import BM25, TASKS_OF_ALTERNATIVE, bm25_context, cut_context
 from .bert_score import BertScorer
 from .bootstrap import Statistic, mean_statistic, perplexity_statistic
@@ -167,6 +167,7 @@ class Scorer:
         task_start_ids: task -> the method's own start token, which takes the place of `start_token_id` after slots.
         allow_untrained_ratio: also compress at ratios that the checkpoint was not trained for.
         bert_scorer: also gives everything that is written a BERTScore.
+        repetition_penalty: on tokens that were already written, those of the prompt apart; none when `None`.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class Scorer:
         task_start_ids: dict[str, int] | None = None,
         allow_untrained_ratio: bool = False,
         bert_scorer: BertScorer | None = None,
+        repetition_penalty: float | None = None,
     ):
         self.compressor = compressor
         self.tokenizer = tokenizer
@@ -186,6 +188,7 @@ class Scorer:
         self.task_start_ids = task_start_ids or {}
         self.allow_untrained_ratio = allow_untrained_ratio
         self.bert_scorer = bert_scorer
+        self.repetition_penalty = repetition_penalty
         eos = tokenizer.eos_token_id
         self.pad_token_id = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
@@ -333,14 +336,20 @@ class Scorer:
         return dict(zip(ratios, memories, strict=True))
 
     def _prompt(self, condition: Condition, task: str, sample: Sample) -> list[int]:
+        # As the collator has it in training.
         head = sample.head_ids or [self.start_token_id]
+        if task in self.task_start_ids and (condition.ratio is not None or condition.task_token):
+            context = []
+            if condition.with_context:
+                # EPL, Appendix D.
+                context = [*context_start_ids(self.tokenizer), *sample.context_ids]
+            # Given, so that what is scored is the text alone.
+            restored = restored_ids(self.compressor.config, self.tokenizer) if task == "reconstruction" else []
+            return [*context, self.task_start_ids[task], *sample.head_ids, *sample.prompt_ids, *restored]
         if condition.ratio is not None:
-            start = [self.task_start_ids[task], *sample.head_ids] if task in self.task_start_ids else head
-            return [*start, *sample.prompt_ids]
-        if condition.task_token and task in self.task_start_ids:
-            # As the collator has it in training (EPL, Appendix D).
-            context = [*context_start_ids(self.tokenizer), *sample.context_ids] if condition.with_context else []
-            return [*context, self.task_start_ids[task], *sample.head_ids, *sample.prompt_ids]
+            if not self.compressor.config.bos_before_text and sample.prompt_ids:
+                head = sample.head_ids
+            return [*head, *sample.prompt_ids]
         return [*head, *(sample.context_ids if condition.with_context else ()), *sample.prompt_ids]
 
     def _pad(self, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -386,6 +395,10 @@ class Scorer:
     ) -> list[list[int]]:
         """Token ids that the model writes, EOS included where it wrote one."""
         input_ids, attention_mask = self._pad(prompts, model.device)
+        processors = []
+        if self.repetition_penalty is not None:
+            # The library's own argument would penalise the question's words, too.
+            processors = [RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty), input_ids.shape[1])]
         output = model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -393,6 +406,7 @@ class Scorer:
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
+            logits_processor=processors,
             pad_token_id=self.pad_token_id,
             eos_token_id=self.tokenizer.eos_token_id,
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of an evaluation."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -39,6 +40,9 @@ class EvaluationSettings:
         bert_score_model: folder of a scorer model; everything that is written gets a BERTScore, too.
         bert_score_layer: the scorer's layer, its last one when `None`.
         answer_perplexity: also score a question's first answer token by token.
+        repetition_penalty: what the score of a token that was already written is divided by (multiplied, where it is
+            below zero) while everything that is written is written; tokens of the prompt are not penalised. 1.3 in the
+            code of GMSA's authors; none when `None`.
         prompts: name or file of the prompts, or one for each task; when `None` those that the checkpoint was trained
             with, or else "memory_tokens" for a compressor with task tokens and the packaged ones for other models.
         prompt_format: of a plain language model, "plain" or "chat"; a compressor's is its checkpoint's.
@@ -76,6 +80,7 @@ class EvaluationSettings:
     bert_score_model: str | None = None
     bert_score_layer: int | None = None
     answer_perplexity: bool = False
+    repetition_penalty: float | None = None
     prompts: str | Mapping[str, str] | None = None
     prompt_format: str = "plain"
     context_prefix: str = ""
@@ -106,6 +111,8 @@ class EvaluationSettings:
         for name in ("max_samples", "max_context_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
         for name in self.alternatives:
             check_choice("alternative", name, ALTERNATIVES)
         if len(set(self.alternatives)) < len(self.alternatives):

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..modeling.prompting import prompt_ids, start_ids
+from ..modeling.prompting import prompt_ids, restored_ids, start_ids, start_token_id
 from ..training.prompts import TASKS, format_prompt, load_prompts
-
-TASK_TOKEN_PROMPTS, CHAT_PROMPTS = "memory_tokens", "chat"
 
 
 def default_prompts(config: PreTrainedConfig) -> str | dict[str, str] | None:
@@ -20,15 +18,13 @@ def default_prompts(config: PreTrainedConfig) -> str | dict[str, str] | None:
         config: a compressor's configuration.
 
     Returns:
-        Those that the configuration records from training; else "memory_tokens" for a method with task tokens, whose
-        reconstruction and continuation need no words, and `None`, the packaged prompts, for all others.
+        Those that the configuration records from training; else the name of the method's usual ones: "memory_tokens"
+        with task tokens, whose reconstruction and continuation need no words, "comprexit" for ComprExIT, "chat" in a
+        chat; and `None`, the packaged prompts, for all others.
     """
-    usual = TASK_TOKEN_PROMPTS if config.task_token_ids else None
-    if config.prompt_format == "chat":
-        usual = CHAT_PROMPTS
     if config.prompts is None:
-        return usual
-    return {**{task: load_prompts(usual)[task][0] for task in TASKS}, **config.prompts}
+        return None if config.usual_prompts == "default" else config.usual_prompts
+    return {**{task: load_prompts(config.usual_prompts)[task][0] for task in TASKS}, **config.prompts}
 
 
 def text_ids(
@@ -48,8 +44,11 @@ def text_ids(
         prompts: name or file of the prompts, or a prompt for each task; those of `default_prompts` when `None`.
 
     Returns:
-        The start token, [AE] or [LM] where the method has them and BOS elsewhere, and the task's first prompt.
+        The start token, [AE] or [LM] where the method has them and else BOS or nothing, as its configuration says, and
+        the task's first prompt; behind [AE] what stands in front of every context. At least one token.
     """
     prompt = format_prompt(task, question, path=prompts or default_prompts(config))
     ids = prompt_ids(tokenizer, [prompt], config.prompt_format)
-    return [*start_ids(config, tokenizer, ids.head, task), *ids.turns[0]]
+    restored = restored_ids(config, tokenizer) if task == "reconstruction" else []
+    text = [*start_ids(config, tokenizer, ids.head, task), *ids.turns[0], *restored]
+    return text or [start_token_id(tokenizer)]

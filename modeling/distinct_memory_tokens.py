@@ -37,7 +37,6 @@ class DistinctMemoryTokenModel(MemoryTokenModel):
         if self.config.memory_start == "standard_normal":
             init.normal_(self.memory_embeddings)
         else:
-            # Facts on EPL: N(mean, std) of the embedding matrix.
             self._init_like_embeddings(self.memory_embeddings, self.encoder_backbone)
 
     def memory_counts(self, lengths: Tensor, ratio: int | Tensor) -> Tensor:

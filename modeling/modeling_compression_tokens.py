@@ -46,7 +46,9 @@ class CompressionTokensModel(MemoryTokenModel):
         super()._init_weights(module)
         if module is self:
             # The design's choice: the mean of the embedding matrix.
-            self._init_like_embeddings(self.memory_embeddings, self.encoder_backbone, noise=0.0)
+            table = self.encoder_backbone.get_input_embeddings()
+            scale = getattr(table, "scalar_embed_scale", 1.0)
+            init.copy_(self.memory_embeddings, scale * table.weight.float().mean(dim=0, keepdim=True))
 
     def memory_vectors(self, num_memory_tokens: int) -> Tensor:
         return self.memory_embeddings.expand(num_memory_tokens, -1)

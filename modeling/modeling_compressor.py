@@ -95,16 +95,15 @@ class CompressorPreTrainedModel(CheckpointMixin, PeftTargetMixin, PreTrainedMode
             if module.bias is not None:
                 init.zeros_(module.bias)
         if isinstance(module, CompressorModel) and module.task_embeddings is not None:
-            # Facts on EPL: N(mean, std) of the embedding matrix.
             self._init_like_embeddings(module.task_embeddings, module.language_model)
 
     @staticmethod
-    def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel, noise: float = 1.0) -> None:
-        """N(mean, noise * std) of the backbone's token embeddings, by dimension."""
+    def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel) -> None:
+        """N(mean, std), two scalars of the backbone's whole table of token embeddings (the code of EPL's authors)."""
         table = backbone.get_input_embeddings()
         weight = table.weight.float() * getattr(table, "scalar_embed_scale", 1.0)
         drawn = torch.randn_like(parameter, dtype=torch.float32)
-        init.copy_(parameter, weight.mean(dim=0) + noise * drawn * weight.std(dim=0))
+        init.copy_(parameter, weight.mean() + drawn * weight.std())
 
     def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Pipeline:
         """This model as the pipeline "context-compression-qa", on the device where it is.

@@ -19,7 +19,13 @@ from .inputs import check_context_length, check_mask, check_ratios, check_token_
 from .layer_states import Reduction, reduce_layer_states
 from .modeling_compressor import CompressorForCausalLM, CompressorModel, CompressorPreTrainedModel
 from .optimal_transport import sinkhorn
-from .window_aggregation import WindowAggregation, WindowAttention, WindowMean, masked_softmax
+from .window_aggregation import (
+    TwoNormWindowAttention,
+    WindowAggregation,
+    WindowAttention,
+    WindowMean,
+    masked_softmax,
+)
 
 _PARTS = ("layer_gate", "transmission", "slot_mlp")
 
@@ -169,6 +175,8 @@ class ComprExITModel(CompressorModel):
             self.transmission: WindowAggregation = Transmission(width, config)
         elif config.slot_aggregation == "window_attention":
             self.transmission = WindowAttention(width, config.metric_size)
+        elif config.slot_aggregation == "window_attention_two_norms":
+            self.transmission = TwoNormWindowAttention(width, config.metric_size)
         else:
             self.transmission = WindowMean()
         self.slot_mlp = nn.Sequential(
@@ -184,15 +192,18 @@ class ComprExITModel(CompressorModel):
             init.ones_(module.weight)
             init.zeros_(module.bias)
         elif isinstance(module, Float32Linear):
+            bias_limit = 0.0
             if module in self.slot_mlp:
                 init.xavier_uniform_(module.weight, gain=0.4)
             elif isinstance(self.transmission, Transmission) and module in (self.transmission.sender_score or ()):
                 init.zeros_(module.weight)
             else:
-                # Unlike N(0, 0.02), it keeps the size of vectors whatever their width.
+                # torch's default start values, as in the authors' code; unlike N(0, 0.02), they keep the size of
+                # vectors whatever their width.
                 init.kaiming_uniform_(module.weight, a=5**0.5)
+                bias_limit = module.in_features**-0.5
             if module.bias is not None:
-                init.zeros_(module.bias)
+                init.uniform_(module.bias, -bias_limit, bias_limit)
         else:
             super()._init_weights(module)
 

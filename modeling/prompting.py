@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-# What a question stands in where a checkpoint's configuration names no prompts of its own.
-QUESTION_PROMPT = "\nQuestion: {question}\nAnswer:"
-TASK_TOKEN_QUESTION_PROMPT = "### Question: {question}\n### Answer:"
-CHAT_QUESTION_PROMPT = "{question}"
+# What a question stands in where a checkpoint's configuration names no prompts of its own, by its `usual_prompts`.
+QUESTION_PROMPTS = {
+    "default": "\nQuestion: {question}\nAnswer:",
+    "memory_tokens": "\n### Question:\n{question}\n### Answer:\n",
+    "comprexit": "Question: {question} Answer the question directly with a short span only, no explanation. Answer:",
+    "chat": "{question}",
+}
 # In a chat the document's words and the prompt are one message of the user; this stands between them.
 DOCUMENT_END = "\n\n"
 # Stands for a text while a chat template is filled; private characters, which no template changes.
@@ -208,11 +211,7 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def question_prompt(config: PreTrainedConfig) -> str:
     """The text, with `{question}` in it, that a checkpoint is asked with: its configuration's, or its method's."""
     own = (config.prompts or {}).get("question_answering")
-    if own is not None:
-        return own
-    if config.prompt_format == "chat":
-        return CHAT_QUESTION_PROMPT
-    return TASK_TOKEN_QUESTION_PROMPT if config.task_token_ids else QUESTION_PROMPT
+    return QUESTION_PROMPTS[config.usual_prompts] if own is None else own
 
 
 def question_ids(
@@ -227,8 +226,8 @@ def question_ids(
         prompt: text with `{question}` in it; that of `question_prompt` when `None`.
 
     Returns:
-        The start token, [LM] where the method has it and BOS elsewhere, and the prompt; in a chat the filled template
-        around it, without what the memory stands for.
+        The start token, [LM] where the method has it and else BOS or nothing, as its configuration says, and the
+        prompt; in a chat the filled template around it, without what the memory stands for.
 
     Raises:
         ValueError: `prompt` does not hold `{question}` exactly once.
@@ -254,7 +253,7 @@ def full_context_ids(
     if config.continuation_token_id is not None:
         # As the collator has it in training: the task token stands behind the document.
         return [*document_ids, *head, *tail]
-    return [*head, *document_ids, *tail]
+    return [*(head or [start_token_id(tokenizer)]), *document_ids, *tail]
 
 
 def _around_document(
@@ -272,7 +271,8 @@ def _around_document(
 def start_ids(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head: Sequence[int], task: str = "continuation"
 ) -> list[int]:
-    """What a text starts with: the method's task token, or else the template's opening in a chat and BOS elsewhere.
+    """What a text behind slots starts with: the method's task token, or else the template's opening in a chat and
+    elsewhere BOS, or nothing where `config.bos_before_text` is false.
 
     Args:
         config: a compressor's configuration.
@@ -283,7 +283,30 @@ def start_ids(
     token = config.reconstruction_token_id if task == "reconstruction" else config.continuation_token_id
     if token is not None:
         return [token, *head]
-    return list(head) or [start_token_id(tokenizer)]
+    return list(head) or [start_token_id(tokenizer)][: config.bos_before_text]
+
+
+def restored_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What a reconstruction's text starts with behind its task token: the first tokens of every context, such as BOS.
+
+    Under the enhanced layout [AE] has position 0 and the text 1, 2, ...: the ids that the encoder gave the same
+    tokens, BOS among them.
+
+    Args:
+        config: a compressor's configuration.
+        tokenizer: the tokenizer saved with it.
+    """
+    token = config.reconstruction_token_id
+    if not config.restores_context_start or token is None or config.is_encoder_decoder:
+        return []
+    start = context_start_ids(tokenizer)
+    # A BOS that is the task token stands for that of the context, except where it takes the position in front of it.
+    return [] if token in start and config.position_layout != "enhanced" else start
+
+
+def before_answer(prompt: str, prompt_format: str) -> str:
+    """What stands between a prompt and its answer: a space, or nothing where a line or a turn of a chat starts."""
+    return "" if prompt_format == "chat" or prompt.endswith("\n") else " "
 
 
 def message_ids(

@@ -89,6 +89,9 @@ class WindowMean(WindowAggregation):
 class WindowAttention(WindowAggregation):
     """The mean of r neighbouring tokens attends to them (ComprExIT, Table 3, "w/o Coordinated Allocation").
 
+    As in the authors' code one LayerNorm serves both sides: the query is a map of the normed tokens' mean, the keys
+    are maps of the normed tokens; a slot is the weighted mean of the tokens themselves.
+
     Args:
         hidden_size: width of the tokens.
         attention_size: width of queries and keys.
@@ -96,20 +99,46 @@ class WindowAttention(WindowAggregation):
 
     def __init__(self, hidden_size: int, attention_size: int):
         super().__init__()
-        self.query = nn.Sequential(Float32LayerNorm(hidden_size), Float32Linear(hidden_size, attention_size))
-        self.key = nn.Sequential(Float32LayerNorm(hidden_size), Float32Linear(hidden_size, attention_size))
+        self.norm = Float32LayerNorm(hidden_size)
+        self.query = Float32Linear(hidden_size, attention_size)
+        self.key = Float32Linear(hidden_size, attention_size)
         self.scale = attention_size**-0.5
 
     def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
-        means = tokens.sum(dim=2) / mask.sum(dim=2).clamp(min=1)[..., None]
-        scores = self.key(tokens) @ self.query(means)[..., None] * self.scale
+        normed = self.norm(tokens)
+        return self._attention(self.query(_mean(normed, mask)), self.key(normed), mask)
+
+    def _attention(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+        scores = keys @ query[..., None] * self.scale
         return masked_softmax(scores[..., 0], mask)[..., None]
+
+
+class TwoNormWindowAttention(WindowAttention):
+    """`WindowAttention` whose query and keys have a LayerNorm each, the query's behind the mean.
+
+    Args:
+        hidden_size, attention_size: as in `WindowAttention`.
+    """
+
+    def __init__(self, hidden_size: int, attention_size: int):
+        super().__init__(hidden_size, attention_size)
+        del self.norm
+        self.query = nn.Sequential(Float32LayerNorm(hidden_size), self.query)
+        self.key = nn.Sequential(Float32LayerNorm(hidden_size), self.key)
+
+    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
+        return self._attention(self.query(_mean(tokens, mask)), self.key(tokens), mask)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     """Softmax over the last dimension where `mask` is true, zero elsewhere, and zero throughout where nothing is."""
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(dim=-1) * mask
+
+
+def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each window's real tokens, `(batch_size, num_windows, hidden_size)`; zero where a window has none."""
+    return (tokens * mask[..., None]).sum(dim=2) / mask.sum(dim=2).clamp(min=1)[..., None]
 
 
 def _slot_mask(mask: Tensor, ratio: int) -> Tensor:

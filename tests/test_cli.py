@@ -316,7 +316,7 @@ def test_a_method_with_task_tokens_is_asked_with_its_own(
     plain = text_tokenizer(tokenizer)
     memory = model.compress(plain(text, return_tensors="pt").input_ids)
     for prompts, prompt in (
-        ([], "### Question: Who?\n### Answer:"),
+        ([], "\n### Question:\nWho?\n### Answer:\n"),
         (["--prompts", "default"], "\nQuestion: Who?\nAnswer:"),
     ):
         ids = torch.tensor([[tokens["[LM]"], *plain(prompt).input_ids]])

@@ -35,9 +35,10 @@ class CompressionCollator:
       `continuation_ids` in `continuation_input_ids` and so on.
 
     Start is BOS, or the task's token, such as [AE] or [LM], where `task_start_ids` has one; there is one in a text,
-    however many turns it has. An example's `head_ids`, the opening of the user's turn in a chat, take the place of
-    BOS. With a task token a full context stands where the slots would, and as they are made: context start ids,
-    context, task token, prompt, target.
+    however many turns it has. Behind a task token a reconstruction's target starts with what every context starts with
+    (`restored_ids`), which is learned, too: the target is the context as the encoder read it. An example's `head_ids`,
+    the opening of the user's turn in a chat, take the place of BOS. With a task token a full context stands where the
+    slots would, and as they are made: context start ids, context, task token, prompt, target.
 
     Labels are -100 on everything but the targets. The batch goes to a stock `trl.SFTTrainer` with
     `dataset_kwargs={"skip_prepare_dataset": True}` and `remove_unused_columns=False`.
@@ -58,6 +59,10 @@ class CompressionCollator:
         with_metadata: add `example_ids` (list of str) and `num_cut` (list of int), which this project's trainers take
             out again; a stock trainer would hand them to the model.
         seed: of the drawn ratios.
+        restored_ids: ids that the target of a reconstruction starts with behind its task token, see
+            `modeling.prompting.restored_ids`; `context_start_ids` when `None`.
+        bos_before_text: whether a text behind a compressed context starts with `start_token_id` where it has no task
+            token. Where it does not, one without a prompt still does, so that all of its target is predicted.
         encoder_start_ids: where the encoder reads other tokens than the decoder: ids that a compressed context starts
             with; the rest of it is the example's `encoder_context_ids`, and its `context_ids` are for the decoder.
 
@@ -80,6 +85,8 @@ class CompressionCollator:
         task_start_ids: Mapping[str, int] | None = None,
         context_mode: str = "compressed",
         encoder_start_ids: Sequence[int] | None = None,
+        restored_ids: Sequence[int] | None = None,
+        bos_before_text: bool = True,
     ):
         check_choice("mode", mode, MODES)
         check_choice("context_mode", context_mode, CONTEXT_MODES)
@@ -99,6 +106,8 @@ class CompressionCollator:
         self.mode, self.ratios, self.padding_side = mode, ratios, padding_side
         self.pad_to_multiple_of, self.with_metadata, self.seed = pad_to_multiple_of, with_metadata, seed
         self.task_start_ids = dict(task_start_ids or {})
+        self.restored_ids = list(self.context_start_ids if restored_ids is None else restored_ids)
+        self.bos_before_text = bos_before_text
         self.context_mode = {"joint": context_mode, "distillation": "compressed"}.get(mode, mode)
 
     @classmethod
@@ -167,16 +176,29 @@ class CompressionCollator:
         in_words = self.context_mode == "full_context"
         if task_id is not None:
             return [*(self._context(example) if in_words else ()), task_id, *head]
+        if self.context_mode == "compressed" and not self.bos_before_text and example.get("prompt_ids"):
+            return list(head)
         return [*(head or [self.start_token_id]), *(example["context_ids"] if in_words else ())]
 
+    def _restored(self, task: str | None) -> list[int]:
+        """What the target of a task's text starts with, in front of the example's own."""
+        return self.restored_ids if task == "reconstruction" and task in self.task_start_ids else []
+
     def _row(self, example: Mapping[str, Any]) -> _Row:
-        return _with_turns(self._start(example, example.get("task")), example)
+        task = example.get("task")
+        if restored := self._restored(task):
+            if self.mode == "distillation":
+                # A teacher's text does not have them: they are given, and not learned.
+                example = {**example, "prompt_ids": [*example["prompt_ids"], *restored]}
+            else:
+                example = {**example, "target_ids": [*restored, *example["target_ids"]]}
+        return _with_turns(self._start(example, task), example)
 
     def _teacher_row(self, example: Mapping[str, Any]) -> _Row:
         return _with_turns([*(example.get("head_ids") or [self.start_token_id]), *example["context_ids"]], example)
 
     def _joint_row(self, example: Mapping[str, Any], task: str) -> _Row:
-        start, target = self._start(example, task), example[f"{task}_ids"]
+        start, target = self._start(example, task), [*self._restored(task), *example[f"{task}_ids"]]
         return [*start, *target], [*[-100] * len(start), *target]
 
     def _padded_text(self, rows: Sequence[_Row], prefix: str = "") -> dict[str, torch.Tensor]:

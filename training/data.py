@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..modeling.prompting import context_start_ids as context_start_ids
 from ..modeling.prompting import encode as encode
+from ..modeling.prompting import restored_ids
 from ..modeling.prompting import start_token_id as start_token_id
 from .data_files import read_files, with_our_columns
 from .prompts import TASKS
@@ -346,6 +347,23 @@ def task_start_ids(config: Any) -> dict[str, int]:
     starts = dict.fromkeys(TASKS, config.continuation_token_id)
     starts["reconstruction"] = config.reconstruction_token_id
     return {task: token_id for task, token_id in starts.items() if token_id is not None}
+
+
+def text_starts(config: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a compressor's texts start with, as arguments of a collator.
+
+    Args:
+        config: a compressor's configuration.
+        tokenizer: the tokenizer saved with it.
+
+    Returns:
+        `task_start_ids`, `restored_ids` and `bos_before_text`, see `CompressionCollator`.
+    """
+    return {
+        "task_start_ids": task_start_ids(config),
+        "restored_ids": restored_ids(config, tokenizer),
+        "bos_before_text": config.bos_before_text,
+    }
 
 
 class TokenizedRows:

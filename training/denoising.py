@@ -149,7 +149,7 @@ class Seq2SeqCollator(CompressionCollator):
         context_end_ids: Sequence[int] = (),
         **kwargs: Any,
     ):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"restored_ids": (), **kwargs})
         self.question_placement, self.context_end_ids = question_placement, list(context_end_ids)
 
     def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.encoder_tokenizer import in_encoder_tokens
-from ..modeling.prompting import DOCUMENT_END, prompt_ids
+from ..modeling.prompting import DOCUMENT_END, before_answer, prompt_ids
 from .data import DataSource, encode
 from .fields import OVERLONG_CONTEXTS, PROMPT_FORMATS
 from .file_source import FileSource
@@ -406,12 +406,11 @@ class CompressionDataset(Dataset):
         identifier: str,
         rng: random.Random,
     ) -> dict[str, Any]:
-        # In a chat an answer starts a line.
-        before = "" if self.prompt_format == "chat" else " "
-        turns = [
-            (self._prompt(task, question, rng), encode(self.tokenizer, before + answer.strip()))
-            for question, answer in pairs
-        ]
+        turns = []
+        for question, answer in pairs:
+            prompt = self._prompt(task, question, rng)
+            answer = before_answer(prompt, self.prompt_format) + answer.strip()
+            turns.append((prompt, encode(self.tokenizer, answer)))
         return self._finish(task, ids, turns, limit, identifier)
 
     def _finish(

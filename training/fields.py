@@ -114,8 +114,8 @@ class DataArguments:
         sources: list of sources, see `data.DataSource`; of the objective retrieval, `retrieval_data.RetrievalSource`.
         eval_sources: list of sources to evaluate the loss on, in the same form.
         data_dir: folder that the sources' paths are relative to.
-        prompts: file of prompt templates, or the name of a packaged one: default, memory_tokens, embedded, gmsa or
-            chat.
+        prompts: file of prompt templates, or the name of a packaged one: default, memory_tokens, comprexit, embedded,
+            gmsa or chat.
         prompt_format: plain, or chat: context and prompt are the user's turn of the tokenizer's chat template.
         context_prefix: text in front of the contexts of questions and summaries, which counts as part of them.
         canonical_prompts: the first template of each task only.

@@ -25,7 +25,7 @@ class JointDataset(CompressionDataset):
     A document X is a window of |X| tokens of a text. Its first p = floor(|X| / 2) tokens are the context, the rest is
     the completion (EPL, section 3.1.1 and Appendix C). Both texts, the context once more and the completion, end with
     EOS. The tokens that every compressed context starts with, such as BOS, count in |X| and p, so that the encoder
-    reads exactly p tokens; the collator puts them there, and they are not reconstructed.
+    reads exactly p tokens; the collator puts them there, and in front of a reconstruction behind [AE].
 
     Args:
         sources: `DataSource` or recipe entries, each with the tasks reconstruction and continuation.

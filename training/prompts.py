@@ -41,7 +41,8 @@ def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
     Args:
         path: a YAML file with one list of templates per task, or the name of a packaged one: "default" (also when
             `None`), "memory_tokens" for methods whose task tokens say what to do, "embedded" for these on the small
-            base, "gmsa" for GMSA and its baseline, "chat" for instruct models in their chat template.
+            base, "comprexit" for ComprExIT and its baselines, "gmsa" for GMSA and its baseline, "chat" for instruct
+            models in their chat template.
 
     Returns:
         Task -> templates; the first template of a task is the canonical one.

@@ -22,7 +22,7 @@ from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
 from ..modeling.prompting import context_end_ids, opening_ids
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
 from .collators import CompressionCollator
-from .data import task_start_ids
+from .data import text_starts
 from .denoising import (
     DenoisingDataset,
     Seq2SeqCollator,
@@ -52,6 +52,7 @@ from .span_corruption import SpanCorruptionCollator, add_sentinel_tokens
 from .stages import check_resumed
 from .suggestions import check_choice
 from .task_tokens import text_tokenizer
+from .tokenizer import leave_out_bos
 from .trainers import CompressionTrainer, DistillationTrainer, TeacherTrainer
 from .weight_files import store_weights_as
 
@@ -188,7 +189,7 @@ def _data_arguments(
     args: TrainingConfig,
     tokenizer: PreTrainedTokenizerBase,
     mode: str,
-    starts: Mapping[str, int] | None = None,
+    starts: Mapping[str, Any] | None = None,
     has_task_tokens: bool = False,
     ratios: Sequence[int] | None = None,
     context_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -221,8 +222,8 @@ def _data_arguments(
             seed=args.seed,
             mode="compressed" if mode == "denoising" else mode,
             with_metadata=True,
-            task_start_ids=starts,
             context_mode=args.context_mode if mode == "joint" else "compressed",
+            **(starts or {}),
         ),
     }
 
@@ -262,7 +263,10 @@ def build_compression(
     """Trainer of a compressor: from the text itself, from whole documents, or from a teacher."""
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
     model = load_compressor(model_args, tokenizer)
-    tokens = {"starts": task_start_ids(model.config), "has_task_tokens": bool(model.config.task_token_ids)}
+    if not model.config.bos_before_text:
+        for reader in filter(None, (tokenizer, model.encoder_tokenizer)):
+            leave_out_bos(reader)
+    tokens = {"starts": text_starts(model.config, tokenizer), "has_task_tokens": bool(model.config.task_token_ids)}
     tokens["context_tokenizer"] = model.encoder_tokenizer
     if args.ratio_mode == "per_sample" and args.context_mode == "compressed":
         tokens["ratios"] = list(model.config.compression_ratios)

@@ -8,8 +8,13 @@ import pytest
 
 import context_compressors
 from context_compressors.configuration import versions
+from context_compressors.configuration.configuration_gmsa import GMSAConfig
+from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
 from context_compressors.configuration.versions import CODE_VERSION, CONFIG_SCHEMA, as_numbers, bring_up_to_date
+
+TASK_PROMPT, TWO_NORMS = "### Question: {question}\n### Answer:", "window_attention_two_norms"
 
 
 @pytest.fixture
@@ -58,6 +63,41 @@ def test_an_older_schema_goes_through_every_step(monkeypatch):
     stored = {"model_type": "x"}
     assert bring_up_to_date(stored) == {"model_type": "x", "ratio": 4, "ratios": [4], "config_schema": 2}
     assert stored == {"model_type": "x"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stored", "expected"),
+    [
+        ("icae_compressor", {}, {"prompts": {"question_answering": "### Question: {question}\n### Answer:"}}),
+        ("mean_pooling_compressor", {"task_token_ids": {"[LM]": 9}}, {"prompts": {"question_answering": TASK_PROMPT}}),
+        ("icae_compressor", {"task_token_ids": {}}, {"prompts": None}),
+        ("icae_compressor", {"prompt_format": "chat"}, {"prompts": None}),
+        ("five_hundred_x_compressor", {"prompts": {"reconstruction": "x"}}, {"prompts": {"reconstruction": "x"}}),
+        ("comprexit_compressor", {}, {"prompts": {"question_answering": "\nQuestion: {question}\nAnswer:"}}),
+        ("comprexit_compressor", {"slot_aggregation": "window_attention"}, {"slot_aggregation": TWO_NORMS}),
+        ("comprexit_compressor", {"slot_aggregation": "mean"}, {"slot_aggregation": "mean"}),
+        ("gmsa_compressor", {}, {"prompts": None}),
+    ],
+)
+def test_a_checkpoint_of_schema_1_reads_what_it_was_trained_to(model_type, stored, expected):
+    found = bring_up_to_date({"model_type": model_type, "config_schema": 1, **stored})
+    assert {name: found.get(name) for name in expected} == expected
+    assert (found["restores_context_start"], found["bos_before_text"]) == (False, True)
+
+
+def test_what_schema_1_changed_is_new_in_new_configurations(tmp_path):
+    for kind, bos in ((ICAEConfig, True), (GMSAConfig, False), (TCPAutoencoderConfig, False)):
+        config = kind()
+        assert (config.restores_context_start, config.bos_before_text, config.prompts) == (True, bos, None)
+        config.save_pretrained(tmp_path)
+        again = kind.from_pretrained(tmp_path)
+        assert (again.restores_context_start, again.bos_before_text, again.prompts) == (True, bos, None)
+        file = tmp_path / "config.json"
+        names = ("config_schema", "restores_context_start", "bos_before_text")
+        earlier = {name: value for name, value in json.loads(file.read_text()).items() if name not in names}
+        file.write_text(json.dumps({**earlier, "config_schema": 1}))
+        again = kind.from_pretrained(tmp_path)
+        assert (again.restores_context_start, again.bos_before_text) == (False, True)
 
 
 def test_a_schema_that_nothing_reads_says_what_to_do(monkeypatch):

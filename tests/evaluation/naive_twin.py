@@ -95,7 +95,9 @@ def naive_scores(model, tokenizer, condition, triples, reader=None, start=None):
 
 
 @torch.no_grad()
-def naive_answers(model, tokenizer, condition, rows, max_new_tokens, template="\nQuestion: {}\nAnswer:", start=None):
+def naive_answers(
+    model, tokenizer, condition, rows, max_new_tokens, template="\nQuestion: {}\nAnswer:", start=None, penalty=1.0
+):
     """Greedy answers, one token after another, with no cache and no `generate`."""
     answers = []
     for row in rows:
@@ -103,7 +105,10 @@ def naive_answers(model, tokenizer, condition, rows, max_new_tokens, template="\
         extra, text = naive_inputs(model, tokenizer, condition, row["context"], prompt, start)
         first = len(text)
         while len(text) < first + max_new_tokens:
-            token = int(model(input_ids=torch.tensor([text]), **extra).logits[0, -1].argmax())
+            scores = model(input_ids=torch.tensor([text]), **extra).logits[0, -1].tolist()
+            for written in set(text[first:]):
+                scores[written] = scores[written] / penalty if scores[written] > 0 else scores[written] * penalty
+            token = max(range(len(scores)), key=scores.__getitem__)
             if token == tokenizer.eos_token_id:
                 break
             text = [*text, token]

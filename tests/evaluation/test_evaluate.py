@@ -34,6 +34,8 @@ from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.data import task_start_ids
 from context_compressors.training.task_tokens import add_task_tokens, text_tokenizer
 
+TOKEN_TEMPLATE = "\n### Question:\n{}\n### Answer:\n"
+
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_reconstruction_equals_the_naive_twin_under_every_condition(model, tokenizer, batch_size):
@@ -72,6 +74,19 @@ def test_answers_equal_the_naive_twin(model, tokenizer):
         assert [sample.answers[condition] for sample in report.answers] == answers, condition
         expected = squad_scores(answers, [row["answers"] for row in ROWS])
         assert {name: report.score("tiny", QA, condition, name) for name in expected} == pytest.approx(expected)
+
+
+def test_a_repetition_penalty_sees_what_was_written_and_not_the_prompt(model, token_model, tokenizer):
+    for one, template, start in ((model, "\nQuestion: {}\nAnswer:", None), (token_model, TOKEN_TEMPLATE, "[LM]")):
+        start = one.config.task_token_ids.get(start)
+        reports = [run(one, tokenizer, tasks=(QA,), repetition_penalty=penalty) for penalty in (None, 1.3)]
+        changed = False
+        for condition in CONDITIONS:
+            expected = naive_answers(one, tokenizer, condition, ROWS, 6, template, start, penalty=1.3)
+            plain, found = ([sample.answers[condition] for sample in report.answers] for report in reports)
+            assert found == expected, condition
+            changed |= found != plain
+        assert changed
 
 
 def test_full_and_no_context_come_from_the_teacher_when_there_is_one(model, teacher, tokenizer):
@@ -204,7 +219,7 @@ def test_texts_written_from_task_tokens_equal_the_naive_twin(token_model, tokeni
     rows = ROWS[:2]
     report = run(token_model, tokenizer, rows, tasks=(task,), reconstruction_bleu=True, batch_size=1)
     config = token_model.config
-    template, start = "### Question: {}\n### Answer:", config.continuation_token_id
+    template, start = TOKEN_TEMPLATE, config.continuation_token_id
     if task == RECONSTRUCTION:
         template, start = "", config.reconstruction_token_id
     for condition in CONDITIONS:
@@ -361,6 +376,8 @@ def test_wrong_inputs_are_refused(model, teacher, tokenizer):
         ({"bert_score_layer": 3}, "bert_score_layer needs a bert_score_model, got layer 3"),
         ({"max_context_tokens": 0}, "max_context_tokens must be at least 1, got 0"),
         ({"truncation_side": "lef"}, "did you mean 'left'"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number above 0, got 0.0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty must be a finite number above 0, got nan"),
         ({"num_resamples": 0}, "num_resamples must be at least 1, got 0"),
         ({"ratios_only": True, "bounds_only": True}, "ratios_only leaves the ratios alone"),
         ({"ratios_only": True, "alternatives": ("cut",)}, "ratios_only leaves the ratios alone"),

@@ -45,7 +45,7 @@ def test_restorations_are_drawn_from_texts_that_are_long_enough(tokenizer, caplo
 
 def test_the_text_of_a_task_is_its_start_and_its_first_prompt(model, token_model, tokenizer):
     ae, lm = token_model.config.task_token_ids.values()
-    question = encode(tokenizer, "### Question: Who?\n### Answer:")
+    question = encode(tokenizer, "\n### Question:\nWho?\n### Answer:\n")
     assert text_ids(token_model.config, tokenizer, RECONSTRUCTION) == [ae]
     assert text_ids(token_model.config, tokenizer, CONTINUATION) == [lm]
     assert text_ids(token_model.config, tokenizer, QA, "Who?") == [lm, *question]

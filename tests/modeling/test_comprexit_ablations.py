@@ -7,8 +7,9 @@ from comprexit_parts import random_like, transmission
 from tiny_models import ids_of
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
+from context_compressors.modeling.modeling_comprexit import ComprExITModel
 from context_compressors.modeling.pooling import mean_pool
-from context_compressors.modeling.window_aggregation import WindowAttention
+from context_compressors.modeling.window_aggregation import TwoNormWindowAttention, WindowAttention
 
 
 @pytest.fixture
@@ -47,6 +48,21 @@ def test_uniform_sender_mass_has_nothing_to_learn():
 
 def test_windowed_attention_is_its_naive_twin():
     module = random_like(WindowAttention(6, 4))
+    assert sorted(name for name, _ in module.named_children()) == ["key", "norm", "query"]
+    lengths = [7, 2]
+    anchors, mask = torch.randn(2, 7, 6), torch.arange(7) < torch.tensor(lengths)[:, None]
+    slots, slot_mask = module(anchors, mask, 3)
+    expected = []
+    for row, length in enumerate(lengths):
+        for block in anchors[row, :length].split(3):
+            normed = module.norm(block)
+            weights = (module.key(normed) @ module.query(normed.mean(dim=0)) / 2).softmax(dim=0)
+            expected.append(weights @ block)
+    torch.testing.assert_close(slots[slot_mask.bool()], torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_windowed_attention_with_two_norms_is_its_naive_twin():
+    module = random_like(TwoNormWindowAttention(6, 4))
     lengths = [7, 2]
     anchors, mask = torch.randn(2, 7, 6), torch.arange(7) < torch.tensor(lengths)[:, None]
     slots, slot_mask = module(anchors, mask, 3)
@@ -56,6 +72,24 @@ def test_windowed_attention_is_its_naive_twin():
             weights = (module.key(block) @ module.query(block.mean(dim=0)) / 2).softmax(dim=0)
             expected.append(weights @ block)
     torch.testing.assert_close(slots[slot_mask.bool()], torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("aggregation", "gate"), [("transport", "gate"), ("window_attention", "last_layer")])
+def test_maps_start_as_torch_starts_them(aggregation, gate):
+    base = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+    base |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ComprExITModel(ComprExITConfig(decoder_config=base, slot_aggregation=aggregation, token_anchors=gate))
+    maps = [model.transmission.query, model.transmission.key] if aggregation == "window_attention" else []
+    if aggregation == "transport":
+        transmission, layers = model.transmission, model.layer_gate
+        maps = [transmission.metric[1], transmission.value, layers.context, layers.layer, layers.anchor]
+        assert not transmission.sender_score[1].bias.any()
+    for linear in maps:
+        for parameter in (linear.weight, linear.bias):
+            # Uniform between -1/8 and 1/8, 1/8 = 1 / sqrt(64).
+            assert 0.1 < parameter.abs().max() <= 0.125
+            torch.testing.assert_close(parameter.std(), torch.tensor(0.125 / 3**0.5), rtol=0.25, atol=0)
+    assert not any(linear.bias.any() for linear in (model.slot_mlp[0], model.slot_mlp[2]))
 
 
 @torch.no_grad()
@@ -108,7 +142,7 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(field, value, allowed):
         ComprExITConfig(**{field: value})
 
 
-@pytest.mark.parametrize("aggregation", ["mean", "window_attention"])
+@pytest.mark.parametrize("aggregation", ["mean", "window_attention", "window_attention_two_norms"])
 def test_shuffled_receivers_need_receivers(aggregation):
     with pytest.raises(ValueError, match=f"shuffled_receivers.*got '{aggregation}'"):
         ComprExITConfig(shuffled_receivers=True, slot_aggregation=aggregation)

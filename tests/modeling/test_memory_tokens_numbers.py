@@ -87,13 +87,33 @@ def test_a_token_starts_as_the_mean_of_the_embeddings_and_memory_tokens_around_i
     model = ICAEForCausalLM(ICAEConfig(decoder_config=base))
     table, memory = model.get_input_embeddings().weight, model.model.memory_embeddings
     assert memory.shape == (102, 32)
-    torch.testing.assert_close(memory.std(dim=0).mean(), table.std(dim=0).mean(), rtol=0.1, atol=0)
-    torch.testing.assert_close(memory.mean(dim=0), table.mean(dim=0), rtol=0, atol=0.15)
+    torch.testing.assert_close(memory.std(), table.std(), rtol=0.1, atol=0)
+    torch.testing.assert_close(memory.mean(), table.mean(), rtol=0, atol=0.05)
     memory = FiveHundredXForCausalLM(
         FiveHundredXConfig(decoder_config=base, memory_start="standard_normal")
     ).model.memory_embeddings
     torch.testing.assert_close(memory.std(), torch.tensor(1.0), rtol=0.05, atol=0)
     assert memory.mean().abs() < 0.05
+
+
+def test_memory_and_task_tokens_start_from_two_scalars_of_the_whole_table(tiny_base_config):
+    """A table whose dimensions differ widely, as real ones do, gives start values that don't."""
+    model = ICAEForCausalLM(ICAEConfig(decoder_config=tiny_base_config()))
+    table = model.get_input_embeddings().weight
+    with torch.no_grad():
+        table.copy_(torch.randn_like(table) * torch.linspace(0.01, 5, 32) + torch.linspace(-3, 4, 32))
+    for parameter in (model.model.memory_embeddings, model.model.task_embeddings):
+        torch.manual_seed(3)
+        expected = table.mean().item() + table.std().item() * torch.randn(parameter.shape)
+        torch.manual_seed(3)
+        model._init_like_embeddings(parameter, model.model.language_model)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-5, atol=1e-5)
+    model.model.memory_embeddings._is_hf_initialized = False
+    torch.manual_seed(4)
+    model.model._init_weights(model.model)
+    memory = model.model.memory_embeddings
+    torch.testing.assert_close(memory.mean(dim=0), table.mean().expand(32), rtol=0, atol=4.5 * table.std().item() / 10)
+    torch.testing.assert_close(memory.std(dim=0), table.std().expand(32), rtol=0.35, atol=0)
 
 
 # --- what goes wrong ---

@@ -18,7 +18,7 @@ from context_compressors import (
     DeCALModel,
     add_task_tokens,
 )
-from context_compressors.modeling.prompting import QUESTION_PROMPT, TASK_TOKEN_QUESTION_PROMPT
+from context_compressors.modeling.prompting import QUESTION_PROMPTS
 from context_compressors.training.prompts import load_prompts
 
 DOCUMENTS = ["Nora keeps eleven bees.", "Olaf owns the mill. {x}", "No."]
@@ -60,15 +60,19 @@ def answer_by_hand(pipe, question, *documents, prompt=None, prefix="", ratio=Non
     """One document and one question at a time, without any part of the pipeline."""
     model, tokenizer = pipe.model, pipe.tokenizer
     task = model.config.task_token_ids.get("[LM]")
-    if prompt is None:
-        prompt = "\nQuestion: {question}\nAnswer:" if task is None else "### Question: {question}\n### Answer:"
+    if prompt is None and model.config.model_type == "comprexit_compressor":
+        prompt = "Question: {question} Answer the question directly with a short span only, no explanation. Answer:"
+    elif prompt is None:
+        prompt = "\nQuestion: {question}\nAnswer:" if task is None else "\n### Question:\n{question}\n### Answer:\n"
     contexts = [
         torch.tensor([[tokenizer.bos_token_id, *characters(tokenizer, prefix + document)]]) for document in documents
     ]
     memory = CompressedContext.concatenate([model.compress(context, ratio=ratio) for context in contexts])
-    start = tokenizer.bos_token_id if task is None else task
+    start = [tokenizer.bos_token_id] if task is None else [task]
+    if model.config.model_type in ("gmsa_compressor", "tcp_autoencoder_compressor"):
+        start = []
     before, after = prompt.split("{question}")
-    text = torch.tensor([[start, *characters(tokenizer, before + question + after)]])
+    text = torch.tensor([[*start, *characters(tokenizer, before + question + after)]])
     output = model.generate(text, memory=memory, do_sample=False, **LENGTH)
     return {"answer": tokenizer.decode(output[0, text.shape[1] :], skip_special_tokens=True).strip()}
 
@@ -223,6 +227,33 @@ def test_what_cannot_be_asked_is_refused(pipe, arguments, message):
         pipe([], context="a")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"question": 5, "context": "a"}, TypeError, "`question` must be a text or a list of texts, got 5"),
+        ({"question": ["a", None], "context": "a"}, TypeError, "`question` must be a text .* got None"),
+        ({"question": "a", "context": 5}, TypeError, "`context` must be a text or a list of texts, got 5"),
+        ({"question": "a", "context": ["a", None]}, TypeError, "`context` must be a text .* got None"),
+        ({"question": "a", "context": {"a": 1}}, TypeError, "`context` must be a text .* got {'a': 1}"),
+        ({"question": "a \ud83d", "context": "a"}, ValueError, r"`question` holds '\\ud83d' at character 2"),
+        ({"question": "a", "context": "\udc00a"}, ValueError, r"`context` holds '\\udc00' at character 0"),
+        ({"question": "a", "memory": 5}, TypeError, "`memory` must be a CompressedContext, its file, .* got 5"),
+        ({"question": "a", "memory": [None]}, TypeError, "`memory` must be a CompressedContext, .* got None"),
+        ({"messages": 5, "context": "a"}, TypeError, "`messages` must be messages with `role` and `content`, got 5"),
+        ({"messages": "a", "context": "a"}, TypeError, "`messages` must be messages .* got 'a'"),
+        (
+            {"messages": [{"role": "user", "content": None}], "context": "a"},
+            TypeError,
+            "`messages` must be a text .* got None",
+        ),
+        ({"messages": [{"role": "user", "content": "\ud800"}], "context": "a"}, ValueError, "lone surrogate"),
+    ],
+)
+def test_what_is_no_text_or_memory_is_named(pipe, arguments, error, message):
+    with pytest.raises(error, match=message):
+        pipe(**arguments)
+
+
 def test_a_memory_is_not_compressed_again_and_belongs_to_its_model(pipe):
     memory = pipe.compress(DOCUMENTS[:1])
     with pytest.raises(ValueError, match="a memory has its ratio already"):
@@ -233,8 +264,8 @@ def test_a_memory_is_not_compressed_again_and_belongs_to_its_model(pipe):
 
 
 def test_prompts_without_a_configuration_are_the_packaged_ones():
-    assert load_prompts(None)["question_answering"][0] == QUESTION_PROMPT
-    assert load_prompts("memory_tokens")["question_answering"][0] == TASK_TOKEN_QUESTION_PROMPT
+    for name, prompt in QUESTION_PROMPTS.items():
+        assert load_prompts(name)["question_answering"][0] == prompt
 
 
 def test_transformers_makes_the_pipeline_of_a_loaded_model(pipe):

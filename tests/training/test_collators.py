@@ -65,7 +65,8 @@ def test_a_text_starts_with_its_tasks_token(side):
     tasked = [EXAMPLES[0], {**EXAMPLES[1], "task": "question_answering"}, {**EXAMPLES[1], "task": "summarisation"}]
     compressed, full, none = batch("compressed"), batch("full_context"), batch("no_context")
     turns = [4, 3, 1, 8, 8, 7, 1]
-    texts = [[20, 8, 9, 1], [21, *turns], [0, *turns]]
+    # A reconstruction's target is the context as the encoder reads it, its first token included.
+    texts = [[20, 8, 11, 9, 1], [21, *turns], [0, *turns]]
     assert rows(compressed["input_ids"], compressed["attention_mask"]) == texts
     assert rows(none["input_ids"], none["attention_mask"]) == texts
     assert rows(compressed["context_input_ids"], compressed["context_attention_mask"]) == [
@@ -75,19 +76,42 @@ def test_a_text_starts_with_its_tasks_token(side):
     ]
     # The context stands in front as it would be compressed; a task without a token keeps BOS in front of everything.
     assert rows(full["input_ids"], full["attention_mask"]) == [
-        [11, 5, 6, 7, 20, 8, 9, 1],
+        [11, 5, 6, 7, 20, 8, 11, 9, 1],
         [11, 5, 21, *turns],
         [0, 5, *turns],
     ]
     for one in (compressed, full, none):
-        assert rows(one["labels"], one["labels"] != -100) == [[9, 1], [4, 3, 1, 7, 1], [4, 3, 1, 7, 1]]
+        assert rows(one["labels"], one["labels"] != -100) == [[11, 9, 1], [4, 3, 1, 7, 1], [4, 3, 1, 7, 1]]
 
 
 def test_a_teacher_never_sees_task_tokens():
     batch = CompressionCollator(2, 0, [11], mode="distillation", task_start_ids=STARTS)(EXAMPLES)
     assert batch["input_ids"][0, 0] == 20
+    assert rows(batch["labels"], batch["labels"] != -100) == rows(batch["full_labels"], batch["full_labels"] != -100)
     plain = CompressionCollator(2, 0, mode="full_context")(EXAMPLES)
     assert all(torch.equal(batch[f"full_{name}"], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("mode", ["compressed", "distillation"])
+def test_what_a_checkpoint_does_not_restore_is_left_out(mode):
+    collator = CompressionCollator(2, 0, [11], mode=mode, task_start_ids=STARTS, restored_ids=[])
+    assert rows(*[collator(EXAMPLES[:1])[name] for name in ("input_ids", "attention_mask")]) == [[20, 8, 9, 1]]
+
+
+def test_a_text_without_bos_starts_with_its_prompt():
+    examples = [EXAMPLES[0], {**EXAMPLES[0], "prompt_ids": []}, {**EXAMPLES[0], "head_ids": [13]}]
+    collator = CompressionCollator(2, 0, bos_before_text=False)
+    batch = collator(examples)
+    texts = [[8, 9, 1], [0, 9, 1], [13, 8, 9, 1]]
+    assert rows(batch["input_ids"], batch["attention_mask"]) == texts
+    assert rows(batch["labels"], batch["labels"] != -100) == [[9, 1]] * 3
+    # The plain model of the bounds and a teacher read BOS.
+    for mode in ("full_context", "no_context"):
+        bounds = CompressionCollator(2, 0, mode=mode, bos_before_text=False)(examples[:1])
+        assert bounds["input_ids"][0, 0] == 0
+    both = CompressionCollator(2, 0, mode="distillation", bos_before_text=False)(examples[:1])
+    assert both["input_ids"][0].tolist() == [8, 9, 1]
+    assert both["full_input_ids"][0].tolist() == [0, 5, 6, 7, 8, 9, 1]
 
 
 JOINT = [
@@ -107,7 +131,8 @@ def test_joint_gives_two_texts_about_one_context(context_mode, starts):
     front = [[], []]
     if context_mode == "full_context":
         front = [[11, 5, 6, 7], [11, 4]]
-    expected = {"reconstruction": [[5, 6, 7, 1], [4, 1]], "continuation": [[8, 9, 1], [3, 3, 3, 1]]}
+    repeated = [[11, 5, 6, 7, 1], [11, 4, 1]] if starts else [[5, 6, 7, 1], [4, 1]]
+    expected = {"reconstruction": repeated, "continuation": [[8, 9, 1], [3, 3, 3, 1]]}
     for task, token in (("reconstruction", ae), ("continuation", lm)):
         ids, labels = batch[f"{task}_input_ids"], batch[f"{task}_labels"]
         texts = [[*before, token, *target] for before, target in zip(front, expected[task], strict=True)]

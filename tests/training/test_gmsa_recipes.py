@@ -251,7 +251,10 @@ def test_two_models_with_two_tokenizers_train(small, base_folder, tmp_path):
     assert tokenizer.decode(example["encoder_context_ids"]) == text
     assert example["encoder_context_ids"] != example["context_ids"]
     batch = trainer.data_collator([example])
-    assert batch["context_input_ids"][0].tolist() == [tokenizer.bos_token_id, *example["encoder_context_ids"]]
+    # Equation 4: no BOS on either side.
+    assert batch["context_input_ids"][0].tolist() == example["encoder_context_ids"]
+    whole = [*example["prompt_ids"], *example["target_ids"]]
+    assert batch["input_ids"][0].tolist() == whole
     labels = batch["labels"][0]
     assert labels[labels != -100].tolist() == [*example["context_ids"], trainer.processing_class.eos_token_id]
     main(arguments)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from context_compressors.modeling.chunking import cut
+from context_compressors.modeling.position_layout import decoder_position_ids, encoder_position_ids
 from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.data import encode
 from context_compressors.training.generated import generate_document
@@ -61,10 +62,39 @@ def test_context_and_completion_split(tokenizer, tmp_path, length, p, num_chunks
     )
     batch = CompressionCollator.from_tokenizer(tokenizer, mode="joint")([dataset[0]])
     assert batch["context_input_ids"].shape == (1, p)
-    assert batch["reconstruction_labels"].ne(-100).sum() == p  # BOS is not reconstructed, EOS is
+    assert batch["reconstruction_labels"].ne(-100).sum() == p  # without [AE] it starts with BOS; EOS is learned
     assert batch["continuation_labels"].ne(-100).sum() == length - p + 1
     chunks = cut(batch["context_input_ids"], torch.ones(1, p, dtype=torch.long), 510, "enhanced")
     assert chunks.chunks_per_row == num_chunks
+
+
+@pytest.mark.parametrize(("length", "lengths", "counts"), [(1020, [510], [102]), (2040, [510, 510], [102, 102])])
+def test_a_reconstruction_has_the_position_ids_that_the_encoder_gave_its_tokens(
+    tokenizer, tmp_path, length, lengths, counts
+):
+    """EPL, Tables 2 and 12: the encoder reads x_0 ... x_1019, BOS first, at 1 ... 1020, and so does the decoder."""
+    table = pyarrow.table({"text": [" ".join(map(str, range(2000)))]})
+    pyarrow.parquet.write_table(table, tmp_path / "text.parquet")
+    limits = {"min_document_tokens": length, "max_document_tokens": length}
+    dataset = make(tokenizer, str(tmp_path), TEXT, num_examples=2, **limits)
+    starts = {"reconstruction": 500, "continuation": 501}
+    batch = CompressionCollator.from_tokenizer(tokenizer, mode="joint", task_start_ids=starts)([dataset[0]])
+    context, text = batch["context_input_ids"][0].tolist(), batch["reconstruction_input_ids"][0].tolist()
+    assert context[0] == tokenizer.bos_token_id
+    assert text == [500, *context, tokenizer.eos_token_id]
+    assert batch["reconstruction_labels"][0].tolist() == [-100, *text[1:]]
+    encoded = []
+    for start, size, count in zip((0, 510), lengths, counts, strict=False):
+        encoded += encoder_position_ids(size, count, "enhanced", start)[0].tolist()
+    text_ids = decoder_position_ids(lengths, counts, len(text), "enhanced", "embeddings", "reconstruction")[1].tolist()
+    assert encoded == list(range(1, length // 2 + 1))
+    assert text_ids[:3] == [0, 1, 2]
+    assert text_ids[1:-1] == encoded
+    # A continuation goes on behind them: its [LM] has the last token's id.
+    continuation = batch["continuation_input_ids"][0].tolist()
+    later = decoder_position_ids(lengths, counts, len(continuation), "enhanced", "embeddings", "continuation")[1]
+    assert continuation[1] not in (tokenizer.bos_token_id, 501)
+    assert later[:2].tolist() == [length // 2, length // 2 + 1]
 
 
 def test_without_a_number_all_rows_come_once(tokenizer, tmp_path):

@@ -19,10 +19,10 @@ def test_canonical_prompts():
 
 
 def test_packaged_prompts_are_found_by_name(tmp_path):
-    assert set(packaged_prompts()) == {"chat", "default", "embedded", "gmsa", "memory_tokens"}
+    assert set(packaged_prompts()) == {"chat", "comprexit", "default", "embedded", "gmsa", "memory_tokens"}
     assert format_prompt("reconstruction", path="gmsa") == "Restate the aforementioned Text."
     assert load_prompts("default") == load_prompts()
-    assert format_prompt("question_answering", "Who?", path="memory_tokens") == "### Question: Who?\n### Answer:"
+    assert format_prompt("question_answering", "Who?", path="memory_tokens") == "\n### Question:\nWho?\n### Answer:\n"
     for name in ("memory_tokens", "embedded"):
         # [AE] and [LM] are the prompt.
         assert load_prompts(name)["reconstruction"] == load_prompts(name)["continuation"] == ("",)

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
+from context_compressors.configuration.configuration_decal import DeCALConfig
+from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
+from context_compressors.configuration.configuration_icae import ICAEConfig
+from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.evaluation.task_text import text_ids
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
+from context_compressors.modeling.prompting import restored_ids
 from context_compressors.training.arguments import ModelArguments
-from context_compressors.training.data import context_start_ids, encode
+from context_compressors.training.data import context_start_ids, encode, text_starts
 from context_compressors.training.task_tokens import add_task_tokens, check_task_tokens, text_tokenizer
+from context_compressors.training.tokenizer import leave_out_bos
 from context_compressors.training.train import load_compressor
 
 SMALL = {"compression_ratios": [4], "chunk_size": 16, "encoder_lora": {"rank": 2}}
@@ -96,6 +103,40 @@ def test_only_methods_with_task_tokens_get_them(own_tokenizer, base_folder, tmp_
     assert bos.config.task_token_ids == {"[LM]": size}
     assert bos.config.reconstruction_token_id == own_tokenizer.bos_token_id
     assert load("five_hundred_x", **SMALL).config.task_token_ids == {"[AE]": size + 1, "[LM]": size}
+
+
+def test_a_reconstruction_restores_what_stands_in_front_of_a_context(own_tokenizer):
+    bos = own_tokenizer.bos_token_id
+    base = LlamaConfig(vocab_size=400, bos_token_id=bos)
+    model = ICAEConfig(decoder_config=base, position_layout="enhanced")
+    assert text_ids(model, own_tokenizer, "reconstruction") == [400, bos]
+    assert text_ids(model, own_tokenizer, "continuation") == [401]
+    earlier = ICAEConfig(decoder_config=base, restores_context_start=False)
+    assert text_ids(earlier, own_tokenizer, "reconstruction") == [400]
+    # As the trigger, BOS is the context's first token itself, unless it has the position in front of it.
+    for layout, restored in (("default", []), ("uniform", []), ("enhanced", [bos])):
+        config = FiveHundredXConfig(decoder_config=base, reconstruction_trigger="bos", position_layout=layout)
+        assert restored_ids(config, own_tokenizer) == restored
+        assert text_ids(config, own_tokenizer, "reconstruction") == [bos, *restored]
+    assert restored_ids(MeanPoolingConfig(decoder_config=base), own_tokenizer) == []
+    assert restored_ids(DeCALConfig(), own_tokenizer) == []
+    starts = text_starts(model, own_tokenizer)
+    assert starts["restored_ids"] == [bos]
+    leave_out_bos(own_tokenizer)
+    assert restored_ids(model, own_tokenizer) == []
+
+
+@pytest.mark.parametrize("slow_class", [False, True])
+def test_a_tokenizer_without_bos_stays_so_when_saved(own_tokenizer, tmp_path, slow_class):
+    if slow_class:
+        vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "\u2581a": 3, "a": 4, "\u2581": 5}
+        own_tokenizer = LlamaTokenizer(vocab=vocab, merges=[("\u2581", "a")], add_bos_token=True)
+    assert context_start_ids(own_tokenizer) == [own_tokenizer.bos_token_id]
+    leave_out_bos(own_tokenizer)
+    own_tokenizer.save_pretrained(tmp_path)
+    for found in (own_tokenizer, text_tokenizer(own_tokenizer), AutoTokenizer.from_pretrained(tmp_path)):
+        assert found("a").input_ids == encode(found, "a")
+        assert found.bos_token_id == own_tokenizer.bos_token_id
 
 
 def test_a_checkpoint_needs_its_own_tokenizer(own_tokenizer, base_folder, tmp_path):
