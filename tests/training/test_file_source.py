@@ -89,7 +89,7 @@ def test_only_the_rows_that_a_source_names_are_read(tokenizer, folder):
 
 @pytest.mark.parametrize("rows", [[4, 2], [-1, 2], [1], [0, 1.5], [False, 2]])
 def test_rows_that_are_no_range_are_refused(rows):
-    with pytest.raises(ValueError, match="rows of source 'a.jsonl' must be"):
+    with pytest.raises(ValueError, match=r"rows of source 'a\.jsonl' must be"):
         DataSource(path="a.jsonl", tasks=("question_answering",), rows=rows)
 
 
@@ -123,7 +123,7 @@ def test_joined_contexts_stop_where_the_next_would_not_fit(tokenizer, folder):
 
 
 def test_joining_goes_with_questions_only():
-    with pytest.raises(ValueError, match="contexts_per_document of source 'a.jsonl'"):
+    with pytest.raises(ValueError, match=r"contexts_per_document of source 'a\.jsonl'"):
         DataSource(path="a.jsonl", tasks=("reconstruction",), contexts_per_document=2)
     with pytest.raises(ValueError, match="got 0"):
         DataSource(path="a.jsonl", tasks=("question_answering",), contexts_per_document=0)

@@ -72,7 +72,8 @@ def test_what_trains_is_never_what_is_reported_or_chosen_by(recipe, tmp_path):
 
 
 def test_compressor_and_reader_have_the_same_data_and_rank():
-    compressor, reader = (yaml.safe_load((RECIPES / f"{name}.yaml").read_text()) for name in ("mean_pooling", "reader"))
+    files = (RECIPES / f"{name}.yaml" for name in ("mean_pooling", "reader"))
+    compressor, reader = (yaml.safe_load(file.read_text()) for file in files)
     config = compressor["method_config"]
     for adapter in (config["encoder_lora"], config["decoder_lora"]):
         assert {name: reader["teacher_lora"][name] for name in adapter} == adapter
@@ -107,5 +108,6 @@ def test_the_reader_trains_its_adapter_alone(chat_base, tmp_path):
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     adapted = PeftModel.from_pretrained(base, out)
     moved = [p for name, p in adapted.named_parameters() if "lora_B" in name]
-    assert moved and all(torch.count_nonzero(p) for p in moved)
+    assert moved
+    assert all(torch.count_nonzero(p) for p in moved)
     assert all(tensor.equal(before[name]) for name, tensor in adapted.unload().state_dict().items())
