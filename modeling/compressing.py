@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from .chunking import Slots, cut, join, memory_position_ids
 from .compressed_context import CompressedContext
 from .fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
 from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
 from .key_value_memory import inverse_frequencies, key_value_shape
+
+logger = logging.get_logger(__name__)
 
 
 class CompressingMixin:
@@ -26,9 +29,22 @@ class CompressingMixin:
     # What the slots are: "embeddings", or "key_values" of every layer.
     carrier = "embeddings"
     memory_class = CompressedContext
+    # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
+    warns_of_no_context = True
     _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
     # That of the stored weights, by that of the same weights as they were loaded.
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Here, because a trainer that knows nothing of contexts calls the backbone, whatever its rows bring.
+        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        has_none = len(args) < 5 and kwargs.get("memory") is None and kwargs.get("context_input_ids") is None
+        if trains and has_none and self.warns_of_no_context and not self.config.is_encoder_decoder:
+            logger.warning_once(
+                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
+                "compressed and the language model reads the text alone; see `CompressionCollator`"
+            )
+        return super().__call__(*args, **kwargs)
 
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Pipeline, PreTrainedTokenizerBase
 
 from .compressed_context import CompressedContext
+from .memory_checks import is_memory
 from .prompting import document_ids, message_ids, question_ids, text_tokenizer
 
 MAX_NEW_TOKENS = 64
@@ -96,10 +97,11 @@ class ContextCompressionQAPipeline(Pipeline):
             documents a list with one such entry for each.
 
         Raises:
+            TypeError: a question, document or message that is no text, or a `memory` that is none.
             ValueError: neither or both of `context` and `memory`, or of `question` and `messages`, no question or
-                document, `messages` beside a `prompt`, several ratios, a `batch_size` or `max_tokens` below 1,
-                `memory` or several joined documents where a document is compressed with its question, and whatever
-                `compress` and `generate` refuse.
+                document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`, several
+                ratios, a `batch_size` or `max_tokens` below 1, `memory` or several joined documents where a document
+                is compressed with its question, and whatever `compress` and `generate` refuse.
         """
         if (context is None) == (memory is None):
             raise ValueError("give either `context` or `memory`")
@@ -165,13 +167,21 @@ class ContextCompressionQAPipeline(Pipeline):
 
     def document_ids(self, documents: str | Sequence[str]) -> list[list[int]]:
         """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
-        documents = [documents] if isinstance(documents, str) else documents
+        is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
+        documents = [documents] if is_one else list(documents)
+        check_texts("context", documents)
         return [document_ids(self.model.config, self._document_tokenizer, text) for text in documents]
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
-        """A memory from its file, on the model's device; one that is loaded already comes back as it is."""
+        """A memory from its file, on the model's device; one that is loaded already comes back as it is.
+
+        Raises:
+            TypeError: neither.
+        """
         if isinstance(source, (str, os.PathLike)):
             return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
+        if not is_memory(source):
+            raise TypeError(f"`memory` must be a CompressedContext, its file, or a list of these, got {source!r}")
         return source
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
@@ -231,11 +241,16 @@ class ContextCompressionQAPipeline(Pipeline):
         config, tokenizer = self.model.config, self._question_tokenizer
         if messages is None:
             questions, asks_one = _listed("question", question)
+            check_texts("question", questions)
             return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
         conversations, _ = _listed("messages", messages)
         asks_one = isinstance(conversations[0], Mapping)
         if asks_one:
             conversations = [conversations]
+        for conversation in conversations:
+            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, Mapping) for m in conversation):
+                raise TypeError(f"`messages` must be messages with `role` and `content`, got {conversation!r}")
+            check_texts("messages", [message.get("content") for message in conversation])
         return [message_ids(config, tokenizer, conversation) for conversation in conversations], asks_one
 
     def _forward(
@@ -356,6 +371,29 @@ def _listed(name: str, value: Any) -> tuple[list[Any], bool]:
             raise ValueError(f"`{name}` is an empty list")
         return list(value), False
     return [value], True
+
+
+def check_texts(name: str, texts: Sequence[Any]) -> None:
+    """Every text must be a `str` that can be written as UTF-8.
+
+    Args:
+        name: what the error calls them.
+        texts: what should be texts.
+
+    Raises:
+        TypeError: another thing than a text.
+        ValueError: half of a character, a lone surrogate, which no tokenizer reads.
+    """
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"`{name}` must be a text or a list of texts, got {text!r}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"`{name}` holds {text[error.start]!r} at character {error.start}, which is half of one (a lone "
+                "surrogate): decode the text anew, with errors='replace'"
+            ) from None
 
 
 def _check_max_tokens(max_tokens: int | None) -> None:

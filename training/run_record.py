@@ -12,10 +12,13 @@ import torch
 import transformers
 import yaml
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import logging
 
 from ..evaluation.report import environment
 from .arguments import TrainingConfig
 from .step_guard import StepGuard
+
+logger = logging.get_logger(__name__)
 
 _PRIVATE_FIELDS = ("data_dir", "output_dir", "logging_dir", "hub_token", "resume_from_checkpoint")
 # Fields of words, which may start like a path.
@@ -23,15 +26,27 @@ _TEXTS = ("context_prefix", "title")
 
 
 def latest_checkpoint(output_dir: str) -> str | None:
-    """The newest complete checkpoint of a run, or `None`; one that a kill left half written is passed over."""
+    """The newest complete checkpoint of a run, or `None`; one that a kill left half written is passed over.
+
+    A warning says what was passed over, and where the run goes on from.
+
+    Args:
+        output_dir: the run's folder.
+    """
+    incomplete = []
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
     for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
         # The Trainer writes its state last.
         try:
             json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
+            incomplete.append(folder.name)
             continue
+        if incomplete:
+            logger.warning(f"{', '.join(incomplete)} incomplete: training goes on from {folder.name}")
         return str(folder)
+    if incomplete:
+        logger.warning(f"{', '.join(incomplete)} incomplete, and {output_dir} has no other: training starts anew")
     return None
 
 

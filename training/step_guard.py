@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every trainer here does at each step: stop at a NaN loss, count what was cut, log context tokens."""
+"""What every trainer here does: stop at a NaN loss, count what was cut, log context tokens, resume whole states."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ class StepGuard(OptimizerChoice):
             logs |= counts
         super().log(logs, *args, **kwargs)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # DeepSpeed has loaded its own by now, or has failed.
+        if checkpoint is not None and not self.is_deepspeed_enabled:
+            _check_states(Path(checkpoint))
+        super()._load_optimizer_and_scheduler(checkpoint)
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not torch.isfinite(parameter).all():
@@ -75,3 +82,16 @@ class StepGuard(OptimizerChoice):
             tied = self.model.all_tied_weights_keys
             state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
+
+
+def _check_states(checkpoint: Path) -> None:
+    """The library would go on with a new optimizer, and say nothing."""
+    names = [path.name for path in checkpoint.iterdir()]
+    # Several processes may have several files or folders of one.
+    missing = [part for part in ("optimizer", "scheduler") if not any(part in name for name in names)]
+    if missing:
+        raise ValueError(
+            f"{checkpoint} has no state of the {' and '.join(missing)}, so training cannot go on as it stopped (was "
+            "it saved with `save_only_model`?): start a new run from its weights, with `checkpoint` in place of "
+            "`resume_from_checkpoint`"
+        )

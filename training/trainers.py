@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,8 +60,9 @@ class TeacherTrainer(StepGuard, SFTTrainer):
 class CompressionTrainer(StepGuard, SFTTrainer):
     r"""Trains a compressor at several ratios: a context is encoded once, each ratio's memory is read once.
 
-    The loss is cross-entropy of the targets (mean over target tokens), summed over the step's ratios. Logits exist for
-    target positions only, `distillation_chunk_size` of them at a time.
+    The loss is cross-entropy of the targets (mean over target tokens), summed over the step's ratios. Where there are
+    several, the log has `num_ratios_summed` and `loss_mean_over_ratios` beside `loss`. Logits exist for target
+    positions only, `distillation_chunk_size` of them at a time.
 
     With another `context_mode` than "compressed", nothing is compressed: the compressor's decoder reads texts that
     have the context in front of them, or none. These are the bounds FullContext and NoContext (EPL, Appendix D) of a
@@ -96,7 +98,18 @@ class CompressionTrainer(StepGuard, SFTTrainer):
         args.prediction_loss_only = True
         method = model.config.model_type.removesuffix("_compressor").replace("_", "-")
         self._tag_names = (*self._tag_names, method)
+        # Whether texts are read behind memories is for `_check_batch` to say, not for the model to warn of.
+        model.base_model.warns_of_no_context = False
         super().__init__(model=model, args=args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log; what is a sum over ratios says so, and has its mean beside it."""
+        counts = self._metrics["train" if self.model.training else "eval"].pop("num_ratios_summed", [])
+        count = sum(counts) / len(counts) if counts else 1
+        for name in [name for name in logs if re.fullmatch(r"(eval_(\w+_)?)?loss", name)] if count > 1 else []:
+            logs[f"{name}_mean_over_ratios"] = logs[name] / count
+            logs["num_ratios_summed"] = count
+        super().log(logs, *args, **kwargs)
 
     def step_ratios(self) -> list[int]:
         """The ratios of the present step: all that its place in training has, or with "random" one of them."""
@@ -146,6 +159,7 @@ class CompressionTrainer(StepGuard, SFTTrainer):
         if self.args.ratio_mode == "per_sample" and self.model.training:
             return [(_MIXED, self._unwrapped().compress(**context, ratio=batch["ratio"]))]
         memories = self._unwrapped().compress(**context, ratio=ratios)
+        self._metrics["train" if self.model.training else "eval"]["num_ratios_summed"].append(len(memories))
         return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)]
 
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:

@@ -3,6 +3,7 @@
 
 import json
 import random
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from context_compressors.modeling import compressing
 from context_compressors.modeling.base_weights import base_name
 from context_compressors.training.collators import CompressionCollator
 
@@ -176,6 +178,25 @@ def test_a_light_run_resumes_from_its_folder_with_the_same_losses(method_case, t
     resumed = make_trainer(AutoModelForCausalLM.from_pretrained(folder), parts, **settings)
     resumed.train(resume_from_checkpoint=str(folder))
     assert losses(stopped) + losses(resumed)[3:] == pytest.approx(losses(whole), abs=1e-5)
+
+
+def test_a_stock_trainer_whose_rows_bring_no_context_warns(method_case, tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(compressing.logger, "warning_once", warned.append, raising=False)
+    trainer = make_trainer(method_case.build(), tmp_path / "with", max_steps=1)
+    trainer.train()
+    assert warned == []
+    trainer = make_trainer(method_case.build(), tmp_path / "without", max_steps=1)
+    text = ("input_ids", "attention_mask", "labels")
+    trainer.data_collator = lambda rows: {name: COLLATOR(rows)[name] for name in text}
+    with suppress(RuntimeError):
+        # A method with a frozen decoder trains nothing then.
+        trainer.train()
+    assert "training without a context" in warned[0]
+    warned.clear()
+    trainer.model.eval()
+    trainer.compute_loss(trainer.model, trainer.data_collator([trainer.train_dataset[0]]))
+    assert warned == []
 
 
 def test_a_trainers_checkpoint_is_a_whole_model(method_case, tmp_path):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from small_recipes import GENERATED, write_recipe
 import context_compressors.training
 from context_compressors.training.arguments import parse_recipe, recorded_recipe
 from context_compressors.training.run_counts import COUNTS, RunCounts
-from context_compressors.training.run_record import _without_folders
+from context_compressors.training.run_record import _without_folders, latest_checkpoint
 from context_compressors.training.train import main
+from context_compressors.upload import build_repository
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
 
@@ -160,3 +162,40 @@ def test_counts_of_a_process():
     assert counts.state()["attributes"]["counts"] == dict(zip(COUNTS, (7, 1, 1), strict=True))
     with pytest.raises(KeyError):
         counts.add(num_tokens=1)
+
+
+def test_a_run_with_an_incomplete_checkpoint_alone_says_that_it_starts_anew(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert latest_checkpoint(str(tmp_path)) is None
+    assert not caplog.records
+    (tmp_path / "checkpoint-4").mkdir()
+    assert latest_checkpoint(str(tmp_path)) is None
+    assert f"checkpoint-4 incomplete, and {tmp_path} has no other: training starts anew" in caplog.text
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    assert "checkpoint-4 incomplete: training goes on from checkpoint-2" in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["optimizer", "scheduler"])
+def test_a_checkpoint_without_optimizer_or_scheduler_is_refused(tmp_path, base_folder, missing):
+    fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
+    main([recipe])
+    folder = tmp_path / "out" / "checkpoint-2"
+    (folder / f"{missing}.pt").unlink()
+    with pytest.raises(
+        ValueError, match=f"checkpoint-2 has no state of the {missing}, .*save_only_model.*`checkpoint`"
+    ):
+        main([recipe, "--resume_from_checkpoint", str(folder)])
+
+
+def test_a_training_runs_own_folder_can_be_uploaded(tmp_path, base_folder, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    fields = {"method_config": {"compression_ratios": [2]}, "save_strategy": "steps", "save_steps": 1}
+    main([write_recipe(tmp_path, base=str(base_folder), **fields)])
+    built = build_repository(tmp_path / "out", tmp_path / "built", license="mit")
+    assert "left out, since they are states of a training run: checkpoint-1/, checkpoint-2/" in caplog.text
+    names = {path.name for path in built.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "recipe.yaml", "README.md"} <= names
+    assert not [path for path in built.rglob("*") if "checkpoint" in path.name and path.suffix != ".py"]

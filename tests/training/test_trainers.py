@@ -129,6 +129,9 @@ def test_training_moves_exactly_the_trainable_parameters(make_trainer, dataset, 
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     part = "loss_ratio_{}" if mode == "compressed" else "kl_per_token_ratio_{}"
     assert all(part.format(ratio) in logs[-1] for ratio in (2, 4))
+    for entry in logs:
+        assert entry["num_ratios_summed"] == 2
+        assert entry["loss_mean_over_ratios"] == entry["loss"] / 2
     used = [dataset[index] for index in range(4 * 2 * 2)]
     assert logs[-1]["num_context_tokens"] == sum(1 + len(example["context_ids"]) for example in used)  # BOS
     assert logs[-1]["num_cut_tokens"] == sum(example["num_cut"] for example in used)
@@ -261,7 +264,15 @@ def test_evaluation_gives_a_loss_for_each_ratio(make_trainer, dataset):
     trainer = make_trainer()
     metrics = trainer.evaluate(dataset.as_dataset().select(range(4)))
     assert metrics["eval_loss"] > 0
-    assert {"eval_loss_ratio_2", "eval_loss_ratio_4"} <= set(trainer.state.log_history[-1])
+    entry = trainer.state.log_history[-1]
+    mean = (entry["eval_loss_ratio_2"] + entry["eval_loss_ratio_4"]) / 2
+    assert entry["eval_loss_mean_over_ratios"] == entry["eval_loss"] / 2 == pytest.approx(mean, rel=0.2)
+
+
+def test_the_log_of_a_single_ratio_has_its_loss_alone(make_trainer):
+    trainer = make_trainer(config={"ratio_mode": "random", "max_steps": 1})
+    trainer.train()
+    assert not {"num_ratios_summed", "loss_mean_over_ratios"} & set(trainer.state.log_history[0])
 
 
 def test_teacher_is_trained_on_full_contexts(dataset, tokenizer, language_model, make_config):
