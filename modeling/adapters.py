@@ -40,7 +40,8 @@ class _AdaptedByPass:
 
     @property
     def active_adapter(self) -> str | list[str]:
-        return self._active_adapter if self.passes.names is None else self.passes.names
+        names = self.passes.names
+        return self._active_adapter if names is None else names
 
     @property
     def disable_adapters(self) -> bool:

@@ -64,7 +64,8 @@ class ContextCompressionQAPipeline(Pipeline):
         # As in training: where a text says "[LM]", or names a sentinel, these are characters.
         has_own_tokens = bool(model.config.task_token_ids) or model.config.is_encoder_decoder
         has_own_tokens |= model.config.prompt_format == "chat"
-        plain = text_tokenizer(tokenizer) if has_own_tokens else tokenizer
+        # A copy in any case: a fast tokenizer keeps the truncation of its last call, which others may make meanwhile.
+        plain = text_tokenizer(tokenizer, splits=has_own_tokens or tokenizer.split_special_tokens)
         self._question_tokenizer = plain
         self._document_tokenizer = plain if model.encoder_tokenizer is None else model.encoder_tokenizer
 

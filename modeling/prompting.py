@@ -29,9 +29,9 @@ _PLAIN: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBa
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, with no special tokens added."""
-    # The wrapper's own overhead is ten times the encoding of a short string.
+    # The wrapper's own overhead is ten times the encoding of a short string; it forgets what an earlier call cut at.
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is not None:
+    if fast is not None and fast.truncation is None and fast.padding is None:
         return fast.encode(text, add_special_tokens=False).ids
     return tokenizer(text, add_special_tokens=False).input_ids
 
@@ -65,9 +65,14 @@ def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
-def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token."""
-    return _copy_that_splits(tokenizer, True)
+def text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
+    """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token.
+
+    Args:
+        tokenizer: the tokenizer; calls of it with truncation or padding leave the copy as it is.
+        splits: `False` leaves special tokens special.
+    """
+    return _copy_that_splits(tokenizer, splits)
 
 
 def _copy_that_splits(tokenizer: PreTrainedTokenizerBase, splits: bool) -> PreTrainedTokenizerBase:
@@ -77,6 +82,8 @@ def _copy_that_splits(tokenizer: PreTrainedTokenizerBase, splits: bool) -> PreTr
     backend = getattr(copied, "backend_tokenizer", None)
     if backend is not None:
         backend.encode_special_tokens = splits
+        backend.no_truncation()
+        backend.no_padding()
     return copied
 
 

@@ -14,6 +14,7 @@ from transformers import TextIteratorStreamer
 from context_compressors.configuration.configuration_decal import DeCALConfig
 from context_compressors.modeling.adapters import use_adapter
 from context_compressors.modeling.modeling_decal import DeCALForConditionalGeneration
+from context_compressors.modeling.prompting import encode
 
 THREADS, ROUNDS = 8, 2
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -251,3 +252,19 @@ def test_frequencies_that_follow_the_length_are_a_calls_own():
     logits = model(input_ids=TEXT, context_input_ids=CONTEXT, output_hidden_states=True)
     assert len(logits.hidden_states) == 3
     assert len(model(input_ids=TEXT, output_hidden_states=True).hidden_states) == 3
+
+
+def test_what_others_tokenize_meanwhile_leaves_the_pipeline_alone(tiny_tokenizer):
+    model = built("mean_pooling")
+    pipe = model.question_answering(tiny_tokenizer)
+    expected, ids = pipe("Who wrote it?", context="Somebody.", **GREEDY), encode(tiny_tokenizer, "Who wrote it?")
+
+    def answer():
+        # As a call in another thread may do between any two steps of the pipeline's.
+        tiny_tokenizer(["Who", "wrote it?"], truncation=True, max_length=3, padding="max_length")
+        return as_numbers(pipe("Who wrote it?", context="Somebody.", **GREEDY)["answer"])
+
+    torch.testing.assert_close(answer(), as_numbers(expected["answer"]))
+    assert not together({"answer": torch.no_grad()(answer)}, threads=2)
+    tiny_tokenizer("Who wrote it?", truncation=True, max_length=3)
+    assert encode(tiny_tokenizer, "Who wrote it?") == ids
