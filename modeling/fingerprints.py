@@ -39,7 +39,8 @@ _CHUNK = 1 << 20
 _BESIDE_MEMORIES = {
     *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
-    *("prompts", "prompt_format", "context_prefix", "eos_token_id", "pad_token_id"),
+    *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text"),
+    *("eos_token_id", "pad_token_id"),
     *("external_weights", "parent_model_name_or_path", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),

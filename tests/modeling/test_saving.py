@@ -10,7 +10,8 @@ import pytest
 import torch
 from decal_models import build as build_decal
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from context_compressors import CompressedContext, DeCALForConditionalGeneration, DeCALForRetrieval
@@ -284,6 +285,18 @@ def test_an_incomplete_checkpoint_is_refused(method_case, tmp_path):
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"lacks \d+ weights .*layers\.1\.self_attn\.q_proj"):
         method_case.method.causal_lm_class.from_pretrained(tmp_path)
+
+
+def test_the_tokenizer_of_a_checkpoint_needs_no_code_and_asks_nothing(method_case, tmp_path, monkeypatch):
+    vocabulary = {"a": 0, "b": 1}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
+    method_case.model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "n")
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == vocabulary
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).get_vocab() == vocabulary
+    assert asked == []
 
 
 def test_saving_never_writes_through_a_link_out_of_the_folder(method_cases, tmp_path):
