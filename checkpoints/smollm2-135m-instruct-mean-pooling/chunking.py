@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts in chunks: cut before the encoder, joined after it, with position ids for both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .compressed_context import KeyValues
+from .position_layout import decoder_position_ids
+from .splicing import right_padded, take_places
+
+Slots = Tensor | KeyValues
+
+
+@dataclass
+class Chunks:
+    """Contexts cut into chunks that are compressed independently, all in one batch.
+
+    Args:
+        input_ids: `(batch_size * chunks_per_row, chunk_length)`, right-padded.
+        attention_mask: Same shape.
+        position_ids: Same shape; positions of the context tokens by the layout.
+        starts: `(batch_size * chunks_per_row,)`, context tokens in front of each chunk.
+        chunks_per_row: Number of chunks of the longest row; shorter rows have empty ones.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    starts: Tensor
+    chunks_per_row: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """Real tokens of each chunk, `(batch_size * chunks_per_row,)`."""
+        return self.attention_mask.sum(dim=1)
+
+
+def cut(input_ids: Tensor, attention_mask: Tensor, chunk_size: int | None, layout: str) -> Chunks:
+    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row may be short.
+
+    Args:
+        input_ids: `(batch_size, num_tokens)`, padded anywhere.
+        attention_mask: Same shape.
+        chunk_size: Tokens per chunk, `None` for one chunk whatever the length.
+        layout: "default" restarts the positions in each chunk at 0; "uniform" and "enhanced" count on from 1 (EPL,
+            Tables 1 and 12).
+
+    Returns:
+        The chunks.
+    """
+    if not bool(attention_mask.all()):
+        input_ids, attention_mask = (right_padded(tensor, attention_mask) for tensor in (input_ids, attention_mask))
+    batch_size, num_tokens = input_ids.shape
+    longest = int(attention_mask.sum(dim=1).max()) if num_tokens else 0
+    length = min(chunk_size or longest, longest)
+    chunks_per_row = -(-longest // length) if length else 1
+    pad = chunks_per_row * length - num_tokens
+    # A negative pad cuts columns off that hold pads only.
+    input_ids = torch.nn.functional.pad(input_ids, (0, pad)).reshape(batch_size * chunks_per_row, length)
+    attention_mask = torch.nn.functional.pad(attention_mask, (0, pad)).reshape(batch_size * chunks_per_row, length)
+    starts = (torch.arange(chunks_per_row, device=input_ids.device) * length).repeat(batch_size)
+    position_ids = torch.arange(length, device=input_ids.device).expand(input_ids.shape)
+    if layout != "default":
+        position_ids = position_ids + starts[:, None] + 1
+    return Chunks(input_ids, attention_mask, position_ids, starts, chunks_per_row)
+
+
+def join(slots: Slots, slot_mask: Tensor, chunks_per_row: int) -> tuple[Slots, Tensor]:
+    """Join the chunks' slots row by row, without gaps.
+
+    Args:
+        slots: `(batch_size * chunks_per_row, slots_per_chunk, hidden_size)`, left-aligned; or for each layer keys and
+            values `(batch_size * chunks_per_row, num_heads, slots_per_chunk, head_dim)`.
+        slot_mask: `(batch_size * chunks_per_row, slots_per_chunk)`.
+        chunks_per_row: Number of chunks of each row.
+
+    Returns:
+        Slots `(batch_size, num_slots, hidden_size)`, left-aligned, or keys and values likewise, and their mask
+        `(batch_size, num_slots)`.
+    """
+    if chunks_per_row == 1:
+        return slots, slot_mask
+    batch_size = slot_mask.shape[0] // chunks_per_row
+    slot_mask = slot_mask.reshape(batch_size, -1)
+    num_slots = int(slot_mask.sum(dim=1).max())
+    order = slot_mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
+    if isinstance(slots, Tensor):
+        joined = take_places(slots.reshape(batch_size, -1, slots.shape[-1]), order)
+    else:
+        joined = tuple(tuple(_join_heads(states, batch_size, order) for states in pair) for pair in slots)
+    return joined, slot_mask.gather(1, order)
+
+
+def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
+    """`join` for the keys or values of one layer."""
+    heads, head_dim = states.shape[1], states.shape[3]
+    rows = states.reshape(batch_size, -1, *states.shape[1:]).transpose(1, 2)
+    return take_places(rows.reshape(batch_size, heads, -1, head_dim), order, dim=2)
+
+
+def memory_position_ids(slot_mask: Tensor, chunks: Chunks, slot_counts: Tensor, layout: str, carrier: str) -> Tensor:
+    """Positions of the slots in the decoder (EPL, Tables 2, 3 and 13 to 15).
+
+    Args:
+        slot_mask: `(batch_size, num_slots)`, left-aligned.
+        chunks: The chunks that the slots come from.
+        slot_counts: `(batch_size * chunks_per_row,)`, slots of each chunk.
+        layout: "default", "uniform" or "enhanced".
+        carrier: "embeddings" or "key_values".
+
+    Returns:
+        `(batch_size, num_slots)`; padding slots have position 0.
+    """
+    if carrier == "embeddings" and layout != "enhanced":
+        return text_like_positions(slot_mask)
+    ids = torch.zeros_like(slot_mask)
+    rows = zip(chunks.lengths.split(chunks.chunks_per_row), slot_counts.split(chunks.chunks_per_row), strict=True)
+    for row, (lengths, counts) in enumerate(rows):
+        memory_ids, _ = decoder_position_ids(lengths.tolist(), counts.tolist(), 0, layout, carrier, "continuation")
+        ids[row, : len(memory_ids)] = memory_ids.to(ids.device)
+    return ids
+
+
+def text_like_positions(slot_mask: Tensor) -> Tensor:
+    """Running positions 0, 1, ... of the real slots."""
+    return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compressor makes of a context: slots or key/values, with all that a decoder needs to read them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .memory_checks import check_memory_fields, is_memory
+from .memory_concatenation import concatenate_memories
+from .memory_file import read_memory_file, write_memory_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KeyValues = tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(eq=False, repr=False)
+class CompressedContext:
+    """Contexts of a batch after compression: the memory that `forward` and `generate` read instead of the contexts.
+
+    Every row's real slots come first; padding slots follow. Exactly one of `embeddings` and `key_values` is given.
+    `len(memory)` is the number of rows, `memory[index]` the same as `memory.rows(index)`.
+
+    Args:
+        embeddings: Slots in the decoder's embedding space, `(batch_size, num_slots, hidden_size)`.
+        key_values: One pair of rotated keys and values for each layer, each
+            `(batch_size, num_key_value_heads, num_slots, head_dim)`.
+        attention_mask: `(batch_size, num_slots)`, one for real slots and zero for padding slots.
+        position_ids: `(batch_size, num_slots)`, the slots' positions in the decoder.
+        num_context_tokens: `(batch_size,)`, number of real context tokens behind each row.
+        ratio: Context tokens per slot, one int or a LongTensor of shape `(batch_size,)`.
+        model_id: Name of the compressor whose memory this is; another one cannot read it. Empty for one that was made
+            in training mode, where weights change: no other model of this process reads it, and it is not saved.
+        position_layout: "default", "uniform" or "enhanced".
+        inverse_frequencies: Rotation frequencies of the keys, `(head_dim / 2,)`, for key/values only; `concatenate`
+            needs them where it moves keys to later positions.
+        question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
+            `None` for memories that serve any question.
+        maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
+
+    Raises:
+        TypeError: A field has the wrong type or dtype.
+        ValueError: The shapes do not fit together, or a value is out of range.
+    """
+
+    embeddings: Tensor | None = None
+    key_values: KeyValues | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    num_context_tokens: Tensor | None = None
+    ratio: int | Tensor = 1
+    model_id: str = ""
+    position_layout: str = "default"
+    inverse_frequencies: Tensor | None = None
+    question_fingerprints: Tensor | None = None
+    maker: weakref.ref | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.key_values, Sequence):
+            self.key_values = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in self.key_values)
+        self.validate()
+        self.attention_mask = self.attention_mask.long()
+        self.position_ids = self.position_ids.long()
+        self.num_context_tokens = self.num_context_tokens.long()
+        if isinstance(self.ratio, Tensor):
+            self.ratio = self.ratio.long()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A weak reference holds in its own process only.
+        return {**self.__dict__, "maker": None}
+
+    def __repr__(self) -> str:
+        slots = "on the meta device"
+        if not self.attention_mask.is_meta:
+            counts = self.num_slots.tolist()
+            slots = "none" if not counts else f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else counts[0]
+        ratios = self.ratio if isinstance(self.ratio, int) else "by row"
+        size = "" if self.attention_mask.is_meta else f", {self.nbytes:,} bytes"
+        return (
+            f"CompressedContext({self.batch_size} row{'s' * (self.batch_size != 1)}, slots: {slots}{size}, "
+            f"ratio: {ratios}, model: {self.model_id or 'unnamed'})"
+        )
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    def __bool__(self) -> bool:
+        # One without rows is a memory all the same.
+        return True
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
+        return self.rows(index)
+
+    def validate(self, finite: bool = False) -> None:
+        """Check types, shapes and values of all fields.
+
+        Args:
+            finite: Refuse NaN and infinite values in what carries the memory, too, as saving, loading and reading do.
+
+        Raises:
+            TypeError: A field has the wrong type or dtype.
+            ValueError: The shapes do not fit together, or a value is out of range.
+        """
+        check_memory_fields(self, finite)
+
+    @property
+    def carrier(self) -> str:
+        """What carries the memory, "embeddings" or "key_values"."""
+        return "embeddings" if self.key_values is None else "key_values"
+
+    @property
+    def carrier_name(self) -> str:
+        """What carries the memory and how wide it is, in words."""
+        if self.key_values is None:
+            return f"embeddings of width {self.embeddings.shape[2]}"
+        keys = self.key_values[0][0]
+        return _key_values_name(len(self.key_values), keys.shape[1], keys.shape[3])
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self.attention_mask.shape[0]
+
+    @property
+    def num_slots(self) -> Tensor:
+        """Number of real slots of each row, a LongTensor of shape `(batch_size,)`."""
+        return self.attention_mask.sum(dim=1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.attention_mask.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the carrier."""
+        return self._carrier_tensors()[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots that must be kept: the carrier's real slots of all rows, without pads, masks or ids."""
+        bytes_per_slot = 0
+        for tensor in self._carrier_tensors():
+            heads = tensor.shape[1] if tensor.dim() == 4 else 1
+            bytes_per_slot += heads * tensor.shape[-1] * tensor.element_size()
+        return int(self.attention_mask.sum()) * bytes_per_slot
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the memory to a safetensors file with a checksum, at once or not at all.
+
+        Args:
+            path: The file; missing folders are made, an existing file is replaced, a link by the file.
+
+        Raises:
+            ValueError: The memory has no `model_id` (it was made in training mode) or values that are not finite, or
+                the path is a folder or another thing that is no file.
+        """
+        if not self.model_id:
+            raise ValueError(
+                "a memory without `model_id` is not saved, since any model would read it: call `model.eval()` before "
+                "`compress`, whose memories have none in training mode"
+            )
+        self.validate(finite=True)
+        tensors = {name: getattr(self, name) for name in ("attention_mask", "position_ids", "num_context_tokens")}
+        metadata = {"model_id": self.model_id, "position_layout": self.position_layout, "carrier": self.carrier}
+        if isinstance(self.ratio, Tensor):
+            tensors["ratio"] = self.ratio
+        else:
+            metadata["ratio"] = str(self.ratio)
+        if self.inverse_frequencies is not None:
+            tensors["inverse_frequencies"] = self.inverse_frequencies
+        if self.question_fingerprints is not None:
+            tensors["question_fingerprints"] = self.question_fingerprints
+        if self.key_values is None:
+            tensors["embeddings"] = self.embeddings
+        else:
+            metadata["num_layers"] = str(len(self.key_values))
+            for layer, (keys, values) in enumerate(self.key_values):
+                tensors[f"layers.{layer}.keys"], tensors[f"layers.{layer}.values"] = keys, values
+        write_memory_file(path, tensors, metadata)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        model_id: str | None = None,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        key_value_shape: tuple[int, int, int] | None = None,
+    ) -> CompressedContext:
+        """Read a memory that `save` wrote, after checking every byte of it.
+
+        Args:
+            path: The file.
+            model_id: Refuse a memory of any other model.
+            hidden_size: Refuse anything but embeddings of this width.
+            device: Where to put the tensors; host memory if not given.
+            dtype: Floating-point type, or its name, to convert the carrier to; as saved if not given.
+            key_value_shape: `(num_layers, num_key_value_heads, head_dim)`; refuse anything else.
+
+        Returns:
+            The memory.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: No memory file, a truncated or altered one, one without a model's name or with values that are
+                not finite, or one of another model or width.
+        """
+        tensors, metadata = read_memory_file(path)
+        try:
+            memory = cls._from_file_parts(tensors, metadata)
+            memory.validate(finite=True)
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"{path} does not hold a valid memory: {error}") from error
+        if not memory.model_id:
+            raise ValueError(f"{path} names no model: it was compressed in training mode, and must be made anew")
+        if model_id is not None and memory.model_id != model_id:
+            raise ValueError(f"{path} is a memory of the model {memory.model_id!r}, not of {model_id!r}")
+        found = memory.carrier_name
+        if hidden_size is not None and found != (wanted := f"embeddings of width {hidden_size}"):
+            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
+        if key_value_shape is not None and found != (wanted := _key_values_name(*key_value_shape)):
+            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
+        return memory.to(device=device, dtype=dtype)
+
+    def to(
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | str | None = None
+    ) -> CompressedContext:
+        """The memory on another device or in another floating-point type; masks, ids and frequencies keep theirs.
+
+        Args:
+            device: Where to put the tensors, or the dtype alone.
+            dtype: Floating-point type of the carrier, or its name.
+
+        Returns:
+            A new memory; tensors that need no change are shared.
+
+        Raises:
+            TypeError: `dtype` is no floating-point type.
+            ValueError: A finite value of the carrier does not fit in `dtype` (slots can be far larger than token
+                embeddings, and float16 ends at 65504).
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point type or its name, got {dtype!r}")
+        if dtype is not None and torch.finfo(dtype).max < torch.finfo(self.dtype).max:
+            self._check_range(dtype)
+        moved = self._map_carrier(lambda tensor, slot_dim: tensor.to(device=device, dtype=dtype))
+        if self.inverse_frequencies is not None:
+            moved["inverse_frequencies"] = self.inverse_frequencies.to(device=device)
+        return self._replace(moved, lambda tensor: tensor.to(device=device))
+
+    def rows(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
+        """Some of the rows, without the padding slots that none of them needs.
+
+        Args:
+            index: An int (one row, still a batch), a slice, a list of ints, or a tensor of ints or bools.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            IndexError: A row outside the batch.
+        """
+        if isinstance(index, slice):
+            index = range(self.batch_size)[index]
+        if isinstance(index, Sequence):
+            index = torch.as_tensor(index) if len(index) else torch.zeros(0, dtype=torch.long)
+        index = index.cpu() if isinstance(index, Tensor) else index
+        index = torch.arange(self.batch_size)[index].reshape(-1).to(self.device)
+        length = int(self.num_slots[index].max()) if len(index) else 0
+        carrier = self._map_carrier(lambda tensor, slot_dim: tensor[index].narrow(slot_dim, 0, length))
+        return self._replace(carrier, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
+
+    def repeat_interleave(self, repeats: int) -> CompressedContext:
+        """Each row `repeats` times in a row, as beams and several samples of one question need it.
+
+        Args:
+            repeats: Copies of each row, one or more.
+
+        Returns:
+            A new memory of `batch_size * repeats` rows.
+
+        Raises:
+            ValueError: `repeats` is below one.
+        """
+        if repeats < 1:
+            raise ValueError(f"repeats must be 1 or more, got {repeats}")
+        carrier = self._map_carrier(lambda tensor, slot_dim: tensor.repeat_interleave(repeats, dim=0))
+        return self._replace(carrier, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    @staticmethod
+    def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
+        """Memories of several documents as one memory, in order, row beside row (EPL, sections 3.1.1 and 3.2.2).
+
+        Slots of a row are packed without gaps. Embeddings of the default and uniform layouts are numbered from 0 on.
+        Embeddings of the enhanced layout, and key/values of the uniform and enhanced layouts, move on by the number of
+        context tokens before them, and keys are rotated on by as much; the ids of default key/values repeat. Documents
+        of different ratios get their common ratio, `ceil(context tokens / slots)` of each row.
+
+        Args:
+            memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: Something else than a `CompressedContext`.
+            ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
+        """
+        memories = list(memories)
+        for memory in memories:
+            if not is_memory(memory):
+                raise TypeError(f"concatenate takes CompressedContext objects, got {type(memory).__name__}")
+        return concatenate_memories(memories)
+
+    def to_prompt_embeds(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: str | Sequence[Mapping[str, str]],
+        model: Any = None,
+        encoding: str | None = None,
+    ) -> Tensor | str:
+        """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`).
+
+        Args:
+            tokenizer: The tokenizer saved with the checkpoint.
+            messages: A question, or messages with `role` and `content`; one message of the user is a question.
+            model: The compressor, whose embeddings the text gets; the memory's maker if not given. A memory that was
+                loaded from a file has none.
+            encoding: "base64" for the text that a request carries: the tensor as `torch.save` writes it, in base64.
+
+        Returns:
+            `(num_slots + num_text_tokens, hidden_size)`, or that text.
+
+        Raises:
+            ValueError: No model, more than one row, another model's memory, key/values, positions that are not
+                contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
+        """
+        # Most readers of memories never serve.
+        from .serving import as_base64, prompt_embeds
+
+        if encoding not in (None, "base64"):
+            raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
+        if model is None:
+            model = None if self.maker is None else self.maker()
+        if model is None:
+            name = f"; it is {self.model_id}" if self.model_id else ""
+            raise ValueError(
+                "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
+                f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
+            )
+        embeds = prompt_embeds(self, tokenizer, messages, model)
+        return embeds if encoding is None else as_base64(embeds)
+
+    @classmethod
+    def _from_file_parts(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> CompressedContext:
+        key_values = None
+        if metadata["carrier"] == "key_values":
+            layers = range(int(metadata["num_layers"]))
+            key_values = tuple((tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"]) for i in layers)
+        return cls(
+            embeddings=tensors.get("embeddings"),
+            key_values=key_values,
+            attention_mask=tensors["attention_mask"],
+            position_ids=tensors["position_ids"],
+            num_context_tokens=tensors["num_context_tokens"],
+            ratio=tensors["ratio"] if "ratio" in tensors else int(metadata["ratio"]),
+            model_id=metadata["model_id"],
+            position_layout=metadata["position_layout"],
+            inverse_frequencies=tensors.get("inverse_frequencies"),
+            question_fingerprints=tensors.get("question_fingerprints"),
+        )
+
+    def _carrier_tensors(self) -> list[Tensor]:
+        if self.key_values is None:
+            return [self.embeddings]
+        return [tensor for pair in self.key_values for tensor in pair]
+
+    def _map_carrier(self, function: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor | KeyValues]:
+        """The carrier's field after `function(tensor, dimension of the slots)` on each of its tensors."""
+        if self.key_values is None:
+            return {"embeddings": function(self.embeddings, 1)}
+        return {"key_values": tuple((function(keys, 2), function(values, 2)) for keys, values in self.key_values)}
+
+    def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
+        """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
+        names = ["attention_mask", "position_ids", "num_context_tokens"]
+        names += ["ratio"] if isinstance(self.ratio, Tensor) else []
+        names += [] if self.question_fingerprints is None else ["question_fingerprints"]
+        return replace(self, **fields, **{name: function(getattr(self, name)) for name in names})
+
+    def _check_range(self, dtype: torch.dtype) -> None:
+        for tensor in self._carrier_tensors():
+            magnitudes = tensor.detach().abs()
+            largest = magnitudes.where(magnitudes.isfinite(), 0).max().item() if tensor.numel() else 0.0
+            if largest > torch.finfo(dtype).max:
+                raise ValueError(
+                    f"the memory holds values up to {largest:.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
+                )
+
+
+def _key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
+    return f"key/values of {num_layers} layers with {num_heads} heads of {head_dim}"

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of the mean-pooling compressor."""
+
+from typing import Any
+
+from .configuration_compressor import CompressorConfig, boolean, one_of
+
+ENCODER_TYPES = ("language_model", "embeddings")
+ENCODER_ATTENTIONS = ("bidirectional", "causal")
+
+
+class MeanPoolingConfig(CompressorConfig):
+    r"""
+    Mean pooling of a bidirectional encoder's last hidden states ("Simple Context Compression: Mean-Pooling and
+    Multi-Ratio Training").
+
+    The paper's ablations (Table 3) are values of this configuration: fixed decoder: `decoder_lora=None`; fixed
+    encoder: `encoder_lora=None`; no encoder: `encoder_type="embeddings"`; without the linear layer:
+    `linear_after_pooling=False`. (Ratio sampling is a value of the training recipe: `ratio_mode: random`.)
+
+    Args:
+        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 16, 32, 64, 128)`):
+            The ratios of section 5.1.
+        encoder_lora (`dict` or `None`, defaults to rank 16, alpha 16 on all linear maps):
+            Table 6.
+        decoder_lora (`dict` or `None`, defaults to rank 16, alpha 16 on all linear maps):
+            Table 6; encoder and decoder have separate LoRA weights.
+        linear_after_pooling (`bool`, defaults to `True`):
+            Whether a learned map W (hidden_size x hidden_size, the identity at the start) follows the pooling.
+        embedding_residual (`bool`, defaults to `False`):
+            Whether the sum of the window's token embeddings, over the square root of their number, is added to each
+            slot, and W starts at zero. Slots are then as large as token embeddings and the decoder can read them from
+            the first step on; the paper's, which start as last hidden states, are some fifteen times larger.
+        mlp_after_pooling (`bool`, defaults to `False`):
+            Whether a perceptron of two layers (hidden_size wide, GELU, zero at the start) is added to W's output.
+        encoder_type (`str`, defaults to `"language_model"`):
+            What is pooled: the encoder's last hidden states, or `"embeddings"`, the decoder's token embeddings.
+        encoder_attention (`str`, defaults to `"bidirectional"`):
+            Attention inside the encoder, `"bidirectional"` as in section 4.1 or `"causal"`.
+        kwargs: fields of [`CompressorConfig`].
+    """
+
+    model_type = "mean_pooling_compressor"
+
+    def __init__(
+        self,
+        compression_ratios: int | list[int] | tuple[int, ...] = (4, 8, 16, 32, 64, 128),
+        encoder_lora: dict[str, Any] | str | None = "default",
+        decoder_lora: dict[str, Any] | str | None = "default",
+        linear_after_pooling: bool = True,
+        embedding_residual: bool = False,
+        mlp_after_pooling: bool = False,
+        encoder_type: str = "language_model",
+        encoder_attention: str = "bidirectional",
+        **kwargs: Any,
+    ):
+        self.linear_after_pooling = boolean("linear_after_pooling", linear_after_pooling)
+        self.embedding_residual = boolean("embedding_residual", embedding_residual)
+        self.mlp_after_pooling = boolean("mlp_after_pooling", mlp_after_pooling)
+        if not self.linear_after_pooling and (embedding_residual or mlp_after_pooling):
+            raise ValueError(
+                "`embedding_residual` and `mlp_after_pooling` go with `linear_after_pooling=True`, got "
+                f"{embedding_residual!r} and {mlp_after_pooling!r}"
+            )
+        self.encoder_type = one_of("encoder_type", encoder_type, ENCODER_TYPES)
+        self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
+        if encoder_lora == "default":
+            encoder_lora = {} if encoder_type == "language_model" else None
+        super().__init__(
+            compression_ratios=compression_ratios,
+            encoder_lora=encoder_lora,
+            decoder_lora={} if decoder_lora == "default" else decoder_lora,
+            **kwargs,
+        )
+        if self.embedding_residual and self.encoder_config is not None:
+            raise ValueError(
+                "`embedding_residual` adds the decoder's embeddings of the same tokens: it must be False with an "
+                "encoder of its own (`encoder_config`)"
+            )
+        if self.encoder_type == "embeddings" and (self.encoder_lora is not None or self.encoder_config is not None):
+            raise ValueError(
+                "`encoder_type='embeddings'` has no encoder: `encoder_lora` and `encoder_config` must be None, got "
+                f"{self.encoder_lora!r} and {type(self.encoder_config).__name__}"
+            )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fields of a memory must be like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .position_layout import POSITION_LAYOUTS
+
+_INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def is_memory(value: Any) -> bool:
+    """Whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
+    return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
+
+
+def check_memory_fields(memory: Any, finite: bool = False) -> None:
+    """Check types, shapes and values of a memory's fields.
+
+    Args:
+        memory: a `CompressedContext`. Its file imports this one, so this one cannot name the class.
+        finite: Refuse NaN and infinite values in what carries the memory, too.
+
+    Raises:
+        TypeError: A field has the wrong type or dtype.
+        ValueError: The shapes do not fit together, or a value is out of range.
+    """
+    if (memory.embeddings is None) == (memory.key_values is None):
+        raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
+    carrier_shape = _carrier_of_embeddings(memory) if memory.key_values is None else _carrier_of_key_values(memory)
+    _check_integers(memory, "attention_mask", memory.attention_mask, carrier_shape)
+    _check_integers(memory, "position_ids", memory.position_ids, carrier_shape)
+    _check_integers(memory, "num_context_tokens", memory.num_context_tokens, carrier_shape[:1])
+    if memory.question_fingerprints is not None:
+        _check_integers(memory, "question_fingerprints", memory.question_fingerprints, carrier_shape[:1])
+    if isinstance(memory.ratio, Tensor):
+        _check_integers(memory, "ratio", memory.ratio, carrier_shape[:1])
+    elif isinstance(memory.ratio, bool) or not isinstance(memory.ratio, int):
+        raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {memory.ratio!r}")
+    elif memory.ratio < 1:
+        raise ValueError(f"ratio must be 1 or more, got {memory.ratio}")
+    if not isinstance(memory.model_id, str):
+        raise TypeError(f"model_id must be a string, got {memory.model_id!r}")
+    if memory.position_layout not in POSITION_LAYOUTS:
+        raise ValueError(
+            f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
+        )
+    _check_values(memory, finite)
+
+
+def _carrier_of_embeddings(memory: Any) -> tuple[int, int]:
+    _check_float_tensor("embeddings", memory.embeddings, 3, "(batch_size, num_slots, hidden_size)")
+    if memory.inverse_frequencies is not None:
+        raise ValueError("inverse_frequencies belong to key_values, embeddings have none")
+    return tuple(memory.embeddings.shape[:2])
+
+
+def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
+    layers = memory.key_values
+    if not isinstance(layers, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in layers):
+        raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
+    if not layers:
+        raise ValueError("key_values must have at least one layer")
+    for tensor in memory._carrier_tensors():
+        _check_float_tensor("key_values", tensor, 4, "(batch_size, num_key_value_heads, num_slots, head_dim)")
+    found = {(tuple(tensor.shape), tensor.dtype) for tensor in memory._carrier_tensors()}
+    if len(found) > 1:
+        raise ValueError(f"key_values must have one shape and dtype in all layers, got {sorted(map(str, found))}")
+    batch_size, _, length, head_dim = layers[0][0].shape
+    if memory.inverse_frequencies is not None and memory.inverse_frequencies.shape != (head_dim / 2,):
+        raise ValueError(
+            f"inverse_frequencies must have shape ({head_dim // 2},), half of the head dimension, "
+            f"got {tuple(memory.inverse_frequencies.shape)}"
+        )
+    return batch_size, length
+
+
+def _check_integers(memory: Any, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
+        raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} must have shape {tuple(shape)} to fit the {memory.carrier}, got {tuple(tensor.shape)}"
+        )
+
+
+def _check_values(memory: Any, finite: bool) -> None:
+    integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
+    integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
+    devices = {tensor.device for tensor in memory._carrier_tensors() + integers}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
+    if memory.attention_mask.is_meta:
+        return
+    mask = memory.attention_mask.long()
+    # One device synchronisation for all of them.
+    is_not_binary = ((mask != 0) & (mask != 1)).any()
+    has_gap = (mask[:, 1:] > mask[:, :-1]).any()
+    is_negative = (memory.num_context_tokens < 0).any()
+    is_ratio_low = (torch.as_tensor(memory.ratio, device=mask.device) < 1).any()
+    carrier = memory._carrier_tensors() if finite else []
+    is_not_finite = ~torch.stack([mask.new_ones((), dtype=torch.bool), *(t.isfinite().all() for t in carrier)]).all()
+    flags = torch.stack([is_not_binary, has_gap, is_negative, is_ratio_low, is_not_finite]).tolist()
+    reasons = (
+        "attention_mask must hold ones and zeros",
+        "attention_mask must have the real slots of each row first, the padding slots after them",
+        "num_context_tokens must be zero or more",
+        "ratio must be 1 or more in every row",
+        f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
+        "or its weights are not finite",
+    )
+    for flag, reason in zip(flags, reasons, strict=True):
+        if flag:
+            raise ValueError(reason)
+
+
+def _check_float_tensor(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise TypeError(f"{name} must be floating-point tensors, got {getattr(tensor, 'dtype', repr(tensor))}")
+    if tensor.dim() != dimensions:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")

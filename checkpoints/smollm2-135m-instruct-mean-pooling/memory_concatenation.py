@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining the memories of several documents into one (EPL, sections 3.1.1 and 3.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .position_layout import rotate_keys
+
+# A CompressedContext. Its file imports this one, so this one cannot name the class.
+Memory = TypeVar("Memory")
+
+
+def concatenate_memories(memories: Sequence[Memory]) -> Memory:
+    """Join memories in order, row beside row; `CompressedContext.concatenate` says how.
+
+    Args:
+        memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout.
+
+    Returns:
+        A new memory.
+
+    Raises:
+        ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
+    """
+    _check_fit(memories)
+    first = memories[0]
+    if len(memories) == 1:
+        return first
+    mask, order = _packing_order([memory.attention_mask for memory in memories])
+    context_counts = torch.stack([memory.num_context_tokens for memory in memories])
+    offsets = context_counts.cumsum(dim=0) - context_counts
+    is_moved = first.position_layout == "enhanced" or (
+        first.position_layout == "uniform" and first.carrier == "key_values"
+    )
+    if first.carrier == "embeddings" and not is_moved:
+        position_ids = (mask.cumsum(dim=1) - 1) * mask
+    else:
+        ids = [
+            memory.position_ids + offset[:, None] * is_moved for memory, offset in zip(memories, offsets, strict=True)
+        ]
+        position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
+    if first.carrier == "embeddings":
+        slots = torch.cat([memory.embeddings for memory in memories], dim=1)
+        carrier = {"embeddings": _packed(slots, order[:, :, None], mask[:, :, None], slot_dim=1)}
+    else:
+        carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
+    total_tokens = context_counts.sum(dim=0)
+    return replace(
+        first,
+        **carrier,
+        attention_mask=mask,
+        position_ids=position_ids,
+        num_context_tokens=total_tokens,
+        ratio=_common_ratio(memories, total_tokens, mask.sum(dim=1)),
+        maker=next((memory.maker for memory in memories if memory.maker is not None), None),
+    )
+
+
+def _check_fit(memories: Sequence[Memory]) -> None:
+    if not memories:
+        raise ValueError("concatenate needs at least one memory")
+    first = memories[0]
+    for memory in memories[1:]:
+        for name, left, right in (
+            ("models", first.model_id, memory.model_id),
+            ("carriers", first.carrier_name, memory.carrier_name),
+            ("position layouts", first.position_layout, memory.position_layout),
+            ("dtypes", first.dtype, memory.dtype),
+            ("batch sizes", first.batch_size, memory.batch_size),
+            ("devices", first.device, memory.device),
+            ("questions", _questions(first), _questions(memory)),
+        ):
+            if left != right:
+                raise ValueError(f"memories of different {name} cannot be concatenated: {left} and {right}")
+
+
+def _questions(memory: Memory) -> list[int] | None:
+    fingerprints = memory.question_fingerprints
+    return None if fingerprints is None else fingerprints.tolist()
+
+
+def _packing_order(masks: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The packed mask `(batch_size, num_slots)`, and where each of its slots stands in the joined rows."""
+    joined = torch.cat(masks, dim=1)
+    length = int(joined.sum(dim=1).max()) if joined.numel() else 0
+    order = joined.argsort(dim=1, descending=True, stable=True)[:, :length]
+    return joined.gather(1, order), order
+
+
+def _packed(slots: Tensor, order: Tensor, mask: Tensor, slot_dim: int) -> Tensor:
+    """Slots in their order, zeros at the padding slots."""
+    return slots.take_along_dim(order, dim=slot_dim).masked_fill(mask == 0, 0)
+
+
+def _packed_key_values(
+    memories: Sequence[Memory], mask: Tensor, order: Tensor, offsets: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Keys and values of all layers in packed order, keys moved on by `offsets` `(num_memories, batch_size)`."""
+    frequencies = memories[0].inverse_frequencies
+    if offsets is not None:
+        if any(memory.inverse_frequencies is None for memory in memories):
+            raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
+        if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
+            raise ValueError("memories of different inverse_frequencies cannot be concatenated")
+    mask, order = mask[:, None, :, None], order[:, None, :, None]
+    packed = []
+    for pairs in zip(*(memory.key_values for memory in memories), strict=True):
+        keys = [pair[0] for pair in pairs]
+        if offsets is not None:
+            keys[1:] = [
+                rotate_keys(later, offset, frequencies) for later, offset in zip(keys[1:], offsets[1:], strict=True)
+            ]
+        joined = torch.cat(keys, dim=2), torch.cat([pair[1] for pair in pairs], dim=2)
+        packed.append(tuple(_packed(tensor, order, mask, slot_dim=2) for tensor in joined))
+    return tuple(packed)
+
+
+def _common_ratio(memories: Sequence[Memory], num_tokens: Tensor, num_slots: Tensor) -> int | Tensor:
+    ratios = [memory.ratio for memory in memories]
+    if all(isinstance(ratio, int) for ratio in ratios) and len(set(ratios)) == 1:
+        return ratios[0]
+    rows = [torch.as_tensor(ratio, device=num_tokens.device).expand_as(num_tokens) for ratio in ratios]
+    if all(torch.equal(rows[0], other) for other in rows[1:]):
+        return rows[0]
+    num_slots = num_slots.clamp(min=1)
+    return ((num_tokens + num_slots - 1) // num_slots).clamp(min=1)
