@@ -123,6 +123,7 @@ def evaluate_model(
             **asdict(settings),
             "ratios": ratios,
             "prompts": model_label(prompts) if isinstance(prompts, str) else prompts,
+            "prompt_format": builder.prompt_format,
             "context_prefix": builder.context_prefix,
             "bert_score_model": settings.bert_score_model and model_label(settings.bert_score_model),
             "dtype": str(model.dtype),

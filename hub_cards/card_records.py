@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 TASK_NAMES = {
@@ -101,6 +101,8 @@ class Score:
         no_context: the same questions with no context at all.
         full_context: the same questions with the whole context.
         split: data split; None where the data has none by name.
+        interval: 95 % interval of `value`.
+        alternatives: what else was tried at the same number of decoder positions -> its score, such as "cut text".
     """
 
     task: str
@@ -111,6 +113,8 @@ class Score:
     no_context: float | None = None
     full_context: float | None = None
     split: str | None = "test"
+    interval: tuple[float, float] | None = None
+    alternatives: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.task not in TASK_NAMES:

@@ -247,27 +247,36 @@ def method_name(config: PreTrainedConfig) -> str:
     return config.model_type.removesuffix("_compressor").replace("_", " ")
 
 
+def _number(value: float | None, interval: tuple[float, float] | None = None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if interval is None else f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
 def score_table(scores: Sequence[Score]) -> str:
-    """A Markdown table of scores, each beside no context and full context.
+    """A Markdown table of scores, each beside no context, what else was tried, and full context.
 
     Args:
         scores: the rows, in order.
     """
     if not scores:
         return NOT_MEASURED
-    lines = [
-        "| task | data | metric | ratio | no context | compressed | full context |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    others = list(dict.fromkeys(name for score in scores for name in score.alternatives))
+    columns = ["task", "data", "metric", "ratio", "no context", "compressed", *others, "full context"]
+    lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * 3 + ['---:'] * (len(columns) - 3))} |"]
     for score in scores:
         # A model that does not compress reads the whole context.
-        compressed = (score.value, score.full_context) if score.ratio is not None else (None, score.value)
+        compressed, full = (score.value, score.full_context) if score.ratio is not None else (None, score.value)
+        beside = [_number(score.alternatives.get(name)) for name in others]
         cells = [
             TASK_NAMES[score.task],
             f"{score.dataset} ({score.split})" if score.split else score.dataset,
             score.metric,
             "–" if score.ratio is None else str(score.ratio),
-            *("–" if number is None else f"{number:.2f}" for number in (score.no_context, *compressed)),
+            _number(score.no_context),
+            _number(compressed, score.interval),
+            *beside,
+            _number(full),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,8 @@ _METRICS = {
     "reconstruction": {"token_accuracy": "token accuracy", "bleu": "BLEU"},
     "continuation": {"perplexity": "perplexity"},
 }
+# Condition of the evaluation -> how the card calls what the decoder's places hold instead of slots.
+_ALTERNATIVES = {"cut": "cut text", "bm25": "BM25's sentences"}
 _NOT_STATED = "not stated"
 
 
@@ -293,12 +296,24 @@ def _scores(report: EvaluationReport, compresses: bool) -> list[Score]:
                 }
                 full, none = row.get(FULL_CONTEXT), row.get(NO_CONTEXT)
                 split = "test" if dataset.startswith("generated") else None
-                scores += [
-                    Score(task, dataset, label, ratio, value, none, full if compresses else None, split)
-                    for ratio in (ratios if compresses else [None])
-                    if (value := row.get(ratio_condition(ratio)) if compresses else full) is not None
-                ]
+                for ratio in ratios if compresses else [None]:
+                    condition = ratio_condition(ratio) if compresses else FULL_CONTEXT
+                    if (value := row.get(condition)) is not None:
+                        score = Score(task, dataset, label, ratio, value, none, full if compresses else None, split)
+                        beside = {name: row.get(f"{kind}={ratio}") for kind, name in _ALTERNATIVES.items()}
+                        beside = {name: number for name, number in beside.items() if number is not None}
+                        interval = _interval(report, dataset, task, condition, metric)
+                        scores.append(replace(score, interval=interval, alternatives=beside))
     return scores
+
+
+def _interval(
+    report: EvaluationReport, dataset: str, task: str, condition: str, metric: str
+) -> tuple[float, float] | None:
+    """The interval over documents of a score that one row alone has."""
+    rows = [row for row in report.rows if (row.dataset, row.task, row.condition) == (dataset, task, condition)]
+    low, high = (rows[0].intervals if len(rows) == 1 else {}).get(metric, (math.nan, math.nan))
+    return None if math.isnan(low) else (low, high)
 
 
 def _score(report: EvaluationReport, dataset: str, task: str, condition: str, metric: str) -> float | None:
@@ -317,6 +332,8 @@ def _scores_note(report: EvaluationReport) -> str:
         f"Samples a row: {samples}, drawn by seed {', '.join(map(str, seeds))}.",
         f"No context and full context are read by {reader}. Perplexity is better when lower.",
     ]
+    if any(row.intervals for row in report.rows):
+        notes.append("In brackets: 95 % bootstrap intervals over documents.")
     window = report.settings.get("context_tokens")
     if window is not None and {"reconstruction", "continuation"} & set(report.tasks()):
         notes.append(

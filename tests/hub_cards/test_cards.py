@@ -119,6 +119,15 @@ def test_a_card_without_scores_says_so():
     assert ModelCard(text).data.eval_results is None
 
 
+def test_alternatives_at_the_same_positions_have_columns_of_their_own():
+    first = Score("question_answering", "squad", "F1", 2, 27.0, 7.0, 50.0, None, (21.0, 34.5), {"cut text": 39.0})
+    second = Score("question_answering", "squad", "F1", 4, 17.0, 7.0, 50.0, None)
+    table = score_table([first, second]).splitlines()
+    assert table[0] == "| task | data | metric | ratio | no context | compressed | cut text | full context |"
+    assert table[2].endswith("| 2 | 7.00 | 27.00 [21.00, 34.50] | 39.00 | 50.00 |")
+    assert table[3].endswith("| 4 | 7.00 | 17.00 | – | 50.00 |")
+
+
 def test_scores_without_bounds_are_shown_as_dashes():
     row = score_table([Score("reconstruction", "OpenStax", "BLEU", 4, 12.0)]).splitlines()[-1]
     assert row == "| Reconstruction | OpenStax (test) | BLEU | 4 | – | 12.00 | – |"

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,12 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
             conditions = ("no_context", f"ratio={ratio}", "full_context")
             expected = [report.score(dataset.split()[0], task, name, metric) for name in conditions]
             task_name = task.replace("_", " ").capitalize()
-            assert rows[task_name, dataset, shown, str(ratio)] == [f"{value:.2f}" for value in expected]
+            found = rows[task_name, dataset, shown, str(ratio)]
+            assert [cell.partition(" [")[0] for cell in found] == [f"{value:.2f}" for value in expected]
+            place = (dataset.split()[0], task, conditions[1])
+            [row] = [row for row in report.rows if (row.dataset, row.task, row.condition) == place]
+            low, high = row.intervals[metric]
+            assert found[1].endswith(f" [{low:.2f}, {high:.2f}]") or math.isnan(low)
     # Questions on one data set, both others on two; questions have two main metrics, and there are two ratios.
     assert sum(key[3:] in (("2",), ("4",)) for key in rows) == 2 * (2 + 2 + 2)
 
