@@ -48,6 +48,12 @@ _USAGE_WITH_QUESTION = """\
 context = {document_tokenizer}(document, return_tensors="pt").input_ids
 asked = {question}  # the document is compressed together with its question
 answer = model.generate(**asked, context_input_ids=context, ratio={ratio}, max_new_tokens=32)"""
+# The template's tokens stand around the slots: the pipeline puts them there.
+_USAGE_IN_CHAT = """\
+pipe = model.question_answering(tokenizer)
+memory = pipe.compress(document, ratio={ratio})  # once
+memory.save("document.safetensors")  # keep it
+answer = pipe(question, memory=memory)["answer"]"""
 _QUESTION = 'tokenizer(question, return_tensors="pt")'
 # The task token takes BOS's place.
 _QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")'
@@ -123,7 +129,7 @@ def model_card(
         model_id=model_id,
         summary=summary or _default_summary(config),
         facts=checkpoint_facts(config),
-        usage=(_USAGE_WITH_QUESTION if config.compresses_questions else _USAGE).format(
+        usage=_usage(config).format(
             document_tokenizer="tokenizer" if config.encoder_tokenizer is None else "model.encoder_tokenizer",
             question=_QUESTION_BEHIND_TASK_TOKEN if config.task_token_ids else _QUESTION,
             ratio=ratios[0],
@@ -132,6 +138,12 @@ def model_card(
         auto_class="AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM",
         method=method_text(config.model_type),
     )
+
+
+def _usage(config: PreTrainedConfig) -> str:
+    if config.prompt_format == "chat":
+        return _USAGE_IN_CHAT
+    return _USAGE_WITH_QUESTION if config.compresses_questions else _USAGE
 
 
 def language_model_card(

@@ -49,6 +49,19 @@ def test_a_published_checkpoint_is_small_and_fit_for_the_hub(folder: Path, tmp_p
     assert files(build_repository(folder, tmp_path / "built", local_files_only=True)) == files(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_cards_code_answers(folder: Path, smollm2_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    code = (folder / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    names = {
+        "document": "The Harbour Museum opened in 1974 in a former rope factory.",
+        "question": "When did it open?",
+    }
+    exec(code.replace("document.safetensors", str(tmp_path / "document.safetensors")), names)
+    assert "1974" in names["answer"]
+
+
 def test_what_is_tracked_takes_at_most_40_mib():
     listed = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True)
     if listed.returncode:
