@@ -72,10 +72,12 @@ class MeanPoolingConfig(CompressorConfig):
             decoder_lora={} if decoder_lora == "default" else decoder_lora,
             **kwargs,
         )
-        if self.embedding_residual and self.encoder_config is not None:
+        # A merged checkpoint's encoder is a copy of the decoder, and reads the same tokens.
+        is_another = self.get_encoder_config().vocab_size != self.vocab_size or self.encoder_name_or_path is not None
+        if self.embedding_residual and is_another:
             raise ValueError(
-                "`embedding_residual` adds the decoder's embeddings of the same tokens: it must be False with an "
-                "encoder of its own (`encoder_config`)"
+                "`embedding_residual` adds the decoder's embeddings of the same tokens: it must be False with another "
+                f"language model as encoder ({self.encoder_name_or_path or self.encoder_config.model_type!r})"
             )
         if self.encoder_type == "embeddings" and (self.encoder_lora is not None or self.encoder_config is not None):
             raise ValueError(

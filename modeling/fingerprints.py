@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for weights and settings: fingerprints, the same in float32 and bfloat16; samples that tell a rounded copy
-from another model; and an exact checksum."""
+"""Names for weights and settings: fingerprints, samples, and an exact checksum.
+
+A fingerprint is the same in float32 and bfloat16. Samples tell a rounded copy of a model apart from another one.
+"""
 
 from __future__ import annotations
 

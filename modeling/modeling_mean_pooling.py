@@ -79,7 +79,8 @@ class MeanPoolingModel(CompressorModel):
             pooled = slots.float()
             slots = functional.linear(pooled, self.slot_projection.weight.float())
             if self.slot_perceptron is not None:
-                slots = slots + self.slot_perceptron(pooled)
+                # Its biases would make something of padding slots.
+                slots = slots + self.slot_perceptron(pooled) * slot_mask[:, :, None]
             if embeddings is not None:
                 # A sum of |S_k| vectors over sqrt(|S_k|) is about as large as one of them.
                 sizes = window_sizes(attention_mask.sum(dim=1), ratio, slots.shape[1])

@@ -133,5 +133,6 @@ def test_what_stands_beside_the_linear_map_needs_it(tiny_base_config):
             MeanPoolingConfig(linear_after_pooling=False, **{name: True})
         with pytest.raises(ValueError, match=f"`{name}` must be True or False, got 'yes'"):
             MeanPoolingConfig(**{name: "yes"})
-    with pytest.raises(ValueError, match="must be False with an encoder of its own"):
-        MeanPoolingConfig(encoder_config=tiny_base_config(), embedding_residual=True)
+    for fields in ({"encoder_config": tiny_base_config(vocab_size=64)}, {"encoder_name_or_path": "me/encoder"}):
+        with pytest.raises(ValueError, match="must be False with another language model as encoder"):
+            MeanPoolingConfig(decoder_config=tiny_base_config(), embedding_residual=True, **fields)

@@ -143,7 +143,7 @@ def test_a_context_is_encoded_once_and_a_text_without_weight_is_not_read(
     }
     left_out = {0.0: "reconstruction", 1.0: "continuation"}.get(alpha, "none")
     kept = {name for name in expected if left_out not in name}
-    assert {name for name in trainer._metrics["train"] if "ratio" in name} == kept
+    assert {name for name in trainer._metrics["train"] if "_ratio_" in name} == kept
     if texts == 1:
         unused = TASKS.index(left_out)
         assert (model.model.task_embeddings.grad.abs().sum(dim=1) > 0).tolist() == [unused == 1, unused == 0]
