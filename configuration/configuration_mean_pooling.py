@@ -29,8 +29,8 @@ class MeanPoolingConfig(CompressorConfig):
             Whether a learned map W (hidden_size x hidden_size, the identity at the start) follows the pooling.
         embedding_residual (`bool`, defaults to `False`):
             Whether the sum of the window's token embeddings, over the square root of their number, is added to each
-            slot, and W starts at zero. Slots are then as large as token embeddings and the decoder can read them from
-            the first step on; the paper's, which start as last hidden states, are some fifteen times larger.
+            slot, and W starts at zero. Slots are then as large as token embeddings; the paper's, which start as last
+            hidden states, were 15 times as large on SmolLM2-135M-Instruct.
         mlp_after_pooling (`bool`, defaults to `False`):
             Whether a perceptron of two layers (hidden_size wide, GELU, zero at the start) is added to W's output.
         encoder_type (`str`, defaults to `"language_model"`):
