@@ -30,8 +30,8 @@ from transformers.utils import logging
 
 from context_compressors.demo import CHECKPOINT, decoder_ids, load, num_shared, read_pages
 from context_compressors.evaluation.report import environment, markdown_table
-from context_compressors.modeling.compressed_context import CompressedContext
-from context_compressors.modeling.prompting import full_context_ids, question_ids
+from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.parts.prompting import full_context_ids, question_ids
 from context_compressors.precision import fastest_dtype
 
 NUM_QUESTIONS = 10

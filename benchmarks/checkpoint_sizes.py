@@ -24,7 +24,7 @@ import context_compressors
 from context_compressors.evaluation.flops import methods_of
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
 from context_compressors.evaluation.report import markdown_table
-from context_compressors.modeling.base_weights import base_name
+from context_compressors.modeling.checkpoint.base_weights import base_name
 from context_compressors.training.loading import METHODS
 
 BYTES = 2

@@ -43,7 +43,7 @@ from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.report import NO_CONTEXT, environment, markdown_table
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.modeling.prompting import context_end_ids
+from context_compressors.modeling.parts.prompting import context_end_ids
 from context_compressors.training.data import task_start_ids
 from context_compressors.training.denoising import Seq2SeqCollator
 from context_compressors.training.examples import CompressionDataset

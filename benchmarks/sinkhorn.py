@@ -24,7 +24,7 @@ from benchmark_tools import device_of, peak_bytes, positive_int, save_and_report
 from torch import Tensor
 
 from context_compressors.evaluation.report import markdown_table
-from context_compressors.modeling.optimal_transport import sinkhorn
+from context_compressors.modeling.parts.optimal_transport import sinkhorn
 
 PASSES = ("forward", "forward and backward")
 

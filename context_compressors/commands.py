@@ -17,8 +17,8 @@ from .documents import Document, read_documents
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .modeling.compressed_context import CompressedContext
-    from .modeling.context_compression_qa import ContextCompressionQAPipeline
+    from .modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
+    from .modeling.memory.compressed_context import CompressedContext
 
 _MEMORY_SUFFIX = ".safetensors"
 
@@ -129,7 +129,7 @@ def load_compressor(
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from .modeling.pretrained_bases import base_place, fetch_bases
+    from .modeling.checkpoint.pretrained_bases import base_place, fetch_bases
     from .training.task_tokens import text_tokenizer
 
     check_device(device)

@@ -37,7 +37,7 @@ import context_compressors
 from .evaluation.metrics import normalize_answer
 from .evaluation.report import environment, markdown_table
 from .evaluation.task_text import default_prompts
-from .modeling.prompting import context_start_ids, document_ids, full_context_ids
+from .modeling.parts.prompting import context_start_ids, document_ids, full_context_ids
 from .precision import fastest_dtype
 from .training.collators import CompressionCollator
 from .training.data import text_starts

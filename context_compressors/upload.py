@@ -58,7 +58,7 @@ def build_repository(
     """
     from transformers.utils import logging
 
-    from .modeling.pretrained_bases import base_place
+    from .modeling.checkpoint.pretrained_bases import base_place
 
     logger = logging.get_logger(__name__)
     checkpoint, target = Path(checkpoint), Path(target)
@@ -113,7 +113,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _convert(checkpoint: Path, target: Path, weights: str, base_model: str | None, local_files_only: bool) -> None:
-    from .modeling.base_weights import stored_weights
+    from .modeling.checkpoint.base_weights import stored_weights
 
     options = {"local_files_only": local_files_only}
     config = _config(checkpoint)
@@ -135,7 +135,7 @@ def _convert(checkpoint: Path, target: Path, weights: str, base_model: str | Non
 
 def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
     """Write the code beside the weights, unless the checkpoint brought its own."""
-    from .modeling.remote_code import collect, write_code
+    from .modeling.checkpoint.remote_code import collect, write_code
 
     files = [folder / f"{entry.partition('.')[0]}.py" for entry in config.auto_map.values()]
     if not all(file.is_file() for file in files):
@@ -149,7 +149,7 @@ def _foreign_code(config: PreTrainedConfig, folder: Path) -> list[str]:
     """Code that differs from what this package writes for the method; all of a method that it lacks."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from .modeling.remote_code import write_code
+    from .modeling.checkpoint.remote_code import write_code
 
     with tempfile.TemporaryDirectory() as own:
         if config.model_type in CONFIG_MAPPING:
@@ -164,8 +164,8 @@ def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_o
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    from .modeling.base_cache import cached_base
-    from .modeling.remote_code import is_hub_id
+    from .modeling.checkpoint.base_cache import cached_base
+    from .modeling.checkpoint.remote_code import is_hub_id
 
     name = base_model or config.base_model_name_or_path
     if name is not None and Path(name).is_dir():
@@ -187,7 +187,7 @@ def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_o
 def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, base: Path | None) -> None:
     from huggingface_hub import ModelCard
 
-    from .modeling.remote_code import write_card
+    from .modeling.checkpoint.remote_code import write_card
 
     write_card(config, folder)
     card = ModelCard.load(folder / "README.md")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..modeling.prompting import encode
+from ..modeling.parts.prompting import encode
 from .settings import ALTERNATIVES
 
 CUT, BM25 = ALTERNATIVES

@@ -51,7 +51,7 @@ def build_parser() -> NearestNameParser:
 def _analyse_all(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], arguments: Any
 ) -> list[SlotAnalysis]:
-    from ..modeling.prompting import document_ids
+    from ..modeling.parts.prompting import document_ids
     from .attention import context_tokenizer
     from .slot_analysis import analyse_ids
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..modeling.prompting import document_ids, text_tokenizer
+from ..modeling.parts.prompting import document_ids, text_tokenizer
 
 
 def memory_attention(

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
 
     from ..commands import load_compressor
-    from ..modeling.prompting import document_ids
+    from ..modeling.parts.prompting import document_ids
     from .attention import attention_of_ids, context_tokenizer
     from .plots import plot_memory_attention
 

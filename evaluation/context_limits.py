@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..modeling.encoder_tokenizer import in_encoder_tokens
+from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ..training.data import context_start_ids
 from .samples import EvaluationDataset, Sample, SampleBuilder
 

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..modeling.fingerprints import fingerprint
+from ..modeling.checkpoint.fingerprints import fingerprint
 from ..training.data import start_token_id, task_start_ids
 from ..training.task_tokens import text_tokenizer
 from .bert_score import BertScorer

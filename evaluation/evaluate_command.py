@@ -224,7 +224,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     """Load what the arguments name, score it, and write the report and the answers while they come."""
     from transformers import AutoTokenizer
 
-    from ..modeling.pretrained_bases import base_place
+    from ..modeling.checkpoint.pretrained_bases import base_place
     from .answers_file import AnswersFile
     from .evaluate import can_compress, evaluate_model, model_label
     from .report import EvaluationReport

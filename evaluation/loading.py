@@ -45,7 +45,7 @@ def load_model(
 
     # Importing the models registers them, so that our own checkpoints need no remote code.
     from .. import modeling  # noqa: F401
-    from ..modeling.pretrained_bases import base_place, fetch_bases
+    from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
 
     check_choice("dtype", dtype, _DTYPES)
     if Path(name, "adapter_config.json").is_file():

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from transformers import AutoTokenizer
 
-    from ..modeling.pretrained_bases import base_place
+    from ..modeling.checkpoint.pretrained_bases import base_place
     from .evaluate import model_label
     from .loading import load_model
     from .needles import LENGTHS, NUM_NEEDLES, NeedleGrid, evaluate_needles

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from torch import Tensor
 
-from ..modeling.position_layout import uniform_memory_ids
+from ..modeling.parts.position_layout import uniform_memory_ids
 from .figures import COLOURS, MARKERS, blank_figure, line_figure, save_figure, save_with_legend
 from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition, ratio_of
 

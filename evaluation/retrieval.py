@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchmetrics.functional.retrieval import retrieval_normalized_dcg
 from transformers import PreTrainedModel
 
-from ..modeling.late_interaction import chamfer
+from ..modeling.parts.late_interaction import chamfer
 
 TextVectors = list[Tensor]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..modeling.prompting import before_answer
-from ..modeling.prompting import prompt_ids as make_prompt_ids
+from ..modeling.parts.prompting import before_answer
+from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
 from ..training.data import DataSource, answer_text, encode, read_rows
 from ..training.generated import GeneratedDocument, generate_document
 from ..training.prompts import TASKS, format_prompt

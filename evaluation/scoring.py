@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
-from ..modeling.encoder_tokenizer import in_encoder_tokens
-from ..modeling.prompting import context_start_ids, restored_ids
+from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
+from ..modeling.parts.prompting import context_start_ids, restored_ids
 from .alternatives import BM25, TASKS_OF_ALTERNATIVE, bm25_context, cut_context
 from .bert_score import BertScorer
 from .bootstrap import Statistic, mean_statistic, perplexity_statistic

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..modeling.prompting import document_ids
+from ..modeling.parts.prompting import document_ids
 from .attention import context_tokenizer, has_memory_tokens
 from .report import markdown_table
 from .slot_pictures import plot_allocation, plot_layer_weights, plot_singular_values, plot_slot_correlation

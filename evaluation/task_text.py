@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..modeling.prompting import prompt_ids, restored_ids, start_ids, start_token_id
+from ..modeling.parts.prompting import prompt_ids, restored_ids, start_ids, start_token_id
 from ..training.prompts import TASKS, format_prompt, load_prompts
 
 

@@ -19,7 +19,7 @@ from ..configuration.configuration_gmsa import GMSAConfig
 from ..configuration.configuration_icae import ICAEConfig
 from ..configuration.configuration_mean_pooling import MeanPoolingConfig
 from ..configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
-from .context_compression_qa import ContextCompressionQAPipeline
+from .compressor.context_compression_qa import ContextCompressionQAPipeline
 from .modeling_compression_tokens import CompressionTokensForCausalLM, CompressionTokensModel
 from .modeling_comprexit import ComprExITForCausalLM, ComprExITModel
 from .modeling_decal import DeCALForConditionalGeneration, DeCALModel

@@ -8,8 +8,8 @@ from torch.nn import functional
 from transformers import initialization as init
 
 from ..configuration.configuration_compression_tokens import CompressionTokensConfig
-from .memory_tokens import MemoryRows, MemoryTokenModel
-from .modeling_compressor import CompressorForCausalLM
+from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
+from .compressor.modeling_compressor import CompressorForCausalLM
 
 
 class CompressionTokensModel(MemoryTokenModel):

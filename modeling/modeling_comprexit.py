@@ -12,14 +12,14 @@ from torch.nn import functional
 from transformers import initialization as init
 
 from ..configuration.configuration_comprexit import GATE, LAST_LAYER, ComprExITConfig
-from .adapters import ENCODER
-from .chunking import cut
-from .float32_layers import Float32LayerNorm, Float32Linear
-from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
-from .layer_states import Reduction, reduce_layer_states
-from .modeling_compressor import CompressorForCausalLM, CompressorModel, CompressorPreTrainedModel
-from .optimal_transport import sinkhorn
-from .window_aggregation import (
+from .compressor.chunking import cut
+from .compressor.input_checks import check_context_length, check_mask, check_ratios, check_token_ids
+from .compressor.modeling_compressor import CompressorForCausalLM, CompressorModel, CompressorPreTrainedModel
+from .parts.float32_layers import Float32LayerNorm, Float32Linear
+from .parts.layer_states import Reduction, reduce_layer_states
+from .parts.lora import ENCODER
+from .parts.optimal_transport import sinkhorn
+from .parts.window_aggregation import (
     TwoNormWindowAttention,
     WindowAggregation,
     WindowAttention,

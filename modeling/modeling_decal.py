@@ -18,14 +18,14 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5LayerNorm, T5Stack
 
 from ..configuration.configuration_decal import DeCALConfig
-from .compressed_context import CompressedContext
-from .compressing import CompressingMixin
-from .modeling_compressor import CompressorPreTrainedModel
-from .pooling import mean_pool
-from .questions import question_fingerprints, question_in_front
-from .relative_positions import latent_position_ids, mask_bias, relative_position_bias
-from .seq2seq_decoding import Seq2SeqDecodingMixin
-from .seq2seq_generation import Seq2SeqGenerationMixin
+from .compressor.compressing import CompressingMixin
+from .compressor.modeling_compressor import CompressorPreTrainedModel
+from .compressor.question_conditioning import question_fingerprints, question_in_front
+from .compressor.seq2seq_decoding import Seq2SeqDecodingMixin
+from .compressor.seq2seq_generation import Seq2SeqGenerationMixin
+from .memory.compressed_context import CompressedContext
+from .parts.pooling import mean_pool
+from .parts.relative_positions import latent_position_ids, mask_bias, relative_position_bias
 
 
 @dataclass

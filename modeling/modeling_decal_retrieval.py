@@ -11,8 +11,8 @@ from torch.nn.functional import normalize
 from transformers.modeling_outputs import ModelOutput
 
 from ..configuration.configuration_decal import DeCALConfig
-from .late_interaction import chamfer
 from .modeling_decal import DeCALModel, DeCALPreTrainedModel
+from .parts.late_interaction import chamfer
 
 
 @dataclass

@@ -6,12 +6,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..configuration.configuration_five_hundred_x import FiveHundredXConfig
-from .adapters import linear_module_names
-from .compressed_context import KeyValues
-from .distinct_memory_tokens import DistinctMemoryTokenModel
-from .key_value_memory import KeyValueRecorder, key_value_shape
-from .memory_tokens import MemoryRows
-from .modeling_compressor import CompressorForCausalLM
+from .compressor.distinct_memory_tokens import DistinctMemoryTokenModel
+from .compressor.memory_token_compressor import MemoryRows
+from .compressor.modeling_compressor import CompressorForCausalLM
+from .memory.compressed_context import KeyValues
+from .memory.key_value_memory import KeyValueRecorder, key_value_shape
+from .parts.lora import linear_module_names
 
 
 class FiveHundredXModel(DistinctMemoryTokenModel):

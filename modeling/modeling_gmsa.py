@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..configuration.configuration_gmsa import GMSAConfig
-from .float32_layers import Float32Linear
-from .layer_semantic_alignment import LayerSemanticAlignment
-from .modeling_compressor import CompressorForCausalLM
-from .pooling import mean_pool
-from .shallow_encoder import ShallowEncoderModel
+from .compressor.modeling_compressor import CompressorForCausalLM
+from .compressor.shallow_encoder import ShallowEncoderModel
+from .parts.float32_layers import Float32Linear
+from .parts.layer_semantic_alignment import LayerSemanticAlignment
+from .parts.pooling import mean_pool
 
 
 class GMSAModel(ShallowEncoderModel):

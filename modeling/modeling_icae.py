@@ -6,9 +6,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..configuration.configuration_icae import ICAEConfig
-from .distinct_memory_tokens import DistinctMemoryTokenModel
-from .memory_tokens import MemoryRows
-from .modeling_compressor import CompressorForCausalLM
+from .compressor.distinct_memory_tokens import DistinctMemoryTokenModel
+from .compressor.memory_token_compressor import MemoryRows
+from .compressor.modeling_compressor import CompressorForCausalLM
 
 
 class ICAEModel(DistinctMemoryTokenModel):

@@ -10,8 +10,8 @@ from torch.nn import functional
 from transformers import initialization as init
 
 from ..configuration.configuration_mean_pooling import MeanPoolingConfig
-from .modeling_compressor import CompressorForCausalLM, CompressorModel, CompressorPreTrainedModel
-from .pooling import mean_pool, window_sizes
+from .compressor.modeling_compressor import CompressorForCausalLM, CompressorModel, CompressorPreTrainedModel
+from .parts.pooling import mean_pool, window_sizes
 
 
 class MeanPoolingModel(CompressorModel):

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
-from .float32_layers import Float32Linear
-from .modeling_compressor import CompressorForCausalLM
-from .shallow_encoder import ShallowEncoderModel
+from .compressor.modeling_compressor import CompressorForCausalLM
+from .compressor.shallow_encoder import ShallowEncoderModel
+from .parts.float32_layers import Float32Linear
 
 
 class TCPAutoencoderModel(ShallowEncoderModel):

@@ -133,7 +133,7 @@ def stand_in_checkpoints(small: Path, folder: Path) -> None:
     """
     from transformers import AutoTokenizer
 
-    from context_compressors.modeling.prompting import opening_ids
+    from context_compressors.modeling.parts.prompting import opening_ids
 
     for model, name in (("base", BASE), ("mean_pooling", f"checkpoints/{CHECKPOINT}")):
         place = folder / name

@@ -17,7 +17,7 @@ import context_compressors
 from context_compressors import cli, commands
 from context_compressors.arguments import check_device
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.modeling.compressed_context import CompressedContext
+from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import ModelArguments
 from context_compressors.training.loading import load_compressor

@@ -19,7 +19,7 @@ from context_compressors.configuration.configuration_mean_pooling import MeanPoo
 from context_compressors.evaluation.metrics import normalize_answer
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.prompting import document_ids, full_context_ids, opening_ids
+from context_compressors.modeling.parts.prompting import document_ids, full_context_ids, opening_ids
 from context_compressors.training.task_tokens import add_task_tokens
 
 PAGES = demo.read_pages()

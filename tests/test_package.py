@@ -116,11 +116,15 @@ def check_install(environment: Path, root: Path, elsewhere: Path) -> None:
 
 
 def test_every_folder_with_code_is_a_listed_package():
-    listed = {Path(folder) for folder in FOLDERS.values()}
-    assert set(SETTINGS["tool"]["setuptools"]["packages"]) == set(FOLDERS)
-    for folder in FOLDERS.values():
+    packages = set(SETTINGS["tool"]["setuptools"]["packages"])
+    for package, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
-            assert path.parent.relative_to(ROOT) in listed, f"{path} is in no listed package"
+            name = ".".join([package, *path.parent.relative_to(ROOT / folder).parts])
+            assert name in packages, f"{path} is in no listed package"
+    for name in packages:
+        top = ".".join(name.split(".")[:2])
+        folder = ROOT.joinpath(FOLDERS[top], *name.split(".")[2:])
+        assert (folder / "__init__.py").is_file(), f"{name} is listed, and is no package"
 
 
 def test_version_is_the_same_everywhere():

@@ -60,7 +60,7 @@ class CompressionCollator:
             out again; a stock trainer would hand them to the model.
         seed: of the drawn ratios.
         restored_ids: ids that the target of a reconstruction starts with behind its task token, see
-            `modeling.prompting.restored_ids`; `context_start_ids` when `None`.
+            `modeling.parts.prompting.restored_ids`; `context_start_ids` when `None`.
         bos_before_text: whether a text behind a compressed context starts with `start_token_id` where it has no task
             token. Where it does not, one without a prompt still does, so that all of its target is predicted.
         encoder_start_ids: where the encoder reads other tokens than the decoder: ids that a compressed context starts

@@ -21,10 +21,10 @@ import pyarrow
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
-from ..modeling.prompting import context_start_ids as context_start_ids
-from ..modeling.prompting import encode as encode
-from ..modeling.prompting import restored_ids
-from ..modeling.prompting import start_token_id as start_token_id
+from ..modeling.parts.prompting import context_start_ids as context_start_ids
+from ..modeling.parts.prompting import encode as encode
+from ..modeling.parts.prompting import restored_ids
+from ..modeling.parts.prompting import start_token_id as start_token_id
 from .data_files import read_files, with_our_columns
 from .prompts import TASKS
 from .suggestions import check_choice, nearest

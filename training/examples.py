@@ -13,8 +13,8 @@ import numpy as np
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..modeling.encoder_tokenizer import in_encoder_tokens
-from ..modeling.prompting import DOCUMENT_END, before_answer, prompt_ids
+from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
+from ..modeling.parts.prompting import DOCUMENT_END, before_answer, prompt_ids
 from .data import DataSource, encode
 from .fields import OVERLONG_CONTEXTS, PROMPT_FORMATS
 from .file_source import FileSource

@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..modeling.gguf_files import gguf_arguments, gguf_tokenizer
-from ..modeling.pretrained_bases import base_place, fetch_bases
+from ..modeling.checkpoint.gguf_files import gguf_arguments, gguf_tokenizer
+from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
 from .arguments import DataArguments, ModelArguments
 from .denoising import new_encoder_decoder
 from .stages import changed_config

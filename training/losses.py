@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..modeling.base_precision import as_head_takes
+from ..modeling.parts.base_precision import as_head_takes
 
 Head = Callable[[Tensor], Tensor]
 

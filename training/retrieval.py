@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import ModelOutput
 
-from ..modeling.late_interaction import chamfer
+from ..modeling.parts.late_interaction import chamfer
 from .arguments import DataArguments, TrainingConfig
 from .retrieval_data import RetrievalPairs
 from .step_guard import StepGuard, without_metadata

@@ -18,7 +18,7 @@ import pyarrow
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..modeling.prompting import context_end_ids, context_start_ids, encode
+from ..modeling.parts.prompting import context_end_ids, context_start_ids, encode
 from .data import check_texts, read_table
 from .suggestions import check_choice, nearest
 

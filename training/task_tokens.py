@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.configuration_memory_tokens import TASK_TOKENS
-from ..modeling.prompting import prefix_ids as prefix_ids
-from ..modeling.prompting import text_tokenizer as text_tokenizer
+from ..modeling.parts.prompting import prefix_ids as prefix_ids
+from ..modeling.parts.prompting import text_tokenizer as text_tokenizer
 
 
 def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = TASK_TOKENS) -> dict[str, int]:

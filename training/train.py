@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
-from ..modeling.prompting import context_end_ids, opening_ids
+from ..modeling.parts.prompting import context_end_ids, opening_ids
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
 from .collators import CompressionCollator
 from .data import text_starts

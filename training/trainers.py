@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
 
-from ..modeling.compressed_context import CompressedContext
+from ..modeling.memory.compressed_context import CompressedContext
 from .arguments import TrainingConfig
 from .fields import RATIO_MODES
 from .losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions

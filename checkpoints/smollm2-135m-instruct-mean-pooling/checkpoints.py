@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from .versions import CODE_VERSION, CONFIG_SCHEMA
-from .adapters import initialize_lora
+from .lora import initialize_lora
 from .base_cache import find_base
 from .base_weights import DECODER_BASE, ENCODER_BASE, base_entry, stored_weights
 from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer, load_encoder_tokenizer

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .compressed_context import KeyValues
+from .packing import right_padded, take_places
 from .position_layout import decoder_position_ids
-from .splicing import right_padded, take_places
 
 Slots = Tensor | KeyValues
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .memory_checks import check_memory_fields, is_memory
 from .memory_concatenation import concatenate_memories
 from .memory_file import read_memory_file, write_memory_file
+from .memory_validation import check_memory_fields, is_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from .chunking import Slots, cut, join, memory_position_ids
-from .compressed_context import CompressedContext
 from .fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
-from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
+from .compressed_context import CompressedContext
 from .key_value_memory import inverse_frequencies, key_value_shape
+from .chunking import Slots, cut, join, memory_position_ids
+from .input_checks import check_context_length, check_mask, check_ratios, check_token_ids
 
 logger = logging.get_logger(__name__)
 

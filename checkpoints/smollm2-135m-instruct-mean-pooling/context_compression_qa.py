@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Pipeline, PreTrainedTokenizerBase
 
 from .compressed_context import CompressedContext
-from .memory_checks import is_memory
+from .memory_validation import is_memory
 from .prompting import document_ids, message_ids, question_ids, text_tokenizer
 
 MAX_NEW_TOKENS = 64

@@ -11,10 +11,17 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .adapters import DECODER
-from .call_views import for_one_call
 from .compressed_context import CompressedContext
-from .inputs import (
+from .key_value_memory import (
+    aligned_right,
+    check_sliding_window,
+    filled_cache,
+    note_cached_slots,
+)
+from .call_views import for_one_call
+from .lora import DECODER
+from .packing import SplicedSequence, reads_falling_ids_as_packed, splice, text_positions, through_first
+from .input_checks import (
     check_keywords,
     check_mask,
     check_memory,
@@ -23,13 +30,6 @@ from .inputs import (
     check_token_ids,
     warn_about_positions,
 )
-from .key_value_memory import (
-    aligned_right,
-    check_sliding_window,
-    filled_cache,
-    note_cached_slots,
-)
-from .splicing import SplicedSequence, reads_falling_ids_as_packed, splice, text_positions, through_first
 
 
 class DecodingMixin:

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers.generation import LogitsProcessorList
 
 from .compressed_context import CompressedContext
-from .inputs import check_ids, check_mask, check_memory, check_memory_ratio, check_text
 from .key_value_memory import num_cached_slots
-from .splicing import left_padded
+from .packing import left_padded
+from .input_checks import check_ids, check_mask, check_memory, check_memory_ratio, check_text
 
 
 class _TaskTokensAsBOS(LogitsProcessorList):

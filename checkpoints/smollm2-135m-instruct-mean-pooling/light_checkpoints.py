@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-from .adapters import OWN_ADAPTERS
+from .lora import OWN_ADAPTERS
 from .base_cache import find_base
 from .base_weights import (
     DECODER_BASE,

@@ -21,16 +21,24 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from .configuration_compressor import CompressorConfig
-from .adapters import DECODER, ENCODER, CheckpointWithAdapters, PeftTargetMixin, inject_lora, merge_lora, use_adapter
-from .base_precision import as_head_takes, in_base_precision, note_trained_weights
 from .base_weights import own_modules, remember_base
-from .call_views import for_one_call
 from .checkpoints import CheckpointMixin
 from .compressed_context import CompressedContext
+from .key_value_memory import keep_caches_under_checkpointing
+from .base_precision import as_head_takes, in_base_precision, note_trained_weights
+from .call_views import for_one_call
+from .lora import (
+    DECODER,
+    ENCODER,
+    CheckpointWithAdapters,
+    PeftTargetMixin,
+    inject_lora,
+    merge_lora,
+    use_adapter,
+)
 from .compressing import CompressingMixin
 from .decoding import DecodingMixin
 from .generation import MemoryGenerationMixin
-from .key_value_memory import keep_caches_under_checkpointing
 
 logger = logging.get_logger(__name__)
 

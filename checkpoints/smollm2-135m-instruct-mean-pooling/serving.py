@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from .adapters import DECODER, merge_lora
-from .inputs import check_memory
+from .lora import DECODER, merge_lora
 from .prompting import message_ids
+from .input_checks import check_memory
 
 if TYPE_CHECKING:
     from .compressed_context import CompressedContext

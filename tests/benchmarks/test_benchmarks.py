@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from context_compressors.modeling.pooling import mean_pool
+from context_compressors.modeling.parts.pooling import mean_pool
 
 TOY = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size", "64", "--device", "cpu"]
 

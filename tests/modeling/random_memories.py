@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from context_compressors.modeling.compressed_context import CompressedContext
+from context_compressors.modeling.memory.compressed_context import CompressedContext
 
 NUM_HEADS, HEAD_DIM, NUM_LAYERS, HIDDEN_SIZE = 2, 8, 3, 6
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from context_compressors import CompressedContext, ContextCompressionQAPipeline, MeanPoolingForCausalLM
-from context_compressors.modeling.prompting import (
+from context_compressors.modeling.parts.prompting import (
     encode,
     full_context_ids,
     message_ids,

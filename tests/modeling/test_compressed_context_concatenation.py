@@ -8,8 +8,8 @@ import torch
 from random_memories import HIDDEN_SIZE, NUM_LAYERS, assert_same, make_memory, rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from context_compressors.modeling.compressed_context import CompressedContext
-from context_compressors.modeling.position_layout import encoder_position_ids
+from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.parts.position_layout import encoder_position_ids
 
 
 def rotated(keys, position_ids):

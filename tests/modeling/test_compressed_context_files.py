@@ -12,8 +12,8 @@ import torch
 from random_memories import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, assert_same, make_memory
 from safetensors.torch import save_file
 
-from context_compressors.modeling.compressed_context import CompressedContext
-from context_compressors.modeling.memory_file import read_memory_file, write_memory_file
+from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.memory.memory_file import read_memory_file, write_memory_file
 
 FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -156,7 +156,7 @@ def test_an_altered_byte_anywhere_is_detected(tmp_path, carrier):
 def test_a_file_of_a_later_version_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "memory.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr("context_compressors.modeling.memory_file.FORMAT_VERSION", "2")
+        patch.setattr("context_compressors.modeling.memory.memory_file.FORMAT_VERSION", "2")
         make_memory().save(path)
     with pytest.raises(ValueError, match="version 2, this code reads version 1"):
         CompressedContext.load(path)

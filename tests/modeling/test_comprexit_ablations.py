@@ -8,8 +8,8 @@ from tiny_models import ids_of
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.modeling.modeling_comprexit import ComprExITModel
-from context_compressors.modeling.pooling import mean_pool
-from context_compressors.modeling.window_aggregation import TwoNormWindowAttention, WindowAttention
+from context_compressors.modeling.parts.pooling import mean_pool
+from context_compressors.modeling.parts.window_aggregation import TwoNormWindowAttention, WindowAttention
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from context_compressors.modeling import inputs
+from context_compressors.modeling.compressor import input_checks as inputs
 
 CONTEXT, TEXT = torch.arange(5, 15)[None], torch.arange(20, 24)[None]
 

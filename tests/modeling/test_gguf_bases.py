@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from context_compressors import MeanPoolingForCausalLM
-from context_compressors.modeling.gguf_files import gguf_arguments, gguf_tokenizer
+from context_compressors.modeling.checkpoint.gguf_files import gguf_arguments, gguf_tokenizer
 
 # GPT-2's rule for what stands between digits.
 GPT2 = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")

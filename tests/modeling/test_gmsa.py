@@ -15,7 +15,7 @@ from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.modeling_tcp_autoencoder import TCPAutoencoderForCausalLM
-from context_compressors.modeling.pooling import mean_pool
+from context_compressors.modeling.parts.pooling import mean_pool
 
 
 def plain_backbone(backbone):

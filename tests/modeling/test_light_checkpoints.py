@@ -17,9 +17,9 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, T5Config,
 
 from context_compressors import DeCALForConditionalGeneration
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.modeling import fingerprints
-from context_compressors.modeling.base_weights import BaseRecord, base_name
-from context_compressors.modeling.fingerprints import checksum, fingerprint, weights_fingerprint
+from context_compressors.modeling.checkpoint import fingerprints
+from context_compressors.modeling.checkpoint.base_weights import BaseRecord, base_name
+from context_compressors.modeling.checkpoint.fingerprints import checksum, fingerprint, weights_fingerprint
 from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}

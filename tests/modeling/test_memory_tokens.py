@@ -7,8 +7,9 @@ from tiny_models import AE, BOS, ids_of
 from torch.nn import functional
 from transformers import DynamicCache
 
-from context_compressors.modeling import decoding, memory_tokens
-from context_compressors.modeling.position_layout import encoder_position_ids
+from context_compressors.modeling.compressor import decoding
+from context_compressors.modeling.compressor import memory_token_compressor as memory_tokens
+from context_compressors.modeling.parts.position_layout import encoder_position_ids
 
 layouts = pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
 

@@ -16,7 +16,7 @@ from context_compressors.modeling.modeling_compression_tokens import (
 )
 from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
-from context_compressors.modeling.position_layout import encoder_memory_ids, encoder_position_ids
+from context_compressors.modeling.parts.position_layout import encoder_memory_ids, encoder_position_ids
 
 LAYOUTS = ["default", "uniform", "enhanced"]
 

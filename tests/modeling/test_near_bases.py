@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from context_compressors.modeling.base_weights import base_name
-from context_compressors.modeling.fingerprints import rounding, sample_text
+from context_compressors.modeling.checkpoint.base_weights import base_name
+from context_compressors.modeling.checkpoint.fingerprints import rounding, sample_text
 
 # The row of the padding token is all zeros.
 TINY = 1e-12

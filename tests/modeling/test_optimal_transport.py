@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinkhorn_problems import assert_all_close, plan_and_gradients, problem
 
-from context_compressors.modeling import optimal_transport
-from context_compressors.modeling.optimal_transport import sinkhorn
+from context_compressors.modeling.parts import optimal_transport
+from context_compressors.modeling.parts.optimal_transport import sinkhorn
 
 
 def naive_window(cost, source, target, epsilon, num_iterations):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from sinkhorn_problems import assert_all_close, plan_and_gradients, problem
 
-from context_compressors.modeling import optimal_transport
-from context_compressors.modeling.optimal_transport import sinkhorn
+from context_compressors.modeling.parts import optimal_transport
+from context_compressors.modeling.parts.optimal_transport import sinkhorn
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

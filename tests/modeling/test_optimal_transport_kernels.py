@@ -14,8 +14,9 @@ import torch
 from sinkhorn_problems import assert_all_close, plan_and_gradients, problem
 from transformers.dynamic_module_utils import get_imports
 
-from context_compressors.modeling import optimal_transport, remote_code
-from context_compressors.modeling.optimal_transport import sinkhorn
+from context_compressors.modeling.checkpoint import remote_code
+from context_compressors.modeling.parts import optimal_transport
+from context_compressors.modeling.parts.optimal_transport import sinkhorn
 
 has_triton = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not has_triton, reason="Triton is not installed")
@@ -40,8 +41,8 @@ def in_interpreter(code: str) -> None:
 KERNEL_CHECK = """
 import math
 import torch
-from context_compressors.modeling import optimal_transport as reference
-from context_compressors.modeling.optimal_transport_triton import fits
+from context_compressors.modeling.parts import optimal_transport as reference
+from context_compressors.modeling.parts.optimal_transport_triton import fits
 
 assert fits(128, 64) and fits(100, 33) and not fits(128, 65)
 for num_windows, num_senders, num_receivers, epsilon, num_iterations in {cases}:
@@ -89,7 +90,7 @@ import itertools
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from context_compressors.modeling import optimal_transport_triton as kernels
+from context_compressors.modeling.parts import optimal_transport_triton as kernels
 
 shapes = [(128, 32), (128, 64)]
 for kernel, shape in itertools.product((kernels._solve_kernel, kernels._gradients_kernel), shapes):

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from context_compressors.modeling.pooling import mean_pool, num_slots
+from context_compressors.modeling.parts.pooling import mean_pool, num_slots
 
 
 def naive_mean_pool(hidden_states, attention_mask, ratio):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from context_compressors.modeling.position_layout import (
+from context_compressors.modeling.parts.position_layout import (
     decoder_position_ids,
     encoder_position_ids,
     rotate_keys,

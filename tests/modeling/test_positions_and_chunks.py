@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from context_compressors.modeling.compressed_context import CompressedContext
-from context_compressors.modeling.position_layout import decoder_position_ids, encoder_position_ids
-from context_compressors.modeling.splicing import take_places
+from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.parts.packing import take_places
+from context_compressors.modeling.parts.position_layout import decoder_position_ids, encoder_position_ids
 
 PAD, BOS = 0, 1
 AE, LM = 128, 129

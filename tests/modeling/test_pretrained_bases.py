@@ -22,9 +22,14 @@ import context_compressors
 from context_compressors import MeanPoolingForCausalLM
 from context_compressors.commands import load_compressor
 from context_compressors.evaluation.loading import load_model
-from context_compressors.modeling import pretrained_bases
-from context_compressors.modeling.base_cache import cache_folder, cached_base, find_base
-from context_compressors.modeling.pretrained_bases import WheelBase, base_place, fetch_bases, pretrained_base
+from context_compressors.modeling.checkpoint import pretrained_bases
+from context_compressors.modeling.checkpoint.base_cache import cache_folder, cached_base, find_base
+from context_compressors.modeling.checkpoint.pretrained_bases import (
+    WheelBase,
+    base_place,
+    fetch_bases,
+    pretrained_base,
+)
 from context_compressors.training.fields import ModelArguments
 from context_compressors.training.loading import load_compressor as load_to_train
 

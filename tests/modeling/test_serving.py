@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from context_compressors import CompressedContext, add_task_tokens
-from context_compressors.modeling.prompting import message_ids
+from context_compressors.modeling.parts.prompting import message_ids
 
 QUESTION = "Who?"
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}

@@ -11,8 +11,8 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from context_compressors.modeling import compressing
-from context_compressors.modeling.base_weights import base_name
+from context_compressors.modeling.checkpoint.base_weights import base_name
+from context_compressors.modeling.compressor import compressing
 from context_compressors.training.collators import CompressionCollator
 
 PAD, BOS = 0, 1

@@ -12,9 +12,9 @@ from tiny_models import METHODS, Case
 from transformers import TextIteratorStreamer
 
 from context_compressors.configuration.configuration_decal import DeCALConfig
-from context_compressors.modeling.adapters import use_adapter
 from context_compressors.modeling.modeling_decal import DeCALForConditionalGeneration
-from context_compressors.modeling.prompting import encode
+from context_compressors.modeling.parts.lora import use_adapter
+from context_compressors.modeling.parts.prompting import encode
 
 THREADS, ROUNDS = 8, 2
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

@@ -9,8 +9,8 @@ import pytest
 from small_recipes import write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from context_compressors.modeling.checkpoint.pretrained_bases import WHEEL_BASES
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.pretrained_bases import WHEEL_BASES
 from context_compressors.training.train import main
 
 NAME = "me/kept"

@@ -18,7 +18,7 @@ from context_compressors import DeCALConfig, DeCALForConditionalGeneration
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.modeling.prompting import context_end_ids
+from context_compressors.modeling.parts.prompting import context_end_ids
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.denoising import (
     DenoisingDataset,

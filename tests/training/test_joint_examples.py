@@ -4,8 +4,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from context_compressors.modeling.chunking import cut
-from context_compressors.modeling.position_layout import decoder_position_ids, encoder_position_ids
+from context_compressors.modeling.compressor.chunking import cut
+from context_compressors.modeling.parts.position_layout import decoder_position_ids, encoder_position_ids
 from context_compressors.training.collators import CompressionCollator
 from context_compressors.training.data import encode
 from context_compressors.training.generated import generate_document

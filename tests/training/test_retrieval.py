@@ -13,7 +13,7 @@ from transformers import AutoModelForTextEncoding, AutoTokenizer
 
 from context_compressors import DeCALConfig, DeCALForRetrieval
 from context_compressors.evaluation.retrieval import encode_texts, ndcg, score_texts
-from context_compressors.modeling.late_interaction import chamfer
+from context_compressors.modeling.parts.late_interaction import chamfer
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.retrieval import (
     RetrievalCollator,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import context_compressors.training
 from context_compressors import ContextCompressionQAPipeline, MeanPoolingForCausalLM
-from context_compressors.modeling.prompting import opening_ids
+from context_compressors.modeling.parts.prompting import opening_ids
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.data import DataSource
 from context_compressors.training.train import main

@@ -8,7 +8,7 @@ from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.evaluation.task_text import text_ids
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
-from context_compressors.modeling.prompting import restored_ids
+from context_compressors.modeling.parts.prompting import restored_ids
 from context_compressors.training.arguments import ModelArguments
 from context_compressors.training.data import context_start_ids, encode, text_starts
 from context_compressors.training.task_tokens import add_task_tokens, check_task_tokens, text_tokenizer

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .memory_tokens import MemoryTokenModel
+from .memory_token_compressor import MemoryTokenModel
 
 if TYPE_CHECKING:
-    from ..configuration.configuration_memory_tokens import MemoryTokensConfig
-    from ..configuration.configuration_shallow_encoder import ShallowEncoderConfig
+    from ...configuration.configuration_memory_tokens import MemoryTokensConfig
+    from ...configuration.configuration_shallow_encoder import ShallowEncoderConfig
 
 
 class DistinctMemoryTokenModel(MemoryTokenModel):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .memory_checks import check_memory_fields, is_memory
 from .memory_concatenation import concatenate_memories
 from .memory_file import read_memory_file, write_memory_file
+from .memory_validation import check_memory_fields, is_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -350,7 +350,7 @@ class CompressedContext:
                 contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
         """
         # Most readers of memories never serve.
-        from .serving import as_base64, prompt_embeds
+        from ..compressor.serving import as_base64, prompt_embeds
 
         if encoding not in (None, "base64"):
             raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")

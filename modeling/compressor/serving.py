@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from .adapters import DECODER, merge_lora
-from .inputs import check_memory
-from .prompting import message_ids
+from ..parts.lora import DECODER, merge_lora
+from ..parts.prompting import message_ids
+from .input_checks import check_memory
 
 if TYPE_CHECKING:
-    from .compressed_context import CompressedContext
+    from ..memory.compressed_context import CompressedContext
 
 
 @torch.no_grad()

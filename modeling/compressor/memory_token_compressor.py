@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters import ENCODER
-from .call_views import twin
+from ..memory.key_value_memory import sliding_window
+from ..parts.call_views import twin
+from ..parts.lora import ENCODER
+from ..parts.packing import SplicedSequence, reads_falling_ids_as_packed, splice, take_places
+from ..parts.position_layout import encoder_memory_ids
 from .chunking import cut
-from .inputs import check_context_length, check_mask, check_ratios, check_token_ids
-from .key_value_memory import sliding_window
+from .input_checks import check_context_length, check_mask, check_ratios, check_token_ids
 from .modeling_compressor import CompressorModel, CompressorPreTrainedModel
-from .position_layout import encoder_memory_ids
-from .splicing import SplicedSequence, reads_falling_ids_as_packed, splice, take_places
 
 # Implementations that take a mask with a value for every pair of places.
 _PAIRWISE_MASKS = ("eager", "sdpa")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compressed_context import CompressedContext
-from .inputs import check_mask, check_text
-from .splicing import left_padded
+from ..memory.compressed_context import CompressedContext
+from ..parts.packing import left_padded
+from .input_checks import check_mask, check_text
 
 
 def own_tokens(input_ids: Tensor, attention_mask: Tensor, config: Any) -> Tensor:

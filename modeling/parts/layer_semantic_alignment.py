@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from ..configuration.configuration_shallow_encoder import first_layers
+from ...configuration.configuration_shallow_encoder import first_layers
 from .base_precision import in_base_precision, weights_of
 
 

@@ -7,9 +7,9 @@ import re
 
 from torch import Tensor
 
-from ..configuration.configuration_shallow_encoder import KEFT, ShallowEncoderConfig
+from ...configuration.configuration_shallow_encoder import KEFT, ShallowEncoderConfig
 from .distinct_memory_tokens import DistinctMemoryTokenModel
-from .memory_tokens import MemoryRows, MemoryTokenModel
+from .memory_token_compressor import MemoryRows, MemoryTokenModel
 
 # W_Q, W_K and W_V of every decoder layer, one by one or in one map; their biases belong to them.
 QUERY_KEY_VALUE = (

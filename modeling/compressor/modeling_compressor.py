@@ -20,17 +20,25 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from ..configuration.configuration_compressor import CompressorConfig
-from .adapters import DECODER, ENCODER, CheckpointWithAdapters, PeftTargetMixin, inject_lora, merge_lora, use_adapter
-from .base_precision import as_head_takes, in_base_precision, note_trained_weights
-from .base_weights import own_modules, remember_base
-from .call_views import for_one_call
-from .checkpoints import CheckpointMixin
-from .compressed_context import CompressedContext
+from ...configuration.configuration_compressor import CompressorConfig
+from ..checkpoint.base_weights import own_modules, remember_base
+from ..checkpoint.checkpoints import CheckpointMixin
+from ..memory.compressed_context import CompressedContext
+from ..memory.key_value_memory import keep_caches_under_checkpointing
+from ..parts.base_precision import as_head_takes, in_base_precision, note_trained_weights
+from ..parts.call_views import for_one_call
+from ..parts.lora import (
+    DECODER,
+    ENCODER,
+    CheckpointWithAdapters,
+    PeftTargetMixin,
+    inject_lora,
+    merge_lora,
+    use_adapter,
+)
 from .compressing import CompressingMixin
 from .decoding import DecodingMixin
 from .generation import MemoryGenerationMixin
-from .key_value_memory import keep_caches_under_checkpointing
 
 logger = logging.get_logger(__name__)
 

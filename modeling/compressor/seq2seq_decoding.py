@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput
 
-from .compressed_context import CompressedContext
-from .inputs import check_keywords, check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
+from ..memory.compressed_context import CompressedContext
+from .input_checks import check_keywords, check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
 
 
 def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:

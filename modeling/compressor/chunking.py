@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .compressed_context import KeyValues
-from .position_layout import decoder_position_ids
-from .splicing import right_padded, take_places
+from ..memory.compressed_context import KeyValues
+from ..parts.packing import right_padded, take_places
+from ..parts.position_layout import decoder_position_ids
 
 Slots = Tensor | KeyValues
 

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from .compressed_context import CompressedContext
 from .key_value_memory import key_value_shape
-from .memory_checks import is_memory
+from .memory_validation import is_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from .compressed_context import CompressedContext
-from .inputs import check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
-from .questions import check_question, question_in_front, with_start
+from ..memory.compressed_context import CompressedContext
+from ..parts.packing import left_padded
+from .input_checks import check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
+from .question_conditioning import check_question, question_in_front, with_start
 from .seq2seq_decoding import readable_slots
-from .splicing import left_padded
 
 
 class Seq2SeqGenerationMixin:

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..parts.packing import take_places
 from .compressed_context import CompressedContext, KeyValues
-from .splicing import take_places
 
 # Frequencies that do not depend on the length of the sequence, so that keys can be rotated on.
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Pipeline, PreTrainedTokenizerBase
 
-from .compressed_context import CompressedContext
-from .memory_checks import is_memory
-from .prompting import document_ids, message_ids, question_ids, text_tokenizer
+from ..memory.compressed_context import CompressedContext
+from ..memory.memory_validation import is_memory
+from ..parts.prompting import document_ids, message_ids, question_ids, text_tokenizer
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8

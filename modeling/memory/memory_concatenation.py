@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .position_layout import rotate_keys
+from ..parts.position_layout import rotate_keys
 
 # A CompressedContext. Its file imports this one, so this one cannot name the class.
 Memory = TypeVar("Memory")

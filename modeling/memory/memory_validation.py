@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .position_layout import POSITION_LAYOUTS
+from ..parts.position_layout import POSITION_LAYOUTS
 
 _INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
