@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.sources import context_start_ids
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ..training.data import context_start_ids
 from .samples import EvaluationDataset, Sample, SampleBuilder
 
 logger = logging.getLogger(__name__)

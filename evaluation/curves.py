@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training curves of several runs: losses by step, how soon each reaches a loss, and the `curves` command."""
+"""Training curves of several runs: losses by step, and how soon each reaches a loss."""
 
 import json
 import math
@@ -8,29 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..arguments import NearestNameParser
-from ..training.suggestions import check_choice, nearest
+from ..configuration.nearest_names import nearest
 
 RUN_METRIC, BENCHMARK_METRIC = "loss", "reconstruction_loss"
 _STATE, _SUMMARY = "trainer_state.json", "training_summary.json"
-
-_EXAMPLES = """\
-examples:
-  # Two runs, by the losses in their folders' logs, and how soon each is at a loss of 2.5:
-  context-compressors curves outputs/icae outputs/mean-pooling --loss 2.5 --output curves.png
-
-  # One value of two runs of joint pretraining, under names of their own:
-  context-compressors curves default=outputs/icae-default enhanced=outputs/icae-enhanced --output curves.png \\
-      --metric loss_reconstruction_ratio_5
-
-  # Next-token losses of three methods (Figure 6 of ComprExIT), held-out, by the rows of the small-scale benchmark:
-  context-compressors curves benchmarks/results/small_scale.json --metric continuation_loss --output curves.png \\
-      --runs "comprexit, ratio 4" "icae, ratio 4" "five_hundred_x, ratio 4"
-
-  # Two rows of the small-scale benchmark, with their spread over seeds, at a loss of 0.5:
-  context-compressors curves benchmarks/results/small_scale.json --loss 0.5 --output curves.png \\
-      --runs "icae, ratio 5" "icae, position_layout=enhanced, ratio 5"
-"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +94,7 @@ def read_curves(source: str, metric: str | None = None) -> list[Curve]:
     """Read the curves of a run, or of all rows of a small-scale benchmark.
 
     Args:
-        source: `trainer_state.json`, `training_summary.json`, a result file of `benchmarks/small_scale.py`, or a run's
+        source: `trainer_state.json`, `training_summary.json`, a result file of `benchmarks/small_scale/measure.py`, or a run's
             folder (its last state is taken), whose name the run has; `NAME=` in front gives it another name, and is
             put in front of the names of the rows.
         metric: a value of the log's entries; that of `default_metric` when `None`.
@@ -207,49 +188,3 @@ def table(curves: Sequence[Curve], loss: float) -> str:
         )
     header = ["run", "seeds", "first", "last", "lowest", f"steps to {loss:.4g}", f"times faster than {curves[0].name}"]
     return markdown_table(header, rows)
-
-
-def build_parser() -> NearestNameParser:
-    """The command line of `context-compressors curves`."""
-    parser = NearestNameParser(
-        prog="context-compressors curves",
-        description="Draw a value of training logs by step, and tell how soon each run reaches a loss.",
-        epilog=_EXAMPLES,
-    )
-    add = parser.add_argument
-    add("sources", nargs="+", metavar="SOURCE", help="[NAME=]folder of a run, its log, or small-scale result file")
-    add("--output", required=True, metavar="PNG", help="the picture")
-    add("--metric", help=f"value of the logs' entries (default: {RUN_METRIC}, of a benchmark {BENCHMARK_METRIC})")
-    add("--loss", type=float, metavar="X", help="loss to reach (default: the lowest that all runs reach)")
-    add(
-        "--runs",
-        nargs="+",
-        metavar="NAME",
-        help="only these, in this order; the first is compared with (default: all)",
-    )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `context-compressors curves`; returns the exit status.
-
-    Raises:
-        ValueError: a source that holds no such log, runs and benchmarks without a metric, two runs of one name, or a
-            run that is not there.
-    """
-    arguments = build_parser().parse_args(argv)
-
-    from .plots import plot_curves
-
-    metric = arguments.metric or default_metric(arguments.sources)
-    read = [curve for source in arguments.sources for curve in read_curves(source, metric)]
-    curves = {curve.name: curve for curve in read}
-    if len(curves) < len(read):
-        raise ValueError(f"two runs have one name among {[curve.name for curve in read]}: give names as NAME=SOURCE")
-    for name in arguments.runs or ():
-        check_choice("run", name, curves)
-    chosen = [curves[name] for name in arguments.runs or curves]
-    loss = common_loss(chosen) if arguments.loss is None else arguments.loss
-    path = plot_curves(chosen, metric, arguments.output, loss)
-    print(f"{table(chosen, loss)}\n\nwrote {path}")
-    return 0

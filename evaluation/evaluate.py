@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..data.sources import start_token_id, task_start_ids
+from ..data.task_tokens import text_tokenizer
 from ..modeling.checkpoint.fingerprints import fingerprint
-from ..training.data import start_token_id, task_start_ids
-from ..training.task_tokens import text_tokenizer
 from .bert_score import BertScorer
 from .context_limits import context_limit, within_encoder_tokens
 from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, alternative_condition, ratio_condition

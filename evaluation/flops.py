@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..training.suggestions import nearest
+from ..configuration.nearest_names import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..training.suggestions import check_choice
+from ..configuration.nearest_names import check_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..training.suggestions import check_choice, nearest
+from ..configuration.nearest_names import check_choice, nearest
 from .flops import METHODS, methods_of
 
 if TYPE_CHECKING:

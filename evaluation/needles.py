@@ -2,7 +2,7 @@
 """One fact in running text, asked for at several lengths of text: what a memory still knows of a single sentence.
 
 The facts are about towns and people that are nowhere else: names of towns and last names are made up, and belong to
-the test split of `training.generated`, so that no generated training document says them.
+the test split of `data.synthetic_documents`, so that no generated training document says them.
 """
 
 # ruff: noqa: SIM905 (word lists read better as text)
@@ -20,8 +20,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..training.data import encode
-from ..training.generated import split_of
+from ..data.sources import encode
+from ..data.synthetic_documents import split_of
 from .alternatives import split_sentences
 from .evaluate import evaluate_model
 from .report import EvaluationReport, markdown_table, write_json

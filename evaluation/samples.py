@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..configuration.nearest_names import check_choice
+from ..data.prompts import TASKS, format_prompt
+from ..data.sources import DataSource, answer_text, encode, read_rows
+from ..data.synthetic_documents import GeneratedDocument, generate_document
+from ..data.task_tokens import prefix_ids
 from ..modeling.parts.prompting import before_answer
 from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
-from ..training.data import DataSource, answer_text, encode, read_rows
-from ..training.generated import GeneratedDocument, generate_document
-from ..training.prompts import TASKS, format_prompt
-from ..training.suggestions import check_choice
-from ..training.task_tokens import prefix_ids
 from .report import DOMAINS
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..training.prompts import TASKS
-from ..training.suggestions import check_choice
+from ..configuration.nearest_names import check_choice
+from ..data.prompts import TASKS
 
 # The command line reads these before any model is wanted, so they come from nowhere that loads torch.
 ALTERNATIVES = ("cut", "bm25")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..data.prompts import TASKS, format_prompt, load_prompts
 from ..modeling.parts.prompting import prompt_ids, restored_ids, start_ids, start_token_id
-from ..training.prompts import TASKS, format_prompt, load_prompts
 
 
 def default_prompts(config: PreTrainedConfig) -> str | dict[str, str] | None:
@@ -39,7 +39,7 @@ def text_ids(
     Args:
         config: a compressor's configuration.
         tokenizer: the tokenizer saved with it.
-        task: one of `training.prompts.TASKS`.
+        task: one of `data.prompts.TASKS`.
         question: the question, for question answering.
         prompts: name or file of the prompts, or a prompt for each task; those of `default_prompts` when `None`.
 

@@ -24,7 +24,7 @@ from .cards import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# What benchmarks/retrieval.py ranks.
+# What benchmarks/decal/retrieval.py ranks.
 _COLLECTION = "SciFact"
 
 
@@ -114,7 +114,7 @@ def retrieval_table(scores: Sequence[RetrievalScore]) -> str:
 
 
 def retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:
-    """A checkpoint's rows of a result file of `benchmarks/retrieval.py`, and how they were measured.
+    """A checkpoint's rows of a result file of `benchmarks/decal/retrieval.py`, and how they were measured.
 
     Args:
         path: the file.
@@ -127,7 +127,7 @@ def retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:
         ValueError: there is no such file, it is another one, or it has no row of the checkpoint.
     """
     if not path.is_file():
-        raise ValueError(f"there is no file {path}: benchmarks/retrieval.py writes it")
+        raise ValueError(f"there is no file {path}: benchmarks/decal/retrieval.py writes it")
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         rows, settings = results["rows"], results["settings"]
@@ -140,7 +140,7 @@ def retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:
         lengths = settings["max_query_tokens"], settings["max_document_tokens"]
         queries = sorted({row["queries"] for row in own})
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a result file of benchmarks/retrieval.py: {error!r}") from error
+        raise ValueError(f"{path} is not a result file of benchmarks/decal/retrieval.py: {error!r}") from error
     ratios = [score.ratio for score in scores]
     if len(set(ratios)) < len(ratios):
         raise ValueError(f"{path} has several checkpoints of the name {name!r}: rename their folders")

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from ..configuration.configuration_compressor import CompressorConfig
+from ..data.retrieval_sources import RetrievalSource
+from ..data.sources import DataSource
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, ratio_condition
 from ..training.arguments import read_recipe
-from ..training.data import DataSource
-from ..training.retrieval_data import RetrievalSource
 from .card_records import TASK_NAMES, Score, TrainingData, TrainingRecord
 from .cards import language_model_card, model_card
 from .retrieval_cards import retrieval_card, retrieval_scores
@@ -57,7 +57,7 @@ def write_card(
         folder: what `context-compressors train` made: a compressor or a plain language model with `recipe.yaml` and
             `training_summary.json`.
         reports: evaluations of the checkpoint, or their files; of a retrieval checkpoint, files of
-            `benchmarks/retrieval.py`. The card says "Not measured." without any.
+            `benchmarks/decal/retrieval.py`. The card says "Not measured." without any.
         limits: what it cannot do, one sentence each; never empty.
         summary: what it is, in a sentence or two; made from the configuration when `None`.
         model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
@@ -134,7 +134,9 @@ def _write_retrieval_card(
     scores, notes = [], []
     for file in results:
         if isinstance(file, EvaluationReport):
-            raise ValueError(f"{folder} is a retrieval checkpoint: its scores are a file of benchmarks/retrieval.py")
+            raise ValueError(
+                f"{folder} is a retrieval checkpoint: its scores are a file of benchmarks/decal/retrieval.py"
+            )
         found, note = retrieval_scores(Path(file), folder.resolve().name)
         if {score.ratio for score in found} & {score.ratio for score in scores}:
             raise ValueError(

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import context_compressors.modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 from context_compressors import CompressionCollator, CompressionDataset, MeanPoolingForCausalLM
+from context_compressors.hub_cards.repository import build_repository
 from context_compressors.modeling.checkpoint.remote_code import write_code
-from context_compressors.upload import build_repository
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ROOT / "tests" / "checkpoints"

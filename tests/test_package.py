@@ -122,8 +122,8 @@ def test_every_folder_with_code_is_a_listed_package():
             name = ".".join([package, *path.parent.relative_to(ROOT / folder).parts])
             assert name in packages, f"{path} is in no listed package"
     for name in packages:
-        top = ".".join(name.split(".")[:2])
-        folder = ROOT.joinpath(FOLDERS[top], *name.split(".")[2:])
+        top = max((package for package in FOLDERS if f"{name}.".startswith(f"{package}.")), key=len)
+        folder = ROOT.joinpath(FOLDERS[top], *name[len(top) :].split(".")[1:])
         assert (folder / "__init__.py").is_file(), f"{name} is listed, and is no package"
 
 
@@ -173,7 +173,7 @@ def test_wheel_holds_every_file_and_works_in_a_clean_environment(
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert product_files() <= names, f"missing in the wheel: {sorted(product_files() - names)}"
-    assert "context_compressors/training/prompts.yaml" in names
+    assert "context_compressors/data/prompts.yaml" in names
     assert any(re.fullmatch(r"context_compressors/training/recipes/mean_pooling/.*\.yaml", name) for name in names)
     install(clean_environment, wheel)
     check_install(clean_environment, clean_environment, tmp_path / "elsewhere")

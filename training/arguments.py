@@ -15,10 +15,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trl import SFTConfig, TrlParser
 
+from ..cli.train import DESCRIPTION, examples, usage
+from ..configuration.nearest_names import nearest
+from ..data.yaml_text import read_yaml
 from .fields import DataArguments, ModelArguments, TrainingFields
-from .suggestions import nearest
-from .train_command import DESCRIPTION, examples, usage
-from .yaml_text import read_yaml
 
 
 @dataclass

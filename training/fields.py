@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from ..configuration.nearest_names import check_choice
+from ..data.yaml_text import parse_yaml
 from .schedules import check_ratio_schedule, check_task_schedule
-from .suggestions import check_choice
-from .yaml_text import parse_yaml
 
 if TYPE_CHECKING:
-    from .data import DataSource
-    from .span_corruption import SpanCorruption
+    from ..data.sources import DataSource
+    from .objectives.span_corruption import SpanCorruption
 
 OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising", "retrieval")
 OPTIMIZERS = ("adamw", "muon", "adafactor")
@@ -196,13 +196,13 @@ class DataArguments:
 
     def span_corruption(self) -> SpanCorruption:
         """How texts are corrupted in the objective denoising."""
-        from .span_corruption import SpanCorruption
+        from .objectives.span_corruption import SpanCorruption
 
         return SpanCorruption(self.noise_density, self.mean_span_length)
 
     def parsed_sources(self, name: str = "sources") -> list[DataSource]:
         """The entries of `sources` or `eval_sources`; `ValueError` when there are none in `sources`."""
-        from .data import DataSource
+        from ..data.sources import DataSource
 
         entries = getattr(self, name) or []
         if not entries and name == "sources":

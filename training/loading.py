@@ -17,13 +17,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..configuration.nearest_names import check_choice
+from ..data.task_tokens import add_task_tokens, check_task_tokens
 from ..modeling.checkpoint.gguf_files import gguf_arguments, gguf_tokenizer
 from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
 from .arguments import DataArguments, ModelArguments
-from .denoising import new_encoder_decoder
-from .stages import changed_config
-from .suggestions import check_choice
-from .task_tokens import add_task_tokens, check_task_tokens
+from .objectives.denoising import new_encoder_decoder
+from .resume import changed_config
 from .tokenizer import train_tokenizer
 
 METHODS = {

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..evaluation.report import environment
 from .arguments import TrainingConfig
-from .step_guard import StepGuard
+from .base_trainer import StepGuard
 
 logger = logging.get_logger(__name__)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .data import DataSource, distinct_texts, read_rows
-from .generated import generate_document
-from .prompts import format_prompt
+from ..data.prompts import format_prompt
+from ..data.sources import DataSource, distinct_texts, read_rows
+from ..data.synthetic_documents import generate_document
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 

@@ -18,25 +18,13 @@ from transformers import (
     set_seed,
 )
 
+from ..configuration.nearest_names import check_choice
+from ..data.prompts import load_prompts
+from ..data.sources import text_starts
+from ..data.task_tokens import text_tokenizer
 from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
 from ..modeling.parts.prompting import context_end_ids, opening_ids
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
-from .collators import CompressionCollator
-from .data import text_starts
-from .denoising import (
-    DenoisingDataset,
-    Seq2SeqCollator,
-    Seq2SeqCompressionTrainer,
-)
-from .examples import CompressionDataset
-from .joint_examples import JointDataset
-from .joint_trainer import JointPretrainingTrainer
-from .language_modeling import (
-    LanguageModelingBatches,
-    LanguageModelingCollator,
-    LanguageModelingRows,
-    LanguageModelingTrainer,
-)
 from .loading import (
     DEFAULT_METHOD,
     load_compressor,
@@ -45,15 +33,27 @@ from .loading import (
     pretrained_language_model,
     teacher_language_model,
 )
-from .prompts import load_prompts
-from .retrieval import RetrievalTrainer, build_retrieval_trainer
+from .objectives.compression import CompressionTrainer, DistillationTrainer, TeacherTrainer
+from .objectives.compression_collator import CompressionCollator
+from .objectives.compression_dataset import CompressionDataset
+from .objectives.denoising import (
+    DenoisingDataset,
+    Seq2SeqCollator,
+    Seq2SeqCompressionTrainer,
+)
+from .objectives.joint_pretraining import JointDataset
+from .objectives.joint_trainer import JointPretrainingTrainer
+from .objectives.language_modeling import (
+    LanguageModelingBatches,
+    LanguageModelingCollator,
+    LanguageModelingRows,
+    LanguageModelingTrainer,
+)
+from .objectives.retrieval import RetrievalTrainer, build_retrieval_trainer
+from .objectives.span_corruption import SpanCorruptionCollator, add_sentinel_tokens
+from .resume import check_resumed
 from .run_record import latest_checkpoint, write_summary
-from .span_corruption import SpanCorruptionCollator, add_sentinel_tokens
-from .stages import check_resumed
-from .suggestions import check_choice
-from .task_tokens import text_tokenizer
 from .tokenizer import leave_out_bos
-from .trainers import CompressionTrainer, DistillationTrainer, TeacherTrainer
 from .weight_files import store_weights_as
 
 
@@ -350,7 +350,7 @@ _OBJECTIVES_WITH = {
     "ratio_schedule": ("compression", "distillation", "joint", "denoising"),
     "eval_sources": (*_READING, "joint", "denoising"),
 }
-_INSTEAD = {("eval_sources", "retrieval"): "measure rankings with benchmarks/retrieval.py"}
+_INSTEAD = {("eval_sources", "retrieval"): "measure rankings with benchmarks/decal/retrieval.py"}
 
 
 def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Trainer:

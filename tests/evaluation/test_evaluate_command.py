@@ -9,8 +9,8 @@ from naive_twin import CONTINUATION, QA, ROWS, naive_scores
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
+from context_compressors.cli.evaluate import columns_from_arguments, main
 from context_compressors.evaluation.evaluate import model_label
-from context_compressors.evaluation.evaluate_command import columns_from_arguments, main
 from context_compressors.evaluation.report import EvaluationReport
 
 

@@ -7,12 +7,12 @@ import string
 import pytest
 from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode, run
 
+from context_compressors.data.prompts import load_prompts
+from context_compressors.data.sources import DataSource, read_rows
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.task_text import text_ids
-from context_compressors.training.data import DataSource, read_rows
-from context_compressors.training.prompts import load_prompts
 
 
 def builder(tokenizer, max_positions=512, **options):

@@ -7,6 +7,8 @@ import random
 import pytest
 from naive_twin import encode
 
+from context_compressors.cli.needles import main
+from context_compressors.data.synthetic_documents import generate_document, split_of
 from context_compressors.evaluation import needles
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import substring_accuracy
@@ -18,12 +20,10 @@ from context_compressors.evaluation.needles import (
     needle_examples,
     wilson_interval,
 )
-from context_compressors.evaluation.needles_command import main
 from context_compressors.evaluation.plots import plot_needles
 from context_compressors.evaluation.report import EvaluationReport, SampleAnswers
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.training.generated import generate_document, split_of
 
 # Running text whose sentences tell where they stand.
 TEXTS = [" ".join(f"This is sentence {number} of text {text}." for number in range(60)) for text in range(4)]

@@ -22,6 +22,7 @@ from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
+from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.hub_cards.card_records import Score, TrainingData, TrainingRecord
 from context_compressors.hub_cards.cards import (
     language_model_card,
@@ -30,7 +31,6 @@ from context_compressors.hub_cards.cards import (
     score_table,
 )
 from context_compressors.training.loading import METHODS
-from context_compressors.training.task_tokens import add_task_tokens
 
 RECORD = TrainingRecord(
     data=[

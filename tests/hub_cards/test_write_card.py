@@ -322,7 +322,7 @@ def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture(scope="module")
 def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a retrieval checkpoint of two steps, and a result file in the form of benchmarks/retrieval.py."""
+    """A folder with a retrieval checkpoint of two steps, and a result file in the form of benchmarks/decal/retrieval.py."""
     root = tmp_path_factory.mktemp("retrieval")
     tables = {
         "corpus": [{"id": str(n), "text": f"The mill number {n} stands by the river."} for n in range(4)],
@@ -378,7 +378,7 @@ def test_a_retrieval_checkpoints_card_stands_beside_bm25_and_its_snippet_runs(
 
 
 def test_other_scores_are_refused_on_a_retrieval_card(retrieval: Path, report: EvaluationReport, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"benchmarks/retrieval\.py"):
+    with pytest.raises(ValueError, match=r"benchmarks/decal/retrieval\.py"):
         write_card(retrieval / "ranker", [report], LIMITS)
     (tmp_path / "wrong.json").write_text('{"rows": [{}], "settings": {}}')
     with pytest.raises(ValueError, match="not a result file"):

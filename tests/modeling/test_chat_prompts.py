@@ -17,8 +17,8 @@ from context_compressors.modeling.parts.prompting import (
     question_ids,
     text_tokenizer,
 )
-from context_compressors.training.collators import CompressionCollator
-from context_compressors.training.examples import CompressionDataset
+from context_compressors.training.objectives.compression_collator import CompressionCollator
+from context_compressors.training.objectives.compression_dataset import CompressionDataset
 
 TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}<s>system\nBe kind.</s>\n{% endif %}"

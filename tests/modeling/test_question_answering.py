@@ -18,8 +18,8 @@ from context_compressors import (
     DeCALModel,
     add_task_tokens,
 )
+from context_compressors.data.prompts import load_prompts
 from context_compressors.modeling.parts.prompting import QUESTION_PROMPTS
-from context_compressors.training.prompts import load_prompts
 
 DOCUMENTS = ["Nora keeps eleven bees.", "Olaf owns the mill. {x}", "No."]
 QUESTIONS = ["Who?", "What does Nora keep [LM]?"]

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from context_compressors.modeling.checkpoint.base_weights import base_name
 from context_compressors.modeling.compressor import compressing
-from context_compressors.training.collators import CompressionCollator
+from context_compressors.training.objectives.compression_collator import CompressionCollator
 
 PAD, BOS = 0, 1
 COLLATOR = CompressionCollator(PAD, BOS)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from context_compressors.data.sources import DataSource
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import TrainingConfig
-from context_compressors.training.data import DataSource
 from context_compressors.training.tokenizer import train_tokenizer
 
 # Tests import the helper modules beside them by name.

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 import context_compressors.training
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.forward_redirection import as_forward_pass
 from context_compressors.training.train import main
-from context_compressors.training.wrapped_forward import as_forward_pass
 
 CONFIGURATIONS = Path(context_compressors.training.__file__).parent / "accelerate"
 WORKER = Path(__file__).with_name("distributed_worker.py")

@@ -14,10 +14,10 @@ from transformers.optimization import get_scheduler
 import context_compressors.training
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
+from context_compressors.data.sources import DataSource
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.modeling_tcp_autoencoder import TCPAutoencoderForCausalLM
 from context_compressors.training.arguments import parse_recipe
-from context_compressors.training.data import DataSource
 from context_compressors.training.tokenizer import train_tokenizer
 from context_compressors.training.train import build_trainer, main
 

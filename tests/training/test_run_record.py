@@ -12,11 +12,11 @@ import yaml
 from small_recipes import GENERATED, write_recipe
 
 import context_compressors.training
+from context_compressors.hub_cards.repository import build_repository
 from context_compressors.training.arguments import parse_recipe, recorded_recipe
 from context_compressors.training.run_counts import COUNTS, RunCounts
 from context_compressors.training.run_record import _without_folders, latest_checkpoint
 from context_compressors.training.train import main
-from context_compressors.upload import build_repository
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
 

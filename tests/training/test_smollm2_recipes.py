@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import context_compressors.training
 from context_compressors import ContextCompressionQAPipeline, MeanPoolingForCausalLM
+from context_compressors.data.sources import DataSource
 from context_compressors.modeling.parts.prompting import opening_ids
 from context_compressors.training.arguments import parse_recipe
-from context_compressors.training.data import DataSource
 from context_compressors.training.train import main
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes" / "smollm2"

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `context-compressors`: finds the sub-command and hands its arguments over."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..configuration.nearest_names import nearest
+
+# name -> (module, one line of help); a module is imported when it is called, and what loads torch only when its
+# arguments are read
+_COMMANDS = {
+    "train": ("train", "train a compressor (or a teacher, or a base model) as a recipe says"),
+    "evaluate": ("evaluate", "score a checkpoint beside no context and full context"),
+    "evaluate-needles": ("needles", "ask for one fact in running text, by length and ratio"),
+    "compress": ("compress", "read documents once, and keep each as a memory file"),
+    "ask": ("ask", "answer questions from memory files or documents"),
+    "analyse": ("analyse", "measure and draw what slots are made of and how alike they are"),
+    "attention": ("attention", "draw what a document's memory tokens attend to, by layer"),
+    "curves": ("curves", "draw training logs, and tell how soon each run reaches a loss"),
+    "flops": ("flops", "count the operations of every method beside the full context"),
+    "card": ("card", "write a checkpoint's card from its training run and its evaluation"),
+    "upload": ("upload", "build a Hub repository from a checkpoint, and push it"),
+}
+
+_OPTIONS = ("--help", "--version", "--traceback")
+
+_EXAMPLES = """\
+examples:
+  context-compressors train recipe.yaml --learning_rate 1e-4
+  context-compressors evaluate --help
+  context-compressors compress my-compressor report.txt --ratio 8 --output memories
+  context-compressors ask my-compressor memories/report.safetensors --question "Who wrote it?"
+
+`context-compressors COMMAND --help` tells a command's options. `--traceback` before the command shows where in the
+code an error came from, instead of its message alone."""
+
+
+def _help() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: context-compressors [--help] [--version] [--traceback] COMMAND ...",
+            "",
+            "Soft context compressors: read a long context once, answer from a few vectors.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            _EXAMPLES,
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sub-command.
+
+    Args:
+        argv: the arguments after the program's name; `sys.argv[1:]` when None.
+
+    Returns:
+        the exit code: 0 done, 1 refused with a message, 2 wrong arguments, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = arguments[:1] == ["--traceback"]
+    if show_traceback:
+        arguments.pop(0)
+    if not arguments:
+        print(_help(), file=sys.stderr)
+        return 2
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"context-compressors {__version__}")
+        return 0
+    if name not in _COMMANDS:
+        kind, allowed = ("option", _OPTIONS) if name.startswith("-") else ("command", _COMMANDS)
+        print(f"context-compressors: error: unknown {kind} {name!r}{nearest(name, allowed)}", file=sys.stderr)
+        return 2
+    command = importlib.import_module(f".{_COMMANDS[name][0]}", __package__).main
+    try:
+        return command(rest) or 0
+    except (ValueError, OSError, ImportError) as error:
+        if show_traceback:
+            raise
+        print(f"context-compressors {name}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

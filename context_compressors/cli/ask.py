@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context-compressors ask MODEL SOURCE ...`: questions in, answers out."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import positive_int
+from .compress import (
+    MEMORY_SUFFIX,
+    add_document_options,
+    add_model_options,
+    command_parser,
+    compress_all,
+    load_pipeline,
+    report_cut,
+)
+from .documents import Document, read_documents
+
+if TYPE_CHECKING:
+    from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
+    from ..modeling.memory.compressed_context import CompressedContext
+
+_EXAMPLES = """\
+examples:
+  context-compressors ask my-compressor memories/report.safetensors --question "Who wrote it?"
+  context-compressors ask my-compressor report.txt minutes.txt --ratio 8
+  context-compressors ask my-compressor memories/*.safetensors < questions.txt"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `context-compressors ask`.
+
+    Args:
+        argv: the arguments after the command's name; `sys.argv[1:]` when None.
+
+    Returns:
+        the exit code, 0; wrong options exit with 2.
+
+    Raises:
+        ValueError: a document, model, ratio or memory file that cannot be used.
+    """
+    parser = command_parser("ask", "Answer questions from memory files or documents.", _EXAMPLES)
+    parser.add_argument("model", help="Hub id or folder of a compressor")
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        help="memory files (.safetensors), and documents, which are compressed first; read together, in this order",
+    )
+    parser.add_argument(
+        "--question",
+        action="append",
+        help="a question; give it again for several. Without it, questions are read line by line from standard input",
+    )
+    parser.add_argument("--prompts", help="packaged prompts or a file of prompts (default: the method's own)")
+    parser.add_argument("--ratio", type=positive_int, help="for documents: context tokens per slot")
+    parser.add_argument(
+        "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
+    )
+    add_document_options(parser)
+    add_model_options(parser)
+    _ask(parser.parse_args(argv))
+    return 0
+
+
+def _ask(arguments: argparse.Namespace) -> None:
+    if "-" in arguments.sources and not arguments.question:
+        raise ValueError("standard input is a document here, so that questions must be given with --question")
+    is_memory = [source.endswith(MEMORY_SUFFIX) for source in arguments.sources]
+    if arguments.ratio and all(is_memory):
+        raise ValueError("--ratio is for documents: a memory file has its ratio already")
+    for source in itertools.compress(arguments.sources, is_memory):
+        if not Path(source).is_file():
+            raise ValueError(f"there is no memory file {source}")
+    documents = {
+        source: read_documents([source], arguments.column)
+        for source, memory in zip(arguments.sources, is_memory, strict=True)
+        if not memory
+    }
+    prompt = _prompt(arguments.prompts)
+    pipe = load_pipeline(arguments)
+    if pipe.model.config.compresses_questions:
+        read = _documents_alone(pipe, documents, arguments)
+    else:
+        read = {"memory": _gather_memories(pipe, documents, arguments), "join": True}
+    for question in arguments.question or _questions():
+        answer = pipe(question, **read, prompt=prompt, max_new_tokens=arguments.max_new_tokens)
+        print(answer["answer"], flush=True)
+
+
+def _prompt(prompts: str | None) -> str | None:
+    """The question's template in the prompts that the option names."""
+    if prompts is None:
+        return None
+    from ..data.prompts import load_prompts
+
+    return load_prompts(prompts)["question_answering"][0]
+
+
+def _documents_alone(
+    pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """What the pipeline reads where a document is compressed together with its question: one document."""
+    if any(source not in documents for source in arguments.sources):
+        pipe.check_serves_memories("so that memory files are not asked: give a document")
+    texts = [document.text for source in arguments.sources for document in documents[source]]
+    if len(texts) > 1:
+        pipe.check_serves_memories("so that several are not read together: ask about one of them")
+    report_cut([len(ids) for ids in pipe.document_ids(texts)], arguments.max_tokens)
+    return {
+        "context": texts[0],
+        "ratio": arguments.ratio,
+        "max_tokens": arguments.max_tokens,
+        "allow_untrained_ratio": arguments.allow_untrained_ratio,
+    }
+
+
+def _gather_memories(
+    pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
+) -> list[CompressedContext]:
+    """The memories of all sources, in the order given."""
+    ratios = [arguments.ratio or pipe.model.config.default_ratio]
+    memories: list[CompressedContext] = []
+    for source in arguments.sources:
+        if source in documents:
+            texts = documents[source]
+            compressed = dict(compress_all(pipe, texts, ratios, 1, arguments))
+            memories.extend(compressed[index][0] for index in range(len(texts)))
+        else:
+            memories.append(pipe.load_memory(source))
+    return memories
+
+
+def _questions() -> Iterator[str]:
+    """Questions from standard input, one a line, until it ends."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print("question> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context-compressors compress MODEL DOCUMENT ...`: documents in, memory files out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import NearestNameParser, device_name, positive_int
+from .documents import Document, read_documents
+from .loading import load_compressor
+
+if TYPE_CHECKING:
+    from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
+    from ..modeling.memory.compressed_context import CompressedContext
+
+MEMORY_SUFFIX = ".safetensors"
+
+_EXAMPLES = """\
+examples:
+  context-compressors compress my-compressor report.txt minutes.txt --output memories
+  context-compressors compress my-compressor articles.parquet --column text --ratio 4 --ratio 16
+  cat report.txt | context-compressors compress my-compressor --output memories"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `context-compressors compress`.
+
+    Args:
+        argv: the arguments after the command's name; `sys.argv[1:]` when None.
+
+    Returns:
+        the exit code, 0; wrong options exit with 2.
+
+    Raises:
+        ValueError: a document, model, ratio or memory file that cannot be used, or files that would be overwritten.
+    """
+    parser = command_parser("compress", "Read documents once, and keep each as a memory file.", _EXAMPLES)
+    parser.add_argument("model", help="Hub id or folder of a compressor")
+    parser.add_argument(
+        "documents",
+        nargs="*",
+        help="text files, .jsonl or .parquet files (one document a row), or - for standard input, the default",
+    )
+    parser.add_argument("--output", default="memories", help="folder of the memory files (default: %(default)s)")
+    parser.add_argument(
+        "--ratio",
+        type=positive_int,
+        action="append",
+        help="context tokens per slot; give it again for several ratios from one reading (default: the model's first)",
+    )
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="documents at once (default: %(default)s)")
+    parser.add_argument("--force", action="store_true", help="overwrite memory files")
+    add_document_options(parser)
+    add_model_options(parser)
+    _compress(parser.parse_args(argv))
+    return 0
+
+
+def command_parser(command: str, description: str, examples: str) -> NearestNameParser:
+    return NearestNameParser(prog=f"context-compressors {command}", description=description, epilog=examples)
+
+
+def add_document_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--column", default="context", help="column of .jsonl and .parquet files with the text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive_int, help="keep only so many tokens of each document (default: all of them)"
+    )
+    parser.add_argument(
+        "--allow-untrained-ratio", action="store_true", help="go on with a ratio that the model was not trained for"
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument(
+        "--base-model", help="Hub id or folder of a light checkpoint's base (default: as the checkpoint says)"
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="allow a checkpoint of a method that this package does not have to run its own code",
+    )
+    parser.add_argument(
+        "--device",
+        type=device_name,
+        default="auto",
+        help="such as cpu or cuda:0 (default: an accelerator if there is one)",
+    )
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: as saved)"
+    )
+
+
+def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline:
+    model, tokenizer = load_compressor(
+        arguments.model,
+        arguments.revision,
+        arguments.trust_remote_code,
+        arguments.device,
+        arguments.dtype,
+        arguments.base_model,
+    )
+    return model.question_answering(tokenizer)
+
+
+def _compress(arguments: argparse.Namespace) -> None:
+    if not arguments.documents and sys.stdin.isatty():
+        raise ValueError("give documents: files, or text on standard input")
+    documents = read_documents(arguments.documents or ["-"], arguments.column)
+    # Wrong names are found before the model is loaded; the default ratio alone needs no part in the names.
+    ratios = list(dict.fromkeys(arguments.ratio or []))
+    paths = _memory_paths(documents, ratios, Path(arguments.output), arguments.force)
+    pipe = load_pipeline(arguments)
+    pipe.check_serves_memories("a memory file without one answers nothing: `ask` about the document itself")
+    ratios = ratios or [pipe.model.config.default_ratio]
+    num_tokens = num_slots = num_bytes = 0
+    for index, memories in compress_all(pipe, documents, ratios, arguments.batch_size, arguments):
+        num_tokens += int(memories[0].num_context_tokens)
+        for path, memory in zip(paths[index], memories, strict=True):
+            memory.save(path)
+            num_slots += int(memory.num_slots)
+            num_bytes += memory.nbytes
+            print(path)
+    print(
+        f"{len(documents)} documents with {num_tokens:,} tokens: {num_slots:,} slots in {num_bytes:,} bytes, "
+        f"ratio {', '.join(map(str, ratios))}",
+        file=sys.stderr,
+    )
+
+
+def _memory_paths(documents: list[Document], ratios: list[int], folder: Path, force: bool) -> list[list[Path]]:
+    """The memory files of each document, one for each ratio."""
+    endings = [f".x{ratio}{MEMORY_SUFFIX}" for ratio in ratios] if len(ratios) > 1 else [MEMORY_SUFFIX]
+    paths = [[folder / f"{document.name}{ending}" for ending in endings] for document in documents]
+    seen: set[Path] = set()
+    for document, (first, *_) in zip(documents, paths, strict=True):
+        if first in seen:
+            raise ValueError(f"two documents have the name {document.name!r}: rename one, or compress them apart")
+        seen.add(first)
+    existing = [str(path) for of_document in paths for path in of_document if path.exists()]
+    if existing and not force:
+        raise ValueError(f"{existing[0]} and {len(existing) - 1} more exist: pass --force to overwrite memory files")
+    return paths
+
+
+def compress_all(
+    pipe: ContextCompressionQAPipeline,
+    documents: list[Document],
+    ratios: list[int],
+    batch_size: int,
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[int, list[CompressedContext]]]:
+    """Compress documents in batches of similar length, with a progress bar.
+
+    Yields:
+        a document's index, and its memories, one for each ratio.
+    """
+    from tqdm.auto import tqdm
+
+    texts = [document.text for document in documents]
+    lengths = [len(row) for row in pipe.document_ids(texts)]
+    limit = arguments.max_tokens
+    report_cut(lengths, limit)
+    # Longest first: whatever does not fit is found at once.
+    order = sorted(range(len(texts)), key=lambda index: -lengths[index])
+    with tqdm(total=len(texts), desc="compressing", unit="document", disable=not sys.stderr.isatty()) as progress:
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            try:
+                memories = pipe.compress(
+                    [texts[index] for index in batch], ratios, limit, arguments.allow_untrained_ratio
+                )
+            except ValueError as error:
+                longest = documents[batch[0]]
+                length = min(lengths[batch[0]], limit or lengths[batch[0]])
+                raise ValueError(f"document {longest.name!r} ({length} tokens): {error}") from error
+            for row, index in enumerate(batch):
+                yield index, [memory.rows(row) for memory in memories]
+            progress.update(len(batch))
+
+
+def report_cut(lengths: Sequence[int], limit: int | None) -> None:
+    num_cut = sum(length > limit for length in lengths) if limit else 0
+    if num_cut:
+        print(f"cut {num_cut} of {len(lengths)} documents to their first {limit} tokens", file=sys.stderr)

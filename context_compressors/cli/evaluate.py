@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context-compressors evaluate MODEL --data SOURCE ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..configuration.nearest_names import nearest
+from ..data.prompts import TASKS
+from ..evaluation.settings import DEFAULT_TASKS, NUM_RESAMPLES, EvaluationSettings
+from .arguments import device_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..evaluation.report import EvaluationReport
+
+_EXAMPLES = """\
+examples:
+  # Generated documents and a file, at two ratios, ten samples each:
+  context-compressors evaluate my-compressor --data generated squad_dev.parquet --ratios 4 8 --max-samples 10
+
+  # Two groups of data sets against a fine-tuned teacher, with a result file and pictures:
+  context-compressors evaluate my-compressor --teacher my-teacher --data squad=rajpurkar/squad@validation \\
+      --out-of-domain quail_dev.parquet --tasks question_answering --output results.json --plots plots
+
+  # Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
+  context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
+      --context-tokens 256 --reconstruction-bleu
+
+  # Restoration as GMSA measures it: the original context beside the slots, at three lengths:
+  context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction --reconstruction-bleu \\
+      --restoration-lengths 128 256 512 --bert-score-model scorers/roberta-large --bert-score-layer 17
+
+  # 1,000 questions of one set and 300 of another, beside a reader with an adapter of PEFT that reads the whole text,
+  # its beginning, or what BM25 picks; the report grows while it runs, and a second start goes on with it:
+  context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 --out-of-domain nq_test.parquet#300 \\
+      --tasks question_answering --alternatives cut bm25 --teacher reader-lora --teacher-base my-base \\
+      --output results.json --keep-answers answers.jsonl --resume
+
+  # The plain language model that a compressor stands on:
+  context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
+"""
+
+
+def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[EvaluationReport] = ()) -> list[Path]:
+    """Draw each task's main metric by ratio, the domain gap where there are two domains, and by model size.
+
+    Args:
+        report: what to draw.
+        folder: where the pictures go; made when it is not there.
+        others: reports of other models; with any, quality by model size is drawn, too.
+
+    Returns:
+        The files, PNG.
+    """
+    from ..evaluation.plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
+    from ..evaluation.report import MAIN_METRICS
+
+    folder = Path(folder)
+    paths = []
+    for task in report.tasks():
+        metric = MAIN_METRICS[task]
+        paths.append(plot_quality_by_ratio([report], task, metric, folder / f"{task}_by_ratio.png"))
+        if report.datasets(task, "in") and report.datasets(task, "out"):
+            paths.append(plot_domain_gap([report], task, metric, folder / f"{task}_domain_gap.png"))
+        if others:
+            path = folder / f"{task}_by_model_size.png"
+            paths.append(plot_quality_by_model_size([report, *others], task, metric, path))
+    return paths
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses an unknown option with the nearest right one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        for name in unknown:
+            if name.startswith("-"):
+                self.error(f"unknown option {name.partition('=')[0]}{nearest(name, self._option_string_actions)}")
+        return known, unknown
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `context-compressors evaluate`."""
+    parser = _Parser(
+        prog="context-compressors evaluate",
+        description="Score a compressor without context, with full context, and at every ratio; or a plain language "
+        "model without context and with full context.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", help="Hub id or folder of the compressor or plain language model")
+    source = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:one_hop or generated:two_hop"
+    names = "NAME=SOURCE names one, SOURCE#N draws N of its samples"
+    add("--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {source}; {names}")
+    add("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise")
+    add("--data-dir", metavar="FOLDER", help="folder that the files are relative to")
+    columns = "where a data set has other names, such as squad.answers=answers.text"
+    add("--columns", nargs="+", default=[], metavar="NAME.COLUMN=THEIRS", help=columns)
+    add("--tasks", nargs="+", default=list(DEFAULT_TASKS), metavar="TASK", help=f"among {', '.join(TASKS)}")
+    add("--ratios", nargs="+", type=int, metavar="R", help="compression ratios (default: the checkpoint's own)")
+    teacher = "language model, or adapter folder of PEFT, of the bounds (default: the compressor's own decoder)"
+    add("--teacher", metavar="MODEL", help=teacher)
+    add("--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)")
+    add("--base-model", metavar="MODEL", help="base of a light checkpoint (default: where the checkpoint says)")
+    alternatives = "beside each ratio, as many tokens of the text: its beginning (cut), or BM25's sentences (bm25)"
+    add("--alternatives", nargs="+", default=[], metavar="KIND", help=alternatives)
+    add("--zero-shot", action="store_true", help="also score the base language model with the adapters off")
+    add("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)")
+    add("--batch-size", type=int, default=8, metavar="B", help="samples per batch (default: 8)")
+    add("--max-new-tokens", type=int, metavar="N", help="most tokens to write (default: answers 32, summaries 128)")
+    add("--context-tokens", type=int, default=256, metavar="N", help="window of reconstruction and continuation")
+    add("--continuation-tokens", type=int, default=64, metavar="N", help="tokens to continue with (default: 64)")
+    add("--documents", type=int, default=100, metavar="N", help="number of generated documents (default: 100)")
+    add("--document-tokens", type=int, default=128, metavar="N", help="length of generated documents (default: 128)")
+    add("--reconstruction-bleu", action="store_true", help="also write reconstructions; BLEU, ROUGE, prefix match")
+    add("--restoration-lengths", nargs="+", type=int, metavar="N", help="windows of exactly N tokens to reconstruct")
+    add("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too")
+    add("--bert-score-layer", type=int, metavar="L", help="layer of the scorer model (default: its last)")
+    penalty = "penalty on tokens that were already written, those of the prompt apart, such as 1.3 (GMSA)"
+    add("--repetition-penalty", type=float, metavar="P", help=penalty)
+    add("--answer-perplexity", action="store_true", help="also score each question's first answer token by token")
+    add(
+        "--prompt-format", default="plain", metavar="FORMAT", help="of a plain language model: plain (default) or chat"
+    )
+    add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
+    add("--context-prefix", default="", metavar="TEXT", help="in front of the contexts of questions and summaries")
+    add("--bounds-only", action="store_true", help="score a compressor without context and with full context only")
+    add("--ratios-only", action="store_true", help="leave out no context and full context")
+    add("--task-tokens-in-bounds", action="store_true", help="start texts of the bounds with the task token, too")
+    add("--max-context-tokens", type=int, metavar="N", help="longest context (default: what the model can read)")
+    add("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them")
+    add("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left")
+    add("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for")
+    add("--output", metavar="FILE", help="write the report as JSON, anew after each task on each data set")
+    add("--resume", action="store_true", help="go on with the report in --output, if it is there")
+    add("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL")
+    add("--plots", metavar="FOLDER", help="write pictures of the report")
+    add("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size")
+    add("--seed", type=int, default=0, help="draws samples, windows, documents and resamples (default: 0)")
+    add(
+        "--num-resamples", type=int, default=NUM_RESAMPLES, metavar="N", help="of the bootstrap (default: %(default)s)"
+    )
+    add("--device", type=device_name, default="auto", help='such as "cpu" or "cuda" (default: a GPU if there is one)')
+    add("--dtype", default="auto", help='"auto" (as saved, the default), "float32", "bfloat16" or "float16"')
+    add("--trust-remote-code", action="store_true", help="run the code that a Hub repository brings")
+    return parser
+
+
+def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings:
+    """The evaluation's options from the parsed command line; raises `ValueError` for a value that is not allowed."""
+    fields: dict[str, Any] = {
+        name: getattr(arguments, name) for name in EvaluationSettings.__dataclass_fields__ if name in arguments
+    }
+    fields["tasks"], fields["alternatives"] = tuple(arguments.tasks), tuple(arguments.alternatives)
+    for name in ("ratios", "restoration_lengths"):
+        values = getattr(arguments, name)
+        fields[name] = None if values is None else tuple(values)
+    del fields["max_new_tokens"]
+    if arguments.max_new_tokens is not None:
+        fields["max_new_tokens"] = dict.fromkeys(("question_answering", "summarisation"), arguments.max_new_tokens)
+    return EvaluationSettings(**fields)
+
+
+def columns_from_arguments(values: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Data set -> our column -> its column, from values such as "squad.answers=answers.text".
+
+    Raises:
+        ValueError: a value of another form.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for value in values:
+        place, _, theirs = value.partition("=")
+        name, _, column = place.rpartition(".")
+        if not name or not theirs:
+            raise ValueError(f"columns must be given as NAME.COLUMN=THEIRS, got {value!r}")
+        found.setdefault(name, {})[column] = theirs
+    return found
+
+
+def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> PreTrainedModel:
+    from ..evaluation.loading import load_model
+
+    return load_model(
+        name,
+        base_model=base_model,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `context-compressors evaluate`; returns the exit status."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if not arguments.data and not arguments.out_of_domain:
+        parser.error("give at least one data set with --data or --out-of-domain")
+    try:
+        report = _evaluate(arguments)
+        paths = []
+        if arguments.plots:
+            from ..evaluation.report import EvaluationReport
+
+            others = [EvaluationReport.load(path) for path in arguments.compare_with]
+            paths = write_plots(report, arguments.plots, others)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(report.to_markdown())
+    for path in [*filter(None, [arguments.output, arguments.keep_answers]), *paths]:
+        print(f"wrote {path}")
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
+    """Load what the arguments name, score it, and write the report and the answers while they come."""
+    from transformers import AutoTokenizer
+
+    from ..evaluation.answers_file import AnswersFile
+    from ..evaluation.evaluate import can_compress, evaluate_model, model_label
+    from ..evaluation.report import EvaluationReport
+    from ..evaluation.samples import load_dataset_source
+    from ..modeling.checkpoint.pretrained_bases import base_place
+
+    settings = settings_from_arguments(arguments)
+    earlier = None
+    if arguments.resume:
+        if not arguments.output:
+            raise ValueError("--resume goes on with the report in --output: name it")
+        earlier = EvaluationReport.load(arguments.output) if Path(arguments.output).exists() else None
+    for path in arguments.compare_with:
+        EvaluationReport.load(path)
+    place = base_place(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
+    datasets = [
+        load_dataset_source(
+            source,
+            tokenizer,
+            domain=domain,
+            data_dir=arguments.data_dir,
+            seed=arguments.seed,
+            num_documents=arguments.documents,
+            document_tokens=arguments.document_tokens,
+            columns=columns_from_arguments(arguments.columns),
+        )
+        for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
+        for source in sources
+    ]
+    if arguments.plots and settings.bounds_only:
+        raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
+    model = _load(arguments.model, arguments, arguments.base_model)
+    if arguments.plots and not can_compress(model):
+        raise ValueError(
+            f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
+        )
+    teacher = None if arguments.teacher is None else _load(arguments.teacher, arguments, arguments.teacher_base)
+    done = set() if earlier is None else {(row.dataset, row.task) for row in earlier.rows}
+    answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None
+
+    def write(report: EvaluationReport) -> None:
+        # Answers first: what the report has, it has answers for.
+        if answers is not None:
+            answers.write_new(report)
+        if arguments.output:
+            report.save(arguments.output)
+
+    report = evaluate_model(
+        model,
+        tokenizer,
+        datasets,
+        settings,
+        teacher=teacher,
+        model_name=model_label(arguments.model),
+        # Scores on generated documents mean nothing without their length.
+        notes={
+            "document_tokens": arguments.document_tokens,
+            "teacher": arguments.teacher and model_label(arguments.teacher),
+        },
+        resume_from=earlier,
+        on_result=write,
+    )
+    write(report)
+    return report
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parquet and JSONL files as one table, with our names for its columns."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+import pyarrow.json
+import pyarrow.parquet
+
+from ..configuration.nearest_names import check_choice, nearest
+
+_FILE_TYPES = (".parquet", ".jsonl", ".json")
+_ID_COLUMNS = ("id", "query_id", "doc_id")
+# What training, evaluation and retrieval read of a table.
+_READ_COLUMNS = (*_ID_COLUMNS, "context", "question", "answers", "summary", "text", "query", "title", "score")
+_LARGEST_BLOCK = 2**31 - 1
+_UNREADABLE = (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError)
+
+
+def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
+    """Read the file of a source, or all files of its pattern, with our names for the columns that it maps.
+
+    Args:
+        source: anything with a `path`, `columns` and `label`.
+        data_dir: folder that the path is relative to.
+
+    Returns:
+        The rows of all files, in order of the files' names, with the columns that all of them have. Ids are brought to
+        texts where files differ; a column that nothing reads and that cannot be merged is left out.
+
+    Raises:
+        ValueError: no such file, an unknown file type, a file that cannot be read, a missing column, or a column of
+            types that cannot be merged.
+    """
+    pattern = Path(data_dir or ".").expanduser() / source.path
+    paths = sorted(glob.glob(str(pattern)))
+    if not paths:
+        folder = pattern.parent
+        present = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        reason = nearest(pattern.name, present) if present else "; give the folder with the data files as data_dir"
+        raise ValueError(f"source {source.path!r}: there is no file {pattern}{reason}")
+    tables = []
+    for path in paths:
+        suffix = Path(path).suffix
+        check_choice(f"file type of {path}:", suffix, _FILE_TYPES)
+        try:
+            table = pyarrow.parquet.read_table(path) if suffix == ".parquet" else _read_json(path)
+        except _UNREADABLE as error:
+            raise ValueError(f"source {source.path!r}: {path} cannot be read: {error}") from error
+        tables.append(with_our_columns(table, source))
+    return _merged(tables, paths, source)
+
+
+def with_our_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
+    """Rename what a source's `columns` map; a column or part that is not there raises `ValueError`."""
+    taken = {}
+    for ours, theirs in (source.columns or {}).items():
+        head, *fields = theirs.split(".")
+        if head not in table.column_names:
+            raise ValueError(f"source {source.label!r} has no column {head!r}{nearest(head, table.column_names)}")
+        try:
+            taken[ours] = pyarrow.compute.struct_field(table[head], fields) if fields else table[head]
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, TypeError) as error:
+            raise ValueError(f"source {source.label!r}: column {head!r} has no part {theirs!r}: {error}") from error
+    for ours, column in taken.items():
+        if ours in table.column_names:
+            table = table.drop_columns([ours])
+        table = table.append_column(ours, column)
+    return table
+
+
+def _read_json(path: str) -> pyarrow.Table:
+    """A file of JSON lines, in which a text that looks like a date stays the text that it is."""
+    try:
+        return _without_times(path, pyarrow.json.ReadOptions())
+    except _UNREADABLE:
+        size = Path(path).stat().st_size
+        if not 0 < size <= _LARGEST_BLOCK:
+            raise
+        # A row may be longer than a block, or a column hold nulls alone in the first one and lists behind it.
+        return _without_times(path, pyarrow.json.ReadOptions(block_size=size))
+
+
+def _without_times(path: str, options: pyarrow.json.ReadOptions) -> pyarrow.Table:
+    table = pyarrow.json.read_json(path, read_options=options)
+    kinds = {field.name: _text_for_time(field.type) for field in table.schema}
+    changed = [(field.name, kinds[field.name]) for field in table.schema if kinds[field.name] != field.type]
+    if not changed:
+        return table
+    parsing = pyarrow.json.ParseOptions(explicit_schema=pyarrow.schema(changed), unexpected_field_behavior="infer")
+    return pyarrow.json.read_json(path, read_options=options, parse_options=parsing).select(table.column_names)
+
+
+def _text_for_time(kind: pyarrow.DataType) -> pyarrow.DataType:
+    """A type with texts in place of the times in it."""
+    if pyarrow.types.is_temporal(kind):
+        return pyarrow.string()
+    if pyarrow.types.is_list(kind):
+        return pyarrow.list_(_text_for_time(kind.value_type))
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([(field.name, _text_for_time(field.type)) for field in kind])
+    return kind
+
+
+def _merged(tables: Sequence[pyarrow.Table], paths: Sequence[str], source: Any) -> pyarrow.Table:
+    merged = {}
+    for name in tables[0].column_names:
+        if not all(name in table.column_names for table in tables):
+            continue
+        parts = [table.select([name]) for table in tables]
+        try:
+            if name in _ID_COLUMNS and len({part[name].type for part in parts}) > 1:
+                parts = [part.cast(pyarrow.schema([(name, pyarrow.string())])) for part in parts]
+            merged[name] = pyarrow.concat_tables(parts, promote_options="permissive")[name]
+        except _UNREADABLE as error:
+            if name in _READ_COLUMNS:
+                kinds = {str(part[name].type): path for part, path in reversed(list(zip(parts, paths, strict=True)))}
+                found = " and ".join(f"{kind} in {path}" for kind, path in reversed(kinds.items()))
+                raise ValueError(
+                    f"source {source.label!r}: column {(source.columns or {}).get(name, name)!r} must be of one type "
+                    f"in all files, got {found}"
+                ) from error
+    return pyarrow.table(merged)

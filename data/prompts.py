@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt templates: what stands between a context and the target, read from `prompts.yaml` or another such file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from ..configuration.nearest_names import nearest
+from .yaml_text import read_yaml
+
+TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
+DEFAULT_PROMPTS = "default"
+
+
+def packaged_prompts() -> dict[str, Path]:
+    """Name -> packaged file: "default" is `prompts.yaml`, every other name N is `prompts_N.yaml`."""
+    folder = Path(__file__).parent
+    others = {path.stem.removeprefix("prompts_"): path for path in sorted(folder.glob("prompts_*.yaml"))}
+    return {DEFAULT_PROMPTS: folder / "prompts.yaml", **others}
+
+
+def _prompts_file(path: str | None) -> Path:
+    """The file of a name or path; a name without folder and ending is a packaged one."""
+    packaged = packaged_prompts()
+    file = packaged.get(path or DEFAULT_PROMPTS, Path(path or ""))
+    if not file.is_file():
+        raise ValueError(
+            f"there are no prompts {path!r}: give a YAML file or a packaged name{nearest(path, packaged)}"
+        )
+    return file
+
+
+@cache
+def load_prompts(path: str | None = None) -> Mapping[str, tuple[str, ...]]:
+    """Read the templates of every task.
+
+    Args:
+        path: a YAML file with one list of templates per task, or the name of a packaged one: "default" (also when
+            `None`), "memory_tokens" for methods whose task tokens say what to do, "embedded" for these on the small
+            base, "comprexit" for ComprExIT and its baselines, "gmsa" for GMSA and its baseline, "chat" for instruct
+            models in their chat template.
+
+    Returns:
+        Task -> templates; the first template of a task is the canonical one.
+
+    Raises:
+        ValueError: no such file or name, no YAML in it, a task is missing or unknown, or a template does not hold
+            `{question}` exactly where it has to.
+    """
+    file = _prompts_file(path)
+    content = read_yaml(file)
+    if not isinstance(content, dict) or set(content) != set(TASKS):
+        found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"{file} must hold one list of templates for each of {TASKS}, got {found}")
+    for task, templates in content.items():
+        if not isinstance(templates, list) or not templates or not all(isinstance(t, str) for t in templates):
+            raise ValueError(f"{file}: {task} must be a list of one or more strings, got {templates!r}")
+        for template in templates:
+            if template.count("{question}") != (task == "question_answering"):
+                raise ValueError(
+                    f"{file}: {{question}} stands once in each question_answering template only: {template!r}"
+                )
+    return MappingProxyType({task: tuple(content[task]) for task in TASKS})
+
+
+def format_prompt(
+    task: str,
+    question: str = "",
+    *,
+    rng: random.Random | None = None,
+    path: str | Mapping[str, str] | None = None,
+) -> str:
+    """Fill a template of a task.
+
+    Args:
+        task: one of `TASKS`.
+        question: the question, for question answering.
+        rng: draws the template; the canonical first one is taken when `None`.
+        path: a file of templates of one's own, the name of a packaged one, or one template for each task.
+
+    Raises:
+        ValueError: an unknown task.
+    """
+    prompts = {name: (text,) for name, text in path.items()} if isinstance(path, Mapping) else load_prompts(path)
+    if task not in prompts:
+        raise ValueError(f"task must be one of {tuple(prompts)}, got {task!r}")
+    templates: Sequence[str] = prompts[task]
+    template = templates[0] if rng is None else rng.choice(templates)
+    # str.format would trip over braces inside the question.
+    return template.replace("{question}", question)

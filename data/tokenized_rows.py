@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a file or Hub source, with the texts that its tasks read as token ids."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow
+from transformers import PreTrainedTokenizerBase
+
+from .sources import DataSource, TokenizedRows, TokenizedTexts, context_column, read_rows
+
+
+class TextColumn:
+    """A column of texts as token ids, by row.
+
+    Args:
+        column: the texts.
+        tokenizer: makes the token ids.
+        is_shared: whether rows have texts in common, which are then tokenized once; else rows stay in their table
+            until they are drawn.
+    """
+
+    def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, is_shared: bool):
+        if not is_shared:
+            self.texts: TokenizedRows | TokenizedTexts = TokenizedRows(column, tokenizer)
+            self.text_of_row: Sequence[int] | np.ndarray = range(len(column))
+            return
+        # Chunk by chunk, in a type that has room for more than 2 GiB.
+        distinct = column.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
+        self.texts = TokenizedTexts(distinct.dictionary.to_pylist(), tokenizer)
+        self.text_of_row = distinct.indices.to_numpy()
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.texts[self.text_of_row[row]]
+
+
+class FileSource:
+    """Rows of a file or Hub source, their texts tokenized once however many questions share them.
+
+    Without questions, rows stay in their table until they are drawn. Pickled, it is what it was made of, and reads the
+    rows again.
+
+    Args:
+        source: where to read; not a generated one.
+        data_dir: folder that local paths are relative to.
+        seed: draws the rows that `max_samples` keeps.
+        tokenizer: makes the token ids.
+
+    Raises:
+        ValueError: see `read_rows`.
+    """
+
+    def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
+        self._made_of = (source, data_dir, seed, tokenizer)
+        table = read_rows(source, data_dir, seed)
+        self.source, self.num_rows = source, table.num_rows
+        wanted = [name for name in ("id", "question", "answers", "summary") if name in table.column_names]
+        self.columns = {name: table[name] for name in wanted}
+        self._column_of_task = {task: context_column(task, table.column_names) for task in source.tasks}
+        self._texts = {
+            name: TextColumn(table[name], tokenizer, is_shared="question" in self.columns)
+            for name in dict.fromkeys(self._column_of_task.values())
+        }
+        self.rows_of_text: dict[int, list[int]] = defaultdict(list)
+        if "question_answering" in source.tasks:
+            for row, text in enumerate(self.texts("question_answering").text_of_row.tolist()):
+                self.rows_of_text[text].append(row)
+
+    def __reduce__(self) -> tuple[type[FileSource], tuple[Any, ...]]:
+        # The hash that `datasets` takes of a transform would otherwise go over the whole table.
+        return FileSource, self._made_of
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FileSource:
+        return self
+
+    def texts(self, task: str) -> TextColumn:
+        """What one of the source's tasks reads as its context."""
+        return self._texts[self._column_of_task[task]]
+
+    def text_of(self, row: int) -> int:
+        """Which of the distinct contexts of questions is this row's; `rows_of_text` has the rows of each."""
+        return int(self.texts("question_answering").text_of_row[row])
+
+    def value(self, column: str, row: int) -> Any:
+        return self.columns[column][row].as_py()
+
+    def identifier(self, row: int) -> str:
+        return f"{self.source.label}/{self.value('id', row) if 'id' in self.columns else row}"

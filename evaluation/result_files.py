@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Result files: JSON that stays small and tells no more digits than were measured."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SIGNIFICANT_DIGITS = 4
+
+
+def rounded(value: Any) -> Any:
+    """Plain JSON values with every float at four significant digits; whole numbers are counts and stay exact."""
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return value
+
+
+def write_results(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write a result file, folders included, without indentation and with floats at four significant digits.
+
+    The file is replaced at once: a run that is stopped leaves the old one whole.
+
+    Args:
+        content: plain JSON values.
+        path: the file.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: a number that is not finite.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+    text = json.dumps(rounded(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    draft.write_text(text + "\n", encoding="utf-8")
+    draft.replace(path)
+    return path

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's folder becomes a Hub repository."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from .public_files import check_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+WEIGHTS = ("saved", "light", "full")
+_LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+def build_repository(
+    checkpoint: str | Path,
+    target: str | Path,
+    *,
+    weights: str = "saved",
+    base_model: str | None = None,
+    license: str | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """Build the folder of a Hub repository: weights, configuration, flat code, tokenizer and card with a licence.
+
+    The same checkpoint gives the same bytes each time. States of a training run stay behind, and a warning names them;
+    another one names code that is not what this package writes.
+
+    Args:
+        checkpoint: what `save_pretrained` or the train command made; it is left as it is.
+        target: a folder that does not exist, or is empty.
+        weights: "saved" as in the checkpoint, "light" without the base's weights, or "full" with them.
+        base_model: where the base is, Hub repository or folder, if not where the checkpoint says.
+        license: licence of the weights, as the Hub writes it; that of the card or of the base when `None`.
+        local_files_only: open no connection; a base then comes from a folder or the cache.
+
+    Returns:
+        the target.
+
+    Raises:
+        ValueError: a file that must not be public, no licence, one that is not the base's, or another value that is
+            not allowed.
+    """
+    from transformers.utils import logging
+
+    from ..modeling.checkpoint.pretrained_bases import base_place
+
+    logger = logging.get_logger(__name__)
+    checkpoint, target = Path(checkpoint), Path(target)
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {list(WEIGHTS)}, got {weights!r}")
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"{target} is not empty")
+    if not local_files_only:
+        base_model = base_place(base_model)
+    files, states = check_files(checkpoint)
+    for path in files:
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint / path, target / path)
+    if weights != "saved":
+        _convert(checkpoint, target, weights, base_model, local_files_only)
+    config = _config(target)
+    _complete_code(config, target)
+    _complete_card(config, target, license, _base_folder(config, base_model, local_files_only))
+    check_files(target)
+    if states:
+        logger.warning(f"left out, since they are states of a training run: {', '.join(states)}")
+    if foreign := _foreign_code(config, target):
+        logger.warning(
+            f"not what context-compressors {__version__} writes: {', '.join(foreign)}; whoever trusts the repository "
+            "runs this code, so read it, or save the checkpoint again"
+        )
+    return target
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    """A checkpoint's configuration; that of a method which this package lacks, by what all methods have."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
+    from ..configuration.configuration_compressor import CompressorConfig
+
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    method = fields.get("model_type")
+    if "compression_ratios" not in fields:
+        raise ValueError(f"{folder} holds a model of type {method!r}, not a context compressor")
+    config = (AutoConfig if method in CONFIG_MAPPING else CompressorConfig).from_pretrained(folder)
+    config.auto_map = fields.get("auto_map", config.auto_map)
+    return config
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """The Auto class that loads a checkpoint with its head."""
+    import transformers
+
+    return getattr(transformers, next(name for name in config.auto_map if name.startswith("AutoModelFor")))
+
+
+def _convert(checkpoint: Path, target: Path, weights: str, base_model: str | None, local_files_only: bool) -> None:
+    from ..modeling.checkpoint.base_weights import stored_weights
+
+    options = {"local_files_only": local_files_only}
+    config = _config(checkpoint)
+    was_light = config.external_weights is not None
+    place = {"base_model": base_model} if was_light and base_model else {}
+    model = _auto_class(config).from_pretrained(checkpoint, dtype="auto", **options, **place)
+    state = None
+    if weights == "light" and not was_light:
+        base = base_model or model.config.base_model_name_or_path
+        if base is None:
+            raise ValueError(f"{checkpoint} does not name its base: pass --base-model")
+        model.link_base(base, **options)
+        # In the types that they are stored in, which may be smaller than those that the model computes in.
+        state = stored_weights(checkpoint)
+    for path in target.glob("model*.safetensors*"):
+        path.unlink()
+    model.save_pretrained(target, include_base=weights == "full", state_dict=state)
+
+
+def _complete_code(config: PreTrainedConfig, folder: Path) -> None:
+    """Write the code beside the weights, unless the checkpoint brought its own."""
+    from ..modeling.checkpoint.remote_code import collect, write_code
+
+    files = [folder / f"{entry.partition('.')[0]}.py" for entry in config.auto_map.values()]
+    if not all(file.is_file() for file in files):
+        write_code(_auto_class(config)._model_mapping[type(config)], type(config), folder)
+    outside = [path for path in collect(*files).values() if path.parent != folder]
+    if outside:
+        raise ValueError(f"the code imports {outside[0].name} from outside the folder: save the checkpoint again")
+
+
+def _foreign_code(config: PreTrainedConfig, folder: Path) -> list[str]:
+    """Code that differs from what this package writes for the method; all of a method that it lacks."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from ..modeling.checkpoint.remote_code import write_code
+
+    with tempfile.TemporaryDirectory() as own:
+        if config.model_type in CONFIG_MAPPING:
+            write_code(_auto_class(config)._model_mapping[type(config)], type(config), own)
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
+        known = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+        return [name for name in names if known.get(name) != (folder / name).read_bytes()]
+
+
+def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_only: bool) -> Path | None:
+    """Where files of the base are on this machine, its card among them if it has one."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from ..modeling.checkpoint.base_cache import cached_base
+    from ..modeling.checkpoint.remote_code import is_hub_id
+
+    name = base_model or config.base_model_name_or_path
+    if name is not None and Path(name).is_dir():
+        return Path(name)
+    kept = cached_base(name)
+    if kept is not None:
+        return kept
+    if not is_hub_id(name):
+        return None
+    try:
+        card = hf_hub_download(
+            name, "README.md", revision=config.base_model_revision, local_files_only=local_files_only
+        )
+    except (OSError, HfHubHTTPError):
+        return None
+    return Path(card).parent
+
+
+def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, base: Path | None) -> None:
+    from huggingface_hub import ModelCard
+
+    from ..modeling.checkpoint.remote_code import write_card
+
+    write_card(config, folder)
+    card = ModelCard.load(folder / "README.md")
+    base_card = base / "README.md" if base is not None else None
+    of_the_base = ModelCard.load(base_card).data.license if base_card is not None and base_card.is_file() else None
+    stated = card.data.license
+    if license is None and stated and of_the_base and stated != of_the_base:
+        raise ValueError(
+            f"the card says {stated!r}, and the base {config.base_model_name_or_path} is under {of_the_base!r}: pass "
+            "--license with the one that its terms allow"
+        )
+    chosen = license or stated or of_the_base
+    if chosen is None:
+        raise ValueError("neither the card nor the base's names a licence: pass --license, such as apache-2.0")
+    if chosen != stated:
+        card.data.license = chosen
+        card.save(folder / "README.md")
+    for pattern in _LICENCE_FILES if base is not None else ():
+        for file in sorted(base.glob(pattern)):
+            if not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
+
+
+def push_repository(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    tag: str,
+    private: bool = True,
+    token: str | None = None,
+    commit_message: str | None = None,
+) -> str:
+    """Upload a folder in one commit and tag it; files that an interrupted run has sent are not sent again.
+
+    Args:
+        folder: what `build_repository` made.
+        repo_id: repository on the Hub; it is made if it does not exist.
+        tag: name of the version.
+        private: whether nobody else may see it.
+        token: access token; the stored one when `None`.
+        commit_message: of the commit.
+
+    Returns:
+        the commit's address.
+
+    Raises:
+        ValueError: the tag exists, or the repository is public and should be private.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if private and not api.repo_info(repo_id).private:
+        raise ValueError(f"{repo_id} is public already: pass --public to upload to it")
+    if tag in {reference.name for reference in api.list_repo_refs(repo_id).tags}:
+        raise ValueError(f"{repo_id} has a version {tag!r} already: name another one with --tag")
+    commit = api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        commit_message=commit_message or f"Upload {tag}",
+        # Code and weights of an earlier version would be loaded with these.
+        delete_patterns=["*.py", "*.safetensors", "*.safetensors.index.json"],
+    )
+    api.create_tag(repo_id, tag=tag, revision=commit.oid)
+    return str(commit.commit_url)

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands compress and ask on a tiny model."""
+
+import io
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import context_compressors
+from context_compressors import cli
+from context_compressors.cli import loading
+from context_compressors.cli.arguments import check_device
+from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.data.task_tokens import add_task_tokens, text_tokenizer
+from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.training.arguments import ModelArguments
+from context_compressors.training.loading import load_compressor
+
+TEXTS = {"first": "The mill stands by the river.", "second": "Nora keeps eleven bees, and Olaf none at all."}
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model_folder(
+    llama: LlamaConfig, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    torch.manual_seed(0)
+    model = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=llama, compression_ratios=(4, 8)))
+    # Weights at their usual start leave the slots without influence on the answer.
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[str]:
+    for name, text in TEXTS.items():
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    return [str(tmp_path / f"{name}.txt") for name in TEXTS]
+
+
+def slots(text: str, ratio: int) -> int:
+    return math.ceil(len(text.encode()) / ratio)
+
+
+# --- compress ---
+
+
+def test_devices_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch, model_folder: str):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    check_device("cpu")
+    check_device("auto")
+    with pytest.raises(ValueError, match=r"device must be one of auto, cpu on this machine, got 'cuda'"):
+        check_device("cuda")
+    with pytest.raises(ValueError, match="got 'gpu'"):
+        loading.load_compressor(model_folder, device="gpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    check_device("cuda")
+    check_device("cuda:1")
+    with pytest.raises(ValueError, match=r"auto, cpu, cuda, cuda:0, cuda:1 on this machine, got 'cuda:2'"):
+        check_device("cuda:2")
+
+
+def test_compress_writes_one_memory_file_a_document(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "memories"
+    assert cli.main(["compress", model_folder, *documents, "--output", str(output), "--ratio", "8"]) == 0
+    printed = capsys.readouterr()
+    assert sorted(printed.out.split()) == [str(output / f"{name}.safetensors") for name in TEXTS]
+    total = sum(slots(text, 8) for text in TEXTS.values())
+    assert f"2 documents with {sum(map(len, TEXTS.values()))} tokens: {total} slots" in printed.err
+    model = MeanPoolingForCausalLM.from_pretrained(model_folder)
+    for name, text in TEXTS.items():
+        memory = CompressedContext.load(output / f"{name}.safetensors")
+        alone = model.compress(torch.tensor([_ids(text)]), ratio=8)
+        assert memory.embeddings.shape == (1, slots(text, 8), 16)
+        torch.testing.assert_close(memory.embeddings, alone.embeddings, atol=1e-4, rtol=0)
+
+
+def _ids(text: str) -> list[int]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [alphabet.index("Ġ" if letter == " " else letter) for letter in text]
+
+
+def test_compress_keeps_several_ratios_apart_and_takes_the_first_by_default(
+    model_folder: str, documents: list[str], tmp_path: Path
+):
+    text = TEXTS["first"]
+    arguments = ["compress", model_folder, documents[0], "--output", str(tmp_path)]
+    assert cli.main([*arguments, "--ratio", "4", "--ratio", "8"]) == 0
+    assert cli.main(arguments) == 0
+    found = {path.name: int(CompressedContext.load(path).num_slots) for path in tmp_path.glob("*.safetensors")}
+    assert found == {
+        "first.x4.safetensors": slots(text, 4),
+        "first.x8.safetensors": slots(text, 8),
+        "first.safetensors": slots(text, 4),
+    }
+
+
+def test_compress_overwrites_with_force_only(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    old = tmp_path / "second.safetensors"
+    old.write_bytes(b"old")
+    arguments = ["compress", model_folder, *documents, "--output", str(tmp_path)]
+    assert cli.main(arguments) == 1
+    assert "second.safetensors and 0 more exist: pass --force" in capsys.readouterr().err
+    assert old.read_bytes() == b"old"
+    assert not (tmp_path / "first.safetensors").exists()
+    assert cli.main([*arguments, "--force"]) == 0
+    assert int(CompressedContext.load(old).num_slots) == slots(TEXTS["second"], 4)
+
+
+def test_compress_says_how_many_documents_it_cut(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["compress", model_folder, *documents, "--output", str(tmp_path), "--max-tokens", "30"]) == 0
+    assert "cut 1 of 2 documents to their first 30 tokens" in capsys.readouterr().err
+    assert int(CompressedContext.load(tmp_path / "second.safetensors").num_context_tokens) == 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ratio", "5"], r"not trained for the ratio 5; it has \[4, 8\]"),
+        (["--column", "context", "missing.txt"], r"missing\.txt is not there"),
+        (["first.txt"], "two documents have the name 'first'"),
+    ],
+)
+def test_compress_refuses_what_it_cannot_do(
+    arguments: list[str],
+    message: str,
+    model_folder: str,
+    documents: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compress", model_folder, *documents, "--output", "out", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert re.search(f"context-compressors compress: error: .*{message}", error)
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_an_untrained_ratio_is_a_choice(model_folder: str, documents: list[str], tmp_path: Path):
+    arguments = ["compress", model_folder, documents[0], "--output", str(tmp_path), "--ratio", "5"]
+    assert cli.main([*arguments, "--allow-untrained-ratio"]) == 0
+    assert int(CompressedContext.load(tmp_path / "first.safetensors").num_slots) == slots(TEXTS["first"], 5)
+
+
+def test_models_that_are_no_compressors_or_untrusted_are_refused(
+    llama: LlamaConfig,
+    model_folder: str,
+    documents: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    plain, foreign = tmp_path / "plain", tmp_path / "foreign"
+    LlamaForCausalLM(llama).save_pretrained(plain)
+    foreign.mkdir()
+    fields = json.loads((Path(model_folder) / "config.json").read_text(encoding="utf-8"))
+    (foreign / "config.json").write_text(json.dumps({**fields, "model_type": "someone_elses"}), encoding="utf-8")
+    for model, message in (
+        (plain, "is a model of type 'llama', not a context compressor"),
+        (foreign, "has a method of its own, 'someone_elses': read its code, then pass --trust-remote-code"),
+        (tmp_path / "nowhere", "there is no model"),
+    ):
+        assert cli.main(["compress", str(model), *documents, "--output", str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_method_of_someone_else_runs_its_own_code_when_trusted(
+    model_folder: str,
+    documents: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    foreign = tmp_path / "foreign"
+    shutil.copytree(model_folder, foreign)
+    for name in ("config.json", "configuration_mean_pooling.py"):
+        text = (foreign / name).read_text(encoding="utf-8")
+        assert "mean_pooling_compressor" in text
+        (foreign / name).write_text(text.replace("mean_pooling_compressor", "someone_elses"), encoding="utf-8")
+    trust = ["--output", str(tmp_path), "--trust-remote-code"]
+    assert cli.main(["compress", str(foreign), documents[0], *trust]) == 0
+    memory = str(tmp_path / "first.safetensors")
+    arguments = ["--trust-remote-code", "--question", "Where is it?"]
+    assert ask(capsys, str(foreign), memory, *arguments) == ask(capsys, model_folder, documents[0], *arguments)
+
+
+# --- ask ---
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    capsys.readouterr()
+    assert cli.main(["ask", *arguments, "--max-new-tokens", "8"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_memory_file_and_its_document_give_the_same_answer(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["compress", model_folder, *documents, "--output", str(tmp_path)]) == 0
+    memories = [str(tmp_path / f"{name}.safetensors") for name in TEXTS]
+    question = ["--question", "Where is it?"]
+    answers = [ask(capsys, model_folder, memory, *question) for memory in memories]
+    assert answers == [ask(capsys, model_folder, document, *question) for document in documents]
+    assert answers[0] != answers[1]
+    together = ask(capsys, model_folder, *memories, *question)
+    assert together == ask(capsys, model_folder, memories[0], documents[1], *question)
+    assert together not in answers
+
+
+def test_a_light_checkpoint_takes_its_base_from_the_folder_that_is_named(
+    llama: LlamaConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    torch.manual_seed(0)
+    base, light, whole = (str(tmp_path / name) for name in ("base", "light", "whole"))
+    AutoModelForCausalLM.from_config(llama).save_pretrained(base)
+    model = MeanPoolingForCausalLM.from_base(base, compression_ratios=(4,))
+    model.save_pretrained(light, include_base=False)
+    model.save_pretrained(whole)
+    for folder in (light, whole):
+        tokenizer.save_pretrained(folder)
+    question = (documents[0], "--question", "Where is it?")
+    assert ask(capsys, light, *question, "--base-model", base) == ask(capsys, whole, *question)
+    assert cli.main(["ask", light, *question]) == 1
+    assert "leaves out the weights" in capsys.readouterr().err
+    report = tmp_path / "report.json"
+    arguments = ["evaluate", light, "--data", "generated", "--documents", "2", "--tasks", "reconstruction"]
+    arguments += ["--context-tokens", "16", "--output", str(report)]
+    assert cli.main([*arguments, "--base-model", base]) == 0
+    assert report.is_file()
+    fields = {"method": "mean_pooling", "checkpoint": light}
+    trained = load_compressor(ModelArguments(**fields, checkpoint_base=base))
+    assert trained.get_input_embeddings().weight.equal(model.get_input_embeddings().weight)
+    with pytest.raises(ValueError, match="checkpoint_base goes with a checkpoint"):
+        load_compressor(ModelArguments(base=base, checkpoint_base=base))
+
+
+def test_questions_come_from_the_option_or_line_by_line(
+    model_folder: str, documents: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    given = ask(capsys, model_folder, documents[0], "--question", "Who?", "--question", "Where is it?")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nWhere is it?\n"))
+    assert ask(capsys, model_folder, documents[0]) == given
+
+
+@pytest.mark.parametrize("method", ["ICAE", "FiveHundredX"])
+def test_a_method_with_task_tokens_is_asked_with_its_own(
+    method: str, llama: LlamaConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tokenizer = byte_tokenizer()
+    tokens = add_task_tokens(tokenizer)
+    config_class = getattr(context_compressors, f"{method}Config")
+    torch.manual_seed(0)
+    config = config_class(decoder_config=llama, compression_ratios=(4,), chunk_size=32, position_layout="enhanced")
+    assert config.task_token_ids == tokens
+    model = getattr(context_compressors, f"{method}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    folder = str(tmp_path / "model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # A text that says "[LM]" says four characters.
+    text = f"{TEXTS['second']} [LM]"
+    (tmp_path / "bees.txt").write_text(text, encoding="utf-8")
+    assert cli.main(["compress", folder, str(tmp_path / "bees.txt"), "--output", str(tmp_path)]) == 0
+    plain = text_tokenizer(tokenizer)
+    memory = model.compress(plain(text, return_tensors="pt").input_ids)
+    for prompts, prompt in (
+        ([], "\n### Question:\nWho?\n### Answer:\n"),
+        (["--prompts", "default"], "\nQuestion: Who?\nAnswer:"),
+    ):
+        ids = torch.tensor([[tokens["[LM]"], *plain(prompt).input_ids]])
+        output = model.generate(ids, memory=memory, max_new_tokens=8, do_sample=False)
+        expected = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        assert expected
+        for source in ("bees.safetensors", "bees.txt"):
+            answer = ask(capsys, folder, str(tmp_path / source), "--question", "Who?", *prompts)
+            assert "\n".join(answer) == expected
+
+
+def test_a_checkpoint_that_compresses_questions_is_asked_about_documents(
+    tokenizer: PreTrainedTokenizerFast,
+    documents: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    torch.manual_seed(0)
+    t5 = {"vocab_size": 258, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    t5 |= {"pad_token_id": 0, "eos_token_id": 257, "decoder_start_token_id": 256}
+    config = context_compressors.DeCALConfig(decoder_config=t5, question_placement="encoder")
+    model = context_compressors.DeCALForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    folder = str(tmp_path / "model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    pipe = model.question_answering(tokenizer, max_new_tokens=8)
+    questions = ["Who?", "Where is it?"]
+    options = [part for question in questions for part in ("--question", question)]
+    for path, text in zip(documents, TEXTS.values(), strict=True):
+        expected = [answer["answer"] for answer in pipe(questions, context=text)]
+        assert "\n".join(ask(capsys, folder, path, *options)) == "\n".join(expected)
+    cut = pipe("Who?", context=TEXTS["first"], max_tokens=6)["answer"]
+    arguments = [folder, documents[0], "--question", "Who?", "--max-tokens", "6", "--max-new-tokens", "8"]
+    assert cli.main(["ask", *arguments]) == 0
+    output = capsys.readouterr()
+    assert output.out.removesuffix("\n") == cut
+    assert "cut 1 of 1 documents to their first 6 tokens" in output.err
+    memory = tmp_path / "memory.safetensors"
+    model.compress(torch.tensor([[5, 6, 7]])).save(memory)
+    for arguments, message in (
+        (
+            ["compress", folder, documents[0], "--output", str(tmp_path / "memories")],
+            "`ask` about the document itself",
+        ),
+        (["ask", folder, *documents, "--question", "Who?"], "several are not read together: ask about one of them"),
+        (["ask", folder, str(memory), "--question", "Who?"], "memory files are not asked: give a document"),
+    ):
+        assert cli.main(arguments) == 1
+        error = capsys.readouterr().err
+        assert "compresses a document together with its question" in error
+        assert message in error
+    assert not (tmp_path / "memories").exists()
+
+
+def test_ask_refuses_what_it_cannot_do(
+    model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["compress", model_folder, documents[0], "--output", str(tmp_path)]) == 0
+    memory = tmp_path / "first.safetensors"
+    for arguments, message in (
+        ([str(memory), "--ratio", "8"], "a memory file has its ratio already"),
+        (["nowhere.safetensors"], "there is no memory file nowhere.safetensors"),
+        (["-"], "questions must be given with --question"),
+    ):
+        assert cli.main(["ask", model_folder, *arguments]) == 1
+        assert message in capsys.readouterr().err
+    content = bytearray(memory.read_bytes())
+    content[-1] ^= 1
+    memory.write_bytes(content)
+    assert cli.main(["ask", model_folder, str(memory), "--question", "Who?"]) == 1
+    assert "was altered" in capsys.readouterr().err

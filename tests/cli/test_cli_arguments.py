@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line in front of any model: nearest names, help with examples, errors in one line, documents."""
+
+import io
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from context_compressors import cli
+from context_compressors.cli import compress
+from context_compressors.cli.documents import Document, read_documents
+
+# --- finding the command ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["comprss"], "unknown command 'comprss'; did you mean 'compress'?"),
+        (["evaluation"], "did you mean 'evaluate'?"),
+        (["--hlep"], "unknown option '--hlep'; did you mean '--help'?"),
+        (
+            ["qqq"],
+            "allowed: analyse, ask, attention, card, compress, curves, evaluate, evaluate-needles, flops, train",
+        ),
+        ([], "usage: context-compressors"),
+    ],
+)
+def test_a_wrong_command_is_refused_with_the_nearest_one(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["compress", "m", "a.txt", "--ration", "4"], "unknown option '--ration'; did you mean '--ratio'?"),
+        (["compress", "m", "a.txt", "--batch_size=4"], "unknown option '--batch_size'; did you mean '--batch-size'?"),
+        (["compress", "m", "a.txt", "--ratio", "four"], "'four' is not a whole number of at least 1"),
+        (["compress", "m", "a.txt", "--ratio", "0"], "'0' is not a whole number of at least 1"),
+        (["compress", "m", "a.txt", "--dtype", "int8"], "'int8'"),
+        (["ask", "m", "a.txt", "--questions", "Who?"], "unknown option '--questions'; did you mean '--question'?"),
+        (["ask", "m"], "sources"),
+        (["compress", "m", "a.txt", "--device", "gpu"], "device must be one of auto, cpu"),
+        (["ask", "m", "a.txt", "--device", "cuda:99"], "device must be one of auto, cpu"),
+        (["evaluate", "m", "--data", "generated", "--device", "gpu"], "device must be one of auto, cpu"),
+    ],
+)
+def test_a_wrong_option_exits_with_2_and_the_nearest_one(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(argv)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train", "evaluate", "evaluate-needles", "compress", "ask", "analyse", "attention", "curves", "flops", "card"],
+)
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([command, "--help"])
+    assert exit_info.value.code == 0
+    output = capsys.readouterr().out
+    assert "examples:" in output
+    assert f"context-compressors {command} " in output.partition("examples:")[2]
+
+
+def test_an_error_is_one_line_unless_the_traceback_is_asked_for(capsys: pytest.CaptureFixture[str]):
+    argv = ["compress", "model", "nowhere.txt"]
+    assert cli.main(argv) == 1
+    assert capsys.readouterr().err.startswith("context-compressors compress: error: nowhere.txt is not there")
+    with pytest.raises(ValueError, match=r"nowhere\.txt is not there"):
+        cli.main(["--traceback", *argv])
+
+
+def test_a_missing_package_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def refuse(argv: list[str]) -> int:
+        raise ImportError("the package flash_attn is not installed")
+
+    monkeypatch.setattr(compress, "main", refuse)
+    assert cli.main(["compress"]) == 1
+    message = "context-compressors compress: error: the package flash_attn is not installed\n"
+    assert capsys.readouterr().err == message
+    with pytest.raises(ImportError, match="flash_attn"):
+        cli.main(["--traceback", "compress"])
+
+
+# --- reading documents ---
+
+
+def test_documents_come_from_text_jsonl_parquet_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text, jsonl, parquet = tmp_path / "first.txt", tmp_path / "rows.jsonl", tmp_path / "table.parquet"
+    text.write_text("The mill stands by the river.", encoding="utf-8")
+    jsonl.write_text('{"context": "one"}\n\n{"context": "two", "other": 1}\n', encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.table({"context": ["three", "four"], "n": [1, 2]}), parquet)
+    monkeypatch.setattr("sys.stdin", io.StringIO("five"))
+    assert read_documents([str(text), str(jsonl), str(parquet), "-"]) == [
+        Document("first", "The mill stands by the river."),
+        Document("rows-000001", "one"),
+        Document("rows-000002", "two"),
+        Document("table-000001", "three"),
+        Document("table-000002", "four"),
+        Document("stdin", "five"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b" \n", "'a' is empty"),
+        ("a.txt", b"\xff\xfe\x00", "not a text file in UTF-8"),
+        ("a.jsonl", b'{"contxt": "x"}', "line 1 has no column 'context'; did you mean 'contxt'"),
+        ("a.jsonl", b"{", "line 1 is not JSON"),
+        ("a.jsonl", b"[1]", "line 1 is not a JSON object"),
+        ("a.jsonl", b'{"context": 3}', "row 1: 'context' is int, not text"),
+        ("a.parquet", b"no", "not a Parquet file"),
+        ("b/c.txt", b"", "is not there"),
+    ],
+)
+def test_an_unreadable_document_is_refused(name: str, content: bytes, message: str, tmp_path: Path):
+    path = tmp_path / name
+    if path.parent.is_dir():
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_documents([str(path)])
+
+
+def test_a_wrong_parquet_column_and_a_folder_are_refused(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"context": ["x"], "question": ["y"]}), path)
+    with pytest.raises(ValueError, match="no column 'contexts'; did you mean 'context'"):
+        read_documents([str(path)], column="contexts")
+    with pytest.raises(ValueError, match="a folder, not a file"):
+        read_documents([str(tmp_path)])

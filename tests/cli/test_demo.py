@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo on a tiny checkpoint, and its pages."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from context_compressors.cli import demo, precision
+from context_compressors.configuration.configuration_icae import ICAEConfig
+from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.data.task_tokens import add_task_tokens
+from context_compressors.evaluation.metrics import normalize_answer
+from context_compressors.modeling.modeling_icae import ICAEForCausalLM
+from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.modeling.parts.prompting import document_ids, full_context_ids, opening_ids
+
+PAGES = demo.read_pages()
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", params=["chat", "icae"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny compressor with one token a byte, saved as a checkpoint is."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    llama = LlamaConfig(
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=257,
+    )
+    torch.manual_seed(0)
+    fields = {"decoder_config": llama, "compression_ratios": (4, 16), "chunk_size": 512}
+    if request.param == "icae":
+        add_task_tokens(tokenizer)
+        model = ICAEForCausalLM(ICAEConfig(**fields, position_layout="enhanced"))
+    else:
+        tokenizer.chat_template = CHAT
+        fields |= {"prompt_format": "chat", "slots_after_ids": opening_ids(tokenizer)}
+        model = MeanPoolingForCausalLM(MeanPoolingConfig(**fields))
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# --- pages ---
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_has_150_to_600_words_and_holds_the_answers_to_its_questions(page: demo.Page):
+    assert 150 <= len(page.text.split()) <= 600
+    assert 4 <= len(page.questions) == len(page.answers) <= 6
+    for question, answers in zip(page.questions, page.answers, strict=True):
+        assert question.endswith("?")
+        assert normalize_answer(answers[0]) in normalize_answer(page.text), question
+        # What counts as right is short: a model that repeats a sentence has found it all the same.
+        assert all(len(answer.split()) <= 10 for answer in answers), question
+
+
+def test_there_are_five_pages_of_different_lengths_the_shortest_first():
+    lengths = [len(page.text.split()) for page in PAGES]
+    assert len(lengths) == 5
+    assert all(longer > 1.15 * shorter for shorter, longer in itertools.pairwise(lengths))
+
+
+def test_broken_lines_of_a_page_are_joined_to_paragraphs(tmp_path: Path):
+    head = "---\ntitle: A mill\nquestions:\n  - question: Whose is it?\n    answers: [Olaf's, Olaf]\n---\n"
+    (tmp_path / "mill.md").write_text(f"{head}It stands\nby the river.\n\nOlaf\nowns it.\n", encoding="utf-8")
+    page = demo.Page(
+        "mill", "A mill", "It stands by the river.\n\nOlaf owns it.", ("Whose is it?",), (("Olaf's", "Olaf"),)
+    )
+    assert demo.read_pages(tmp_path) == [page]
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "right"),
+    [
+        ("In 1961.", ["1961"], True),
+        ("It closed in the year 1961, I think", ["1960", "1961"], True),
+        ("in 19611", ["1961"], False),
+        ("Fourteen years", ["four"], False),
+        ("2,310 pounds", ["2310 Pounds"], True),
+        ("", ["four"], False),
+    ],
+)
+def test_an_answer_is_right_if_it_holds_an_accepted_one_as_whole_words(answer, accepted, right):
+    assert demo.is_right(answer, accepted) is right
+
+
+# --- reading ---
+
+
+@pytest.mark.parametrize(
+    ("rows", "count"),
+    [([[1, 2, 3], [1, 2, 4, 5]], 2), ([[1, 2, 3], [1, 2]], 1), ([[1, 2, 3]], 2), ([[1, 2], [3]], 0)],
+)
+def test_what_rows_share_leaves_something_of_each_to_read(rows, count):
+    assert demo.num_shared(rows) == count
+
+
+def test_answers_from_the_text_that_is_read_once_are_those_from_the_text_read_anew(checkpoint: Path):
+    pipe = demo.load(checkpoint, dtype=torch.float32)
+    model, tokenizer, page = pipe.model, pipe.tokenizer, PAGES[0]
+    reading = demo.read_text(pipe, page)
+    document = document_ids(model.config, tokenizer, page.text)
+    expected = []
+    for question in page.questions:
+        ids = torch.tensor([full_context_ids(model.config, tokenizer, document, question)])
+        output = model.generate(ids, max_new_tokens=demo.NEW_TOKENS, do_sample=False, pad_token_id=257)
+        expected.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    assert reading.answers == expected
+    assert reading.num_places == len(document)
+    # One layer's keys and values of two heads of eight numbers, of the document and what stands around it.
+    per_token = 2 * 2 * 8 * 4
+    assert len(document) <= reading.num_bytes // per_token <= len(document) + 60
+    assert reading.num_bytes % per_token == 0
+
+
+def test_every_ratio_is_asked_from_its_own_memory(checkpoint: Path):
+    pipe = demo.load(checkpoint, dtype=torch.float32)
+    page = PAGES[0]
+    readings = demo.read_slots(pipe, page)
+    assert [reading.name for reading in readings] == ["4x", "16x"]
+    for reading, ratio in zip(readings, (4, 16), strict=True):
+        memory = pipe.compress(page.text, ratio=ratio)
+        asked = pipe(list(page.questions), memory=memory, max_new_tokens=demo.NEW_TOKENS, batch_size=1)
+        assert reading.answers == [answer["answer"] for answer in asked]
+        assert (reading.num_places, reading.num_bytes) == (int(memory.num_slots[0]), memory.nbytes)
+
+
+def test_the_faster_of_two_types_is_taken(monkeypatch: pytest.MonkeyPatch):
+    for seconds, dtype in (((2.0, 1.0), torch.bfloat16), ((1.0, 2.0), torch.float32)):
+        times = dict(zip((torch.float32, torch.bfloat16), seconds, strict=True))
+        monkeypatch.setattr(precision, "_seconds", lambda kind, device, times=times: times[kind])
+        assert precision.fastest_dtype("cpu") is dtype
+
+
+# --- tables ---
+
+
+def _reading(name: str, answers: list[str], right: list[bool]) -> demo.Reading:
+    return demo.Reading(name, 10, 2048, 0.5, 0.25, answers, right)
+
+
+def test_a_pages_table_shows_answers_beside_each_other_and_cuts_long_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    page = demo.Page("mill", "A mill", "text", ("Who owns it?", "Since when?"), (("Olaf",), ("1912",)))
+    readings = [
+        _reading("full text", ["Olaf", "word " * 200], [True, False]),
+        _reading("2x", ["Nora", ""], [False] * 2),
+    ]
+    lines = demo.page_table(page, readings).splitlines()
+    assert lines[0].split() == ["question", "right", "answer", "full", "text", "2x"]
+    assert lines[2].split() == ["Who", "owns", "it?", "Olaf", "+", "Olaf", "-", "Nora"]
+    assert any(line.rstrip().endswith("...") for line in lines)
+    assert len(lines) == 1 + 1 + 1 + 4 + 1 + 4
+    assert max(map(len, lines)) <= 100
+    assert lines[-3].split() == ["bytes", "kept", "2.0", "KiB", "2.0", "KiB"]
+
+
+def test_the_summary_counts_right_answers_of_all_pages_for_each_way_of_reading():
+    pages = [
+        [_reading("full text", ["a", "b"], [True, True]), _reading("2x", ["a", "c"], [True, False])],
+        [_reading("full text", ["a"], [True]), _reading("2x", ["c"], [False])],
+    ]
+    full, compressed = demo.summary_table(pages).splitlines()[2:]
+    assert "| full text | 3 of 3 (100 %)" in full
+    assert "| 2x        | 1 of 3 (33 %)" in compressed
+
+
+# --- the command ---
+
+
+def test_without_a_checkpoint_the_demo_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert demo.main(["--checkpoint", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert "there is no checkpoint in" in error
+    assert "--checkpoint" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_no_compressor_is_refused(tmp_path: Path):
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a LlamaForCausalLM; the demo runs context compressors"):
+        demo.load(tmp_path)
+
+
+def test_the_base_of_a_light_checkpoint_is_fetched_before_it_is_loaded_and_its_absence_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    import context_compressors
+
+    def absent(name: str) -> Path:
+        raise OSError(f"{name} is not here: do this, or do that")
+
+    monkeypatch.setattr(context_compressors, "pretrained_base", absent, raising=False)
+    config = {"compression_ratios": [2], "external_weights": {"decoder": {"repo_id": "somebody/base"}}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert demo.main(["--checkpoint", str(tmp_path), "--output", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == "error: somebody/base is not here: do this, or do that\n"
+
+
+def test_steps_below_one_are_refused():
+    with pytest.raises(SystemExit) as exit_info:
+        demo.main(["--steps", "0"])
+    assert exit_info.value.code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
+def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint: Path, tmp_path: Path):
+    # A process of its own, as `make demo` starts it: here the package's classes are registered, there they are not.
+    threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
+    result = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "context_compressors.cli.demo"),
+            *("--checkpoint", str(checkpoint), "--output", "out", "--steps", "2"),
+        ],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", **threads},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "Do you wish to run" not in result.stdout
+    for page in PAGES:
+        assert f"\n{page.title} (" in result.stdout
+    saved, loaded = (
+        result.stdout.partition(name)[2].splitlines()[0].strip() for name in ("as it was saved:", "loaded again:")
+    )
+    assert saved == loaded
+    assert "2/2" in result.stderr  # the progress bar of the fine-tuning
+    num_questions = sum(len(page.questions) for page in PAGES)
+    rows = result.stdout[result.stdout.index("5. all pages") :].splitlines()
+    for name in ("full text", "4x", "16x"):
+        assert any(row.startswith(f"| {name} ") and f" of {num_questions} " in row for row in rows)
+    out = tmp_path / "out"
+    pages = json.loads((out / "results.json").read_text(encoding="utf-8"))["pages"]
+    assert [page["page"] for page in pages] == [page.name for page in PAGES]
+    for page in pages:
+        assert [reading["name"] for reading in page["readings"]] == ["full text", "4x", "16x"]
+        assert all(len(reading["answers"]) == len(page["questions"]) for reading in page["readings"])
+    files = {path.name for path in (out / "model").iterdir()}
+    method = json.loads((checkpoint / "config.json").read_text())["model_type"].removesuffix("_compressor")
+    assert {"config.json", "model.safetensors", f"modeling_{method}.py", "tokenizer.json"} <= files
+    # Nothing that belongs to this machine is in what could be published.
+    assert not files & {"training_args.bin", "optimizer.pt"}

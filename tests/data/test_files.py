@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files as tables: texts that look like dates, columns that change their look, and files that differ."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from context_compressors.data.files import read_files
+from context_compressors.data.retrieval_sources import RetrievalTable
+from context_compressors.data.sources import DataSource, read_rows
+
+QUESTION = {"context": "c d e", "question": "When?", "answers": ["noon"]}
+# Longer than the part of a file that is read at a time.
+FILLER = "x" * 700_000
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rows_of(folder, pattern, **fields):
+    fields = {"tasks": ("question_answering",), **fields}
+    return read_rows(DataSource(path=pattern, **fields), str(folder))
+
+
+@pytest.mark.parametrize("date", ["1990-05-02", "1990-05-02T10:11:12Z", "1990-05-02 10:11:12"])
+def test_a_text_that_looks_like_a_date_stays_as_it_is(tmp_path, date):
+    write(tmp_path / "one.jsonl", [{"id": date, "context": date, "question": date, "answers": date}] * 2)
+    table = rows_of(tmp_path, "one.jsonl")
+    assert table.to_pylist() == [{"id": date, "context": date, "question": date, "answers": [date]}] * 2
+    write(tmp_path / "lists.jsonl", [{**QUESTION, "answers": [date]}, {**QUESTION, "answers": [date, date]}])
+    assert rows_of(tmp_path, "lists.jsonl")["answers"].to_pylist() == [[date], [date, date]]
+    write(tmp_path / "text.jsonl", [{"text": date}])
+    assert rows_of(tmp_path, "text.jsonl", tasks=("reconstruction",))["text"].to_pylist() == [date]
+
+
+def test_dates_stay_texts_inside_structs_beside_nulls_and_numbers(tmp_path):
+    spans = [{"text": ["1990-05-02"], "start": [3], "note": None}, {"text": ["1991-01-01"], "start": []}]
+    write(tmp_path / "qa.jsonl", [{**QUESTION, "answers": span, "more": [{"at": None}, span]} for span in spans])
+    table = rows_of(tmp_path, "qa.jsonl", columns={"answers": "answers.text"})
+    assert table["answers"].to_pylist() == [["1990-05-02"], ["1991-01-01"]]
+    more = table["more"].to_pylist()
+    assert [span["text"] for _, span in more] == [["1990-05-02"], ["1991-01-01"]]
+    assert [span["start"] for _, span in more] == [[3], []]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["1990-05-02", "1990-05-02", "at noon"],
+        ["at noon", "1990-05-02", "1990-05-02"],
+        ["1990-05-02", None, "1990-05-02"],
+        [None, None, ["1990-05-02"]],
+        [None, None, ["at noon"]],
+        [None, None, {"text": ["1990-05-02"]}],
+        [[], None, ["1990-05-02"]],
+        [["1990-05-02"], None, ["at noon"]],
+    ],
+)
+def test_a_column_may_look_otherwise_further_on(tmp_path, values):
+    write(tmp_path / "rows.jsonl", [{"note": value, "text": FILLER} for value in values])
+    table = rows_of(tmp_path, "rows.jsonl", tasks=("reconstruction",))
+    assert table["note"].to_pylist() == values
+
+
+def test_a_row_may_be_longer_than_what_is_read_at_a_time(tmp_path):
+    write(tmp_path / "rows.jsonl", [{"text": 4 * FILLER}, {"text": "1990-05-02"}])
+    table = rows_of(tmp_path, "rows.jsonl", tasks=("reconstruction",))
+    assert table["text"].to_pylist() == [4 * FILLER, "1990-05-02"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text": 5}\n', "changed from string to number in row 1"),
+        ('{"text": [[]]}\n{"text": ["a"]}\n', "changed from array to string"),
+        ('{"text": "a"\n', "JSON parse error"),
+        ("", "Empty JSON file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=rf"source 'rows\.jsonl': .*rows\.jsonl cannot be read: .*{message}"):
+        rows_of(tmp_path, "rows.jsonl", tasks=("reconstruction",))
+
+
+def test_ids_of_several_files_become_texts_where_they_differ(tmp_path):
+    write(tmp_path / "a.jsonl", [{"key": 1, "text": "a"}, {"key": 2, "text": "b"}])
+    write(tmp_path / "b.jsonl", [{"key": "x", "text": "c"}, {"key": None, "text": "d"}])
+    table = rows_of(tmp_path, "*.jsonl", tasks=("reconstruction",), columns={"id": "key"})
+    assert table["id"].to_pylist() == ["1", "2", "x", None]
+    assert table["text"].to_pylist() == ["a", "b", "c", "d"]
+    alone = rows_of(tmp_path, "a.jsonl", tasks=("reconstruction",), columns={"id": "key"})
+    assert alone["id"].to_pylist() == [1, 2]
+    retrieval = RetrievalTable(path="*.jsonl", columns={"query_id": "key"})
+    assert read_files(retrieval, str(tmp_path))["query_id"].to_pylist() == ["1", "2", "x", None]
+
+
+def test_files_whose_columns_differ_are_named(tmp_path):
+    write(tmp_path / "a.jsonl", [{**QUESTION, "labels": []}])
+    write(tmp_path / "b.jsonl", [{**QUESTION, "labels": ["noon"]}])
+    labelled = {"columns": {"answers": "labels"}}
+    assert rows_of(tmp_path, "*.jsonl", tasks=("reconstruction",), **labelled).num_rows == 2
+    write(tmp_path / "c.jsonl", [{**QUESTION, "labels": "noon"}])
+    message = (
+        r"'\*\.jsonl': column 'labels' must be .* list.* in .*a\.jsonl and .* in .*b\.jsonl and string in .*c\.jsonl"
+    )
+    with pytest.raises(ValueError, match=message):
+        rows_of(tmp_path, "*.jsonl", **labelled)
+
+
+def test_a_column_that_nothing_reads_may_be_anything(tmp_path):
+    write(tmp_path / "a.jsonl", [{**QUESTION, "meta": {"page": 1}, "year": 1990}])
+    write(tmp_path / "b.jsonl", [{**QUESTION, "meta": "none", "year": 1991.5}])
+    table = rows_of(tmp_path, "*.jsonl")
+    assert table.column_names == ["context", "question", "answers", "year"]
+    assert table["year"].to_pylist() == [1990.0, 1991.5]
+
+
+def test_jsonl_and_parquet_files_are_one_source(tmp_path):
+    write(tmp_path / "qa_a.jsonl", [{"id": "1990-05-02", **QUESTION}])
+    table = pyarrow.Table.from_pylist([{"id": 7, **QUESTION, "answers": ["six"]}])
+    pyarrow.parquet.write_table(table, tmp_path / "qa_b.parquet")
+    merged = rows_of(tmp_path, "qa_*")
+    assert merged["id"].to_pylist() == ["1990-05-02", "7"]
+    assert merged["answers"].to_pylist() == [["noon"], ["six"]]

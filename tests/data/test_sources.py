@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+import datetime
+import json
+import random
+from decimal import Decimal
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+from context_compressors.data.sources import DataSource, TokenizedTexts, distinct_texts, encode, read_rows
+from context_compressors.data.sources import start_token_id as find_start
+from context_compressors.training.tokenizer import train_tokenizer
+
+
+def source(**fields) -> DataSource:
+    return DataSource.from_mapping({"tasks": ["question_answering"], **fields})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = [{"context": f"text {i // 2}", "question": f"q{i}", "answers": [f"a{i}"]} for i in range(6)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa_one.parquet")
+    (tmp_path / "qa_two.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:2]))
+    nested = [{"passage": "p", "question": "q", "answers": {"text": ["x", "y"]}, "label": True}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(nested), tmp_path / "nested.parquet")
+    return tmp_path
+
+
+def test_parquet_jsonl_and_patterns_are_read(folder):
+    assert read_rows(source(path="qa_one.parquet"), str(folder)).num_rows == 6
+    assert read_rows(source(path="qa_two.jsonl"), str(folder)).to_pylist()[1]["answers"] == ["a1"]
+    assert read_rows(source(path="qa_*"), str(folder)).num_rows == 8
+    assert distinct_texts(read_rows(source(path="qa_one.parquet"), str(folder))) == ["text 0", "text 1", "text 2"]
+
+
+def test_columns_are_renamed_and_answers_become_lists(folder):
+    columns = {"context": "passage", "answers": "answers.text"}
+    row = read_rows(source(path="nested.parquet", columns=columns), str(folder)).to_pylist()[0]
+    assert (row["context"], row["answers"]) == ("p", ["x", "y"])
+    columns = {"context": "passage", "answers": "label"}
+    assert read_rows(source(path="nested.parquet", columns=columns), str(folder))["answers"].to_pylist() == [["yes"]]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([0, 1, 2, 3], ["0", "1", "2", "3"]),
+        ([0.0, 1.0, 2.5], ["0.0", "1.0", "2.5"]),
+        ([True, False], ["yes", "no"]),
+        (["1", "yes", "True"], ["1", "yes", "True"]),
+        ([datetime.date(1990, 5, 2), datetime.date(1, 1, 1)], ["1990-05-02", "0001-01-01"]),
+        ([Decimal("1.00"), Decimal("0.10")], ["1.00", "0.10"]),
+    ],
+)
+def test_single_answers_become_texts(tmp_path, answers, expected):
+    rows = [{"context": "c", "question": "q", "answers": answer} for answer in answers]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa.parquet")
+    assert read_rows(source(path="qa.parquet"), str(tmp_path))["answers"].to_pylist() == [[text] for text in expected]
+
+
+def test_answers_that_are_no_texts_are_refused(tmp_path):
+    rows = [{"context": "c", "question": "q", "answers": b"noon"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa.parquet")
+    with pytest.raises(ValueError, match=r"'answers': answers must be texts, numbers, .* got b'noon'"):
+        read_rows(source(path="qa.parquet"), str(tmp_path))
+
+
+def test_a_text_that_no_task_reads_may_be_missing(tmp_path):
+    row = {"context": "c", "question": "q", "answers": ["a"]}
+    (tmp_path / "qa.jsonl").write_text("\n".join(json.dumps({**row, "text": text}) for text in (None, "t")))
+    table = read_rows(source(path="qa.jsonl"), str(tmp_path))
+    assert table.num_rows == 2
+    assert distinct_texts(table) == ["c"]
+    with pytest.raises(ValueError, match="column 'text' is null in row 0"):
+        read_rows(source(path="qa.jsonl", tasks=["question_answering", "continuation"]), str(tmp_path))
+
+
+def test_max_samples_keeps_a_fixed_choice(folder):
+    few = source(path="qa_one.parquet", max_samples=3)
+    kept = read_rows(few, str(folder), seed=1)["question"].to_pylist()
+    assert len(kept) == 3
+    assert kept == read_rows(few, str(folder), seed=1)["question"].to_pylist()
+    assert any(kept != read_rows(few, str(folder), seed=seed)["question"].to_pylist() for seed in range(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"path": "qa_onne.parquet"}, r"no file .*qa_onne.parquet; did you mean 'qa_one.parquet'"),
+        ({"path": "nested.parquet"}, "no column 'context', which question_answering needs"),
+        ({"path": "qa_one.parquet", "tasks": ["summarisation"]}, "no column 'summary'"),
+        ({"path": "nested.parquet", "tasks": ["continuation"]}, "no column 'text' or 'context'"),
+        ({"path": "nested.parquet", "columns": {"context": "passage"}}, "name their place with columns"),
+        ({"path": "nested.parquet", "columns": {"context": "pasage"}}, "no column 'pasage'; did you mean 'passage'"),
+        ({"path": "nested.parquet", "columns": {"answers": "answers.txt"}}, "has no part 'answers.txt'"),
+    ],
+)
+def test_wrong_files_and_columns_are_named(folder, fields, message):
+    with pytest.raises(ValueError, match=message):
+        read_rows(source(**fields), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pth": "x"}, "unknown field of a source 'pth'; did you mean 'path'"),
+        ({"path": "x", "tasks": ["reconstuction"]}, "did you mean 'reconstruction'"),
+        ({"path": "x", "tasks": []}, "needs tasks"),
+        ({}, "exactly one of name, path and generated"),
+        ({"path": "x", "name": "y"}, "exactly one of"),
+        ({"path": "x", "weight": 0}, "weight of source 'x' must be above 0"),
+        ({"path": "x", "max_samples": 0}, "max_samples of source 'x' must be at least 1"),
+        ({"path": "x", "licence": 4.0}, "licence of source 'x' must be a text, got 4.0"),
+        ({"path": "x", "title": " "}, "title of source 'x' must be a text, got ' '"),
+        ({"path": "x", "hub_id": ["a/b"]}, "hub_id of source 'x' must be a text"),
+        ({"path": "x", "license": "MIT"}, "did you mean 'licence'"),
+        ({"path": "x", "columns": {"contxt": "y"}}, "did you mean 'context'"),
+        ({"generated": True, "tasks": ["summarisation"]}, "no summaries"),
+        (
+            {"path": "x", "weight": "heavy"},
+            "weight of source 'x' must be a number, such as 0.5 or 1.0e-1, got 'heavy'",
+        ),
+        ({"path": "x", "weight": True}, "weight of source 'x' must be a number"),
+        ({"path": "x", "weight": "inf"}, "must be above 0 and finite, got inf"),
+        ({"path": "x", "max_samples": "ten"}, "max_samples of source 'x' must be a whole number, got 'ten'"),
+        ({"path": "x", "max_samples": 1.5}, "max_samples of source 'x' must be a whole number, got 1.5"),
+        ({"path": "x", "tasks": None}, "tasks of source 'x' must be a list of tasks, got None"),
+        ({"path": "x", "columns": {"context": 3}}, "columns of source 'x': context must name a column, got 3"),
+        ({"path": "x", "columns": "context"}, "columns of source 'x' must be a mapping .* got 'context'"),
+        ({"path": 3}, "path of source 3 must be a text, got 3"),
+        ({"name": "x", "split": None}, "split of source 'x' must be a text, got None"),
+        ({"generated": "no"}, "generated of source 'generated' must be true or false, got 'no'"),
+    ],
+)
+def test_wrong_sources_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        source(**fields)
+
+
+def test_a_weight_may_be_written_as_yaml_reads_a_text():
+    assert source(path="x", **yaml.safe_load("weight: 1e-1")).weight == 0.1
+
+
+def test_unknown_file_types_are_refused(folder):
+    (folder / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"file type of .*notes.txt"):
+        read_rows(source(path="notes.txt"), str(folder))
+
+
+def test_empty_sources_are_refused(folder):
+    table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(table, folder / "empty.parquet")
+    with pytest.raises(ValueError, match="has no rows"):
+        read_rows(source(path="empty.parquet", tasks=["continuation"]), str(folder))
+
+
+QUESTION = {"context": "c", "question": "q", "answers": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        (
+            "question_answering",
+            {"answers": []},
+            "column 'answers' is an empty list in row 2 .* keep only the rows with",
+        ),
+        ("question_answering", {"answers": None}, "column 'answers' is null in row 2 .* keep only the rows"),
+        ("question_answering", {"answers": [None, "x"]}, "column 'answers' has a null in its list in row 2"),
+        ("question_answering", {"question": None}, "column 'question' is null in row 2"),
+        ("question_answering", {"context": None}, "column 'context' is null in row 2"),
+        ("continuation", {"context": None}, "column 'context' is null in row 2"),
+        ("continuation", {"text": "x"}, "column 'text' is null in row 0"),
+        ("summarisation", {"summary": "x"}, "column 'summary' is null in row 0"),
+        ("question_answering", {"answers": [3]}, "qa.jsonl cannot be read: .* changed from string to number in row 2"),
+    ],
+)
+def test_a_row_that_lacks_a_value_is_named(tmp_path, task, row, message):
+    rows = [QUESTION, {**QUESTION, "answers": ["a", "b"]}, {**QUESTION, **row}]
+    (tmp_path / "qa.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    with pytest.raises(ValueError, match=f"source 'qa.jsonl': .*{message}"):
+        read_rows(source(path="qa.jsonl", tasks=[task]), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("task", "column", "value", "message"),
+    [
+        (
+            "question_answering",
+            "answers",
+            [42],
+            r"'answers' must hold lists of texts, not list.*int64.* \(row 0: \[42",
+        ),
+        ("question_answering", "question", 5, r"'question' must hold texts, not int64 \(row 0: 5\)"),
+        ("question_answering", "context", 5, "'context' must hold texts, not int64"),
+        ("reconstruction", "text", None, "'text' is null in row 0"),
+        ("summarisation", "summary", None, "'summary' is null in row 0"),
+    ],
+)
+def test_columns_of_another_type_are_refused(tmp_path, task, column, value, message):
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps({**QUESTION, column: value})] * 2))
+    with pytest.raises(ValueError, match=message):
+        read_rows(source(path="rows.jsonl", tasks=[task]), str(tmp_path))
+
+
+def test_a_faulty_row_is_counted_over_all_files_and_named_as_the_source_calls_it(tmp_path):
+    for name, answers in (("a", [["x", "y"], ["z"]]), ("b", [["x"], ["y", None]])):
+        rows = [{"context": "c", "question": "q", "labels": {"text": labels}} for labels in answers]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    labelled = source(path="*.parquet", columns={"answers": "labels.text"})
+    with pytest.raises(ValueError, match=r"column 'labels.text' has a null in its list in row 3"):
+        read_rows(labelled, str(tmp_path))
+
+
+def test_texts_alone_are_read_from_questions_without_answers(tmp_path):
+    (tmp_path / "qa.jsonl").write_text(json.dumps({**QUESTION, "answers": []}))
+    texts = source(path="qa.jsonl", tasks=["reconstruction"])
+    assert read_rows(texts, str(tmp_path)).num_rows == 1
+    assert len(train_tokenizer([texts], str(tmp_path), vocab_size=259)) == 259
+
+
+def test_encode_adds_no_special_token_and_agrees_with_the_tokenizer(tokenizer):
+    text = "On 3 May, she signed 1,204 receipts."
+    assert encode(tokenizer, text) == tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer(text).input_ids == [tokenizer.bos_token_id, *encode(tokenizer, text)]
+    assert tokenizer.decode(encode(tokenizer, text)) == text
+
+
+def test_digits_are_single_tokens(tokenizer):
+    assert [tokenizer.decode([i]).strip() for i in encode(tokenizer, "4071")] == list("4071")
+
+
+def test_text_starts_with_bos_or_eos(tokenizer):
+    class Bare:
+        bos_token_id, eos_token_id = None, 5
+
+    assert find_start(tokenizer) == tokenizer.bos_token_id
+    assert find_start(Bare()) == 5
+    Bare.eos_token_id = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
+        find_start(Bare())
+
+
+def test_windows_are_parts_of_a_text(tokenizer):
+    texts = TokenizedTexts(["The baker of Tarby bought 12 bells. " * 5, "Short."], tokenizer)
+    whole = [texts[0].tolist(), texts[1].tolist()]
+    rng = random.Random(0)
+    for _ in range(30):
+        window = texts.window(10, rng)
+        assert window == whole[1] or (
+            len(window) == 10 and any(window == whole[0][i : i + 10] for i in range(len(whole[0]) - 9))
+        )

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from context_compressors.data.synthetic_documents import (
+    KINDS,
+    MAX_TOKENS,
+    MIN_TOKENS,
+    count_words,
+    generate_document,
+)
+
+
+def has_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
+
+
+def sentences_of(text: str) -> list[str]:
+    return [sentence + "." for sentence in text.rstrip(".").split(". ")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_seed_gives_the_same_document_and_another_seed_another(kind):
+    first, again, other = (generate_document(seed, num_tokens=200, kind=kind) for seed in (7, 7, 8))
+    assert first == again
+    assert first.text != other.text
+
+
+def test_documents_are_the_same_on_every_machine():
+    # Pinned: a change of the generator changes every benchmark number, so it has to be seen.
+    text = generate_document(0, num_tokens=40, kind="ledger").text
+    assert text == (
+        "Pres Fati bought thimbles from Bribeilt Kleten. Pres Fati paid 4075 crowns for thimbles. "
+        "On 21 July, Pres Fati signed receipt 2510. On 5 September, Drailt Stuker signed receipt 6148."
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    length=st.integers(64, 900),
+    kind=st.sampled_from(KINDS),
+    split=st.sampled_from(["train", "test"]),
+)
+def test_length_is_kept_and_almost_reached(seed, length, kind, split):
+    document = generate_document(seed, num_tokens=length, kind=kind, split=split)
+    assert length - 40 <= count_words(document.text) <= length
+    assert document.questions
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("length", [MIN_TOKENS, MAX_TOKENS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shortest_and_longest_documents(kind, length, split):
+    for seed in range(3):
+        document = generate_document(seed, num_tokens=length, kind=kind, split=split)
+        assert count_words(document.text) <= length
+        assert count_words(document.text) > (length - 40 if length == MAX_TOKENS else 5)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_stands_in_the_text(kind, split):
+    for seed in range(20):
+        document = generate_document(seed, num_tokens=300, kind=kind, split=split)
+        for question in document.questions:
+            assert has_word(document.text, question.answer), question
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_question_has_one_answer(kind):
+    for seed in range(30):
+        document = generate_document(seed, num_tokens=400, kind=kind)
+        assert max(Counter(question.question for question in document.questions).values()) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_hop_answers_share_a_sentence_with_their_subject_and_two_hop_answers_do_not(kind):
+    seen = Counter()
+    for seed in range(30):
+        document = generate_document(seed, num_tokens=300, kind=kind)
+        sentences = sentences_of(document.text)
+        for question in document.questions:
+            subject = re.findall(r"[A-Z][a-z]+(?: [A-Z][a-z]+)*|\d+", question.question[1:])
+            together = [
+                sentence
+                for sentence in sentences
+                if all(
+                    has_word(sentence, word) for word in (question.answer, *subject) if has_word(document.text, word)
+                )
+            ]
+            assert bool(together) == (question.hops == 1), (question, together)
+            seen[question.hops] += 1
+    assert seen[1] > 50
+    assert seen[2] > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_train_and_test_share_no_name_and_no_answer(kind):
+    values = {}
+    for split in ("train", "test"):
+        documents = [generate_document(seed, num_tokens=400, kind=kind, split=split) for seed in range(25)]
+        answers = {question.answer for document in documents for question in document.questions}
+        names = {name for document in documents for name in re.findall(r"(?<=[a-z] )[A-Z][a-z]{3,}", document.text)}
+        values[split] = (answers, names - {"Train", "Ferry"} - set(MONTHS))
+    assert not values["train"][0] & values["test"][0]
+    assert not values["train"][1] & values["test"][1]
+    assert len(values["test"][0]) > 30
+
+
+MONTHS = "January February March April May June July August September October November December".split()  # noqa: SIM905
+
+
+# Words by which each fact's sentences are known, whatever their template.
+FACTS = {
+    "biography": ["born", "came into", "works as|By trade", "lives in|home of", "keeps", "learned"],
+    "inventory": ["holds|There are", "belongs|owns", "stands in"],
+    "timetable": ["leaves", "reaches", "departs", "driver|drives"],
+    "ledger": ["paid", "bought|sold", "signed"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("facts", [1, 2])
+def test_few_facts_are_the_same_ones_about_many_records(kind, facts):
+    for seed in range(20):
+        document = generate_document(seed, num_tokens=96, kind=kind, facts_per_record=facts)
+        sentences = re.split(r"(?<=[.]) ", document.text)
+        said = Counter(next(p for p in FACTS[kind] if re.search(p, sentence)) for sentence in sentences)
+        assert len(said) == facts
+        assert max(said.values()) >= len(sentences) / facts >= 2
+        assert all(question.answer in document.text for question in document.questions)
+        assert {question.hops for question in document.questions} <= ({1} if facts == 1 else {1, 2})
+
+
+def test_length_counts_in_the_tokens_of_a_tokenizer(tokenizer):
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+    document = generate_document(3, num_tokens=200, count_tokens=count)
+    assert 100 < count(document.text) <= 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_tokens": 31}, "num_tokens must be 32 to 4096, got 31"),
+        ({"num_tokens": 4097}, "got 4097"),
+        ({"split": "dev"}, "split must be one of"),
+        ({"kind": "poem"}, "kind must be one of"),
+        ({"facts_per_record": 0}, "facts_per_record must be at least 1 or None, got 0"),
+        ({"num_tokens": 32, "count_tokens": lambda text: 1000}, "no sentence"),
+    ],
+)
+def test_wrong_arguments_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        generate_document(0, **fields)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources with contexts and texts side by side: which of the two a task reads."""
+
+import json
+
+import pytest
+
+from context_compressors.data.prompts import TASKS
+from context_compressors.data.sources import DataSource, encode
+from context_compressors.data.tokenized_rows import FileSource
+from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
+from context_compressors.training.objectives.compression_dataset import CompressionDataset
+
+ROWS = [
+    {
+        "context": f"Berth {row // 2} belongs to Nora.",
+        "question": f"Who has berth {row}?",
+        "answers": ["Nora"],
+        "summary": "Nora has it.",
+        "text": f"A note, number {row}, that was brought by Bob.",
+    }
+    for row in range(6)
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("tasks", [[task] for task in TASKS] + [list(TASKS)])
+def test_a_task_is_trained_and_evaluated_on_the_same_contexts(tokenizer, folder, tasks):
+    limits = {"min_context_tokens": 100, "max_context_tokens": 100, "max_target_tokens": 101}
+    source = {"path": "rows.jsonl", "tasks": tasks}
+    dataset = CompressionDataset([source], tokenizer, 80, data_dir=folder, **limits)
+    builder = SampleBuilder(tokenizer, None, {}, 100, 1)
+    found = {task: set() for task in tasks}
+    for example in map(dataset.__getitem__, range(80)):
+        words = example["context_ids"] + (example["target_ids"][:-1] if example["task"] == "continuation" else [])
+        found[example["task"]].add(tokenizer.decode(words))
+    for task in tasks:
+        samples = builder.build(EvaluationDataset("rows", ROWS), task)
+        column = "text" if task in ("reconstruction", "continuation") else "context"
+        whole = {row[column] for row in ROWS}
+        if task == "continuation":
+            # Windows of the text, with what follows them.
+            assert all(any(part in text for text in whole) for part in found[task])
+            assert all(any(tokenizer.decode(sample.context_ids) in text for text in whole) for sample in samples)
+        else:
+            assert found[task] == whole == {tokenizer.decode(sample.context_ids) for sample in samples}
+
+
+def test_questions_that_are_asked_together_share_their_context(tokenizer, folder):
+    source = {"path": "rows.jsonl", "tasks": ["question_answering"]}
+    dataset = CompressionDataset([source], tokenizer, data_dir=folder, questions_per_example=3, canonical_prompts=True)
+    for example in map(dataset.__getitem__, range(6)):
+        prompts = [example["prompt_ids"], *(prompt for prompt, _ in example["more_turns"])]
+        context = tokenizer.decode(example["context_ids"])
+        asked = {row["question"] for row in ROWS if row["context"] == context}
+        assert {tokenizer.decode(ids).split("Question: ")[1].split("\n")[0] for ids in prompts} == asked
+        assert len(prompts) == 2
+
+
+def test_a_column_is_tokenized_for_the_tasks_that_read_it_only(tokenizer, folder):
+    def columns(*tasks):
+        source = FileSource(DataSource(path="rows.jsonl", tasks=tasks), folder, 0, tokenizer)
+        return source, {id(source.texts(task)) for task in tasks}
+
+    source, read = columns("question_answering", "summarisation")
+    assert len(read) == 1
+    assert source.rows_of_text[source.text_of(3)] == [2, 3]
+    assert len(columns("reconstruction", "continuation")[1]) == 1
+    source, read = columns(*TASKS)
+    assert len(read) == 2
+    assert source.rows_of_text[source.text_of(3)] == [2, 3]
+    assert len(source.texts("question_answering").texts) == 3
+    assert len(source.texts("continuation").texts) == 6
+
+
+def test_only_the_rows_that_a_source_names_are_read(tokenizer, folder):
+    source = {"path": "rows.jsonl", "tasks": ["question_answering"], "rows": [2, 4]}
+    dataset = CompressionDataset([source], tokenizer, 12, data_dir=folder, canonical_prompts=True)
+    asked = {tokenizer.decode(dataset[index]["prompt_ids"]) for index in range(12)}
+    assert asked == {f"\nQuestion: Who has berth {row}?\nAnswer:" for row in (2, 3)}
+    with pytest.raises(ValueError, match=r"has no rows among \[6, 9\]"):
+        CompressionDataset([{**source, "rows": [6, 9]}], tokenizer, data_dir=folder)
+
+
+@pytest.mark.parametrize("rows", [[4, 2], [-1, 2], [1], [0, 1.5], [False, 2]])
+def test_rows_that_are_no_range_are_refused(rows):
+    with pytest.raises(ValueError, match=r"rows of source 'a\.jsonl' must be"):
+        DataSource(path="a.jsonl", tasks=("question_answering",), rows=rows)
+
+
+def test_neighbouring_contexts_are_joined_to_one_document(tokenizer, folder):
+    contexts = list(dict.fromkeys(row["context"] for row in ROWS))
+    source = {"path": "rows.jsonl", "tasks": ["question_answering"], "contexts_per_document": 3}
+    limit = 2 * len(encode(tokenizer, "\n\n".join(contexts)))
+    options = {"data_dir": folder, "questions_per_example": 6, "max_context_tokens": limit}
+    dataset = CompressionDataset([source], tokenizer, 60, **options)
+    found = set()
+    for example in map(dataset.__getitem__, range(60)):
+        document = tokenizer.decode(example["context_ids"])
+        found.add(document)
+        prompts = [example["prompt_ids"], *(prompt for prompt, _ in example["more_turns"])]
+        for prompt in map(tokenizer.decode, prompts):
+            # Whatever is asked is asked about a context of the document.
+            row = next(row for row in ROWS if row["question"] in prompt)
+            assert row["context"] in document
+        assert len(prompts) == 2 * len(document.split("\n\n"))
+    assert found == {"\n\n".join(contexts[first:end]) for first in range(3) for end in range(first + 1, 4)}
+
+
+def test_joined_contexts_stop_where_the_next_would_not_fit(tokenizer, folder):
+    own = max(len(encode(tokenizer, row["context"])) for row in ROWS)
+    source = {"path": "rows.jsonl", "tasks": ["question_answering"], "contexts_per_document": 3}
+    limits = {"min_context_tokens": 1, "max_context_tokens": own + 3}
+    dataset = CompressionDataset([source], tokenizer, 40, data_dir=folder, **limits)
+    documents = {tokenizer.decode(dataset[index]["context_ids"]) for index in range(40)}
+    assert documents == {row["context"] for row in ROWS}
+    assert all(dataset[index]["num_cut"] == 0 for index in range(40))
+
+
+def test_joining_goes_with_questions_only():
+    with pytest.raises(ValueError, match=r"contexts_per_document of source 'a\.jsonl'"):
+        DataSource(path="a.jsonl", tasks=("reconstruction",), contexts_per_document=2)
+    with pytest.raises(ValueError, match="got 0"):
+        DataSource(path="a.jsonl", tasks=("question_answering",), contexts_per_document=0)

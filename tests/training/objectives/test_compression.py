@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from context_compressors.training.objectives.compression import CompressionTrainer, DistillationTrainer, TeacherTrainer
+from context_compressors.training.objectives.compression_collator import CompressionCollator
+from context_compressors.training.objectives.compression_dataset import CompressionDataset
+
+SOURCES = [{"generated": True, "tasks": ["question_answering", "reconstruction", "continuation"], "weight": 1}]
+
+
+@pytest.fixture(scope="module")
+def dataset(tokenizer):
+    return CompressionDataset(
+        SOURCES, tokenizer, 24, max_context_tokens=60, max_target_tokens=64, questions_per_example=2
+    )
+
+
+def collate(tokenizer, mode, **fields):
+    return CompressionCollator.from_tokenizer(tokenizer, mode=mode, **fields)
+
+
+@pytest.fixture
+def make_trainer(dataset, tokenizer, compressor, make_config):
+    def make(trainer_class=CompressionTrainer, mode="compressed", config=None, **fields):
+        return trainer_class(
+            model=compressor,
+            args=make_config(**(config or {})),
+            train_dataset=dataset.as_dataset(),
+            processing_class=tokenizer,
+            data_collator=collate(tokenizer, mode, with_metadata=True),
+            **fields,
+        )
+
+    return make
+
+
+def gradients(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def text_of(batch):
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
+def context_of(batch):
+    return {name: batch[f"context_{name}"] for name in ("input_ids", "attention_mask")}
+
+
+def test_loss_is_the_sum_of_every_ratios_own_cross_entropy(make_trainer, dataset, tokenizer):
+    trainer = make_trainer()
+    model = trainer.model.train()
+    batch = collate(tokenizer, "compressed")([dataset[index] for index in range(4)])
+    labels = batch["labels"][:, 1:].flatten()
+    plain = 0.0
+    for ratio in (2, 4):
+        context = {"context_input_ids": batch["context_input_ids"], "ratio": ratio}
+        context["context_attention_mask"] = batch["context_attention_mask"]
+        logits = model(**text_of(batch), **context).logits
+        plain = plain + functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels)
+    plain.backward()
+    expected = gradients(model)
+    loss = trainer.compute_loss(model, batch)
+    loss.backward()
+    torch.testing.assert_close(loss, plain)
+    found = gradients(model)
+    assert set(found) == set(expected)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+def test_a_context_is_encoded_once_for_all_ratios(make_trainer, dataset, tokenizer):
+    trainer = make_trainer()
+    passes = []
+    backbone = trainer.model.model.encoder_backbone
+    backbone.register_forward_hook(lambda *_: passes.append(1))
+    trainer.compute_loss(trainer.model.train(), collate(tokenizer, "compressed")([dataset[0]]))
+    # One pass encodes; encoder and decoder share the base, so each ratio's reading is one more.
+    assert len(passes) == 1 + 2
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compressor, tmp_path, padding_side):
+    before = {name: p.detach().clone() for name, p in compressor.named_parameters()}
+    trainable = {name for name, p in compressor.named_parameters() if p.requires_grad}
+    args = SFTConfig(
+        output_dir=str(tmp_path / "stock"),
+        max_steps=4,
+        per_device_train_batch_size=3,
+        learning_rate=1e-2,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        save_strategy="no",
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = SFTTrainer(
+        model=compressor,
+        args=args,
+        train_dataset=dataset.as_dataset(),
+        processing_class=tokenizer,
+        data_collator=collate(tokenizer, "compressed", ratios=[2, 4], padding_side=padding_side),
+    )
+    trainer.train()
+    moved = {name for name, p in compressor.named_parameters() if not torch.equal(p.detach(), before[name])}
+    assert moved == trainable
+    assert trainable
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "mode"), [(CompressionTrainer, "compressed"), (DistillationTrainer, "distillation")]
+)
+def test_training_moves_exactly_the_trainable_parameters(make_trainer, dataset, trainer_class, mode):
+    trainer = make_trainer(trainer_class, mode, config={"gradient_accumulation_steps": 2, "max_steps": 4})
+    model = trainer.model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    part = "loss_ratio_{}" if mode == "compressed" else "kl_per_token_ratio_{}"
+    assert all(part.format(ratio) in logs[-1] for ratio in (2, 4))
+    for entry in logs:
+        assert entry["num_ratios_summed"] == 2
+        assert entry["loss_mean_over_ratios"] == entry["loss"] / 2
+    used = [dataset[index] for index in range(4 * 2 * 2)]
+    assert logs[-1]["num_context_tokens"] == sum(1 + len(example["context_ids"]) for example in used)  # BOS
+    assert logs[-1]["num_cut_tokens"] == sum(example["num_cut"] for example in used)
+
+
+def test_muon_trains_the_adapters(make_trainer):
+    trainer = make_trainer(config={"optimizer": "muon"})
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    assert any(group["muon"] for group in trainer.optimizer.param_groups)
+    assert all(not torch.equal(p.detach(), before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def test_adafactor_trains_the_adapters_at_the_rate_that_is_asked_for(make_trainer):
+    trainer = make_trainer(config={"optimizer": "adafactor", "max_grad_norm": 0, "lr_scheduler_type": "constant"})
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    groups = trainer.optimizer.param_groups
+    assert {(group["scale_parameter"], group["relative_step"], group["lr"]) for group in groups} == {
+        (True, False, trainer.args.learning_rate)
+    }
+    assert all(not torch.equal(p.detach(), before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def test_random_ratio_is_drawn_from_seed_and_step(make_trainer):
+    def drawn(trainer, steps):
+        ratios = []
+        for step in steps:
+            trainer.state.global_step = step
+            ratios += trainer.step_ratios()
+        return ratios
+
+    trainer = make_trainer(config={"ratio_mode": "random"})
+    trainer.model.train()
+    all_steps = drawn(trainer, range(60))
+    assert len(all_steps) == 60
+    assert set(all_steps) == {2, 4}
+    assert 15 < all_steps.count(2) < 45
+    assert drawn(trainer, range(20, 60)) == all_steps[20:]
+    trainer.model.eval()
+    assert trainer.step_ratios() == [2, 4]
+
+
+def test_ratio_schedule_says_which_ratios_a_step_has(make_trainer):
+    schedule = [[0.0, [4]], [0.5, [2, 4]]]
+    trainer = make_trainer(config={"ratio_schedule": schedule})
+    trainer.state.max_steps = 10
+    trainer.model.train()
+    expected = [[4]] * 5 + [[2, 4]] * 5
+    for trainer.state.global_step, ratios in enumerate(expected):
+        assert trainer.step_ratios() == ratios
+    trainer.state.global_step = 0
+    trainer.model.eval()
+    assert trainer.step_ratios() == [2, 4]
+    drawing = make_trainer(config={"ratio_schedule": schedule, "ratio_mode": "random"})
+    drawing.state.max_steps = 100
+    drawing.model.train()
+    drawn = []
+    for drawing.state.global_step in range(100):
+        drawn += drawing.step_ratios()
+    assert drawn[:50] == [4] * 50
+    assert set(drawn[50:]) == {2, 4}
+    with pytest.raises(ValueError, match=r"ratio_schedule has the ratios \[8\]; the model's compression_ratios are"):
+        make_trainer(config={"ratio_schedule": [[0.0, [2, 8]]]})
+
+
+def plain_distillation(model, teacher_logits, batch):
+    """Equations 5 and 6 written out, with full vocabularies."""
+    teacher = functional.log_softmax(teacher_logits[:, :-1], -1)[batch["full_labels"][:, 1:] != -100]
+    total = 0.0
+    for memory in model.compress(**context_of(batch), ratio=[2, 4]):
+        logits = model(**text_of(batch), memory=memory).logits
+        student = functional.log_softmax(logits[:, :-1], -1)[batch["labels"][:, 1:] != -100]
+        total = total + (teacher.exp() * (teacher - student)).sum()
+    return total / len(batch["labels"])
+
+
+@pytest.mark.parametrize("chunk_size", [5, 256])
+@pytest.mark.parametrize("own_base", [True, False])
+def test_distillation_equals_a_plain_computation(
+    make_trainer, dataset, tokenizer, base_folder, language_model, own_base, chunk_size
+):
+    teacher = None
+    if not own_base:
+        teacher = LlamaForCausalLM.from_pretrained(base_folder)
+        torch.manual_seed(1)
+        for parameter in teacher.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    reference = (language_model if own_base else copy.deepcopy(teacher)).eval()
+    config = {"distillation_chunk_size": chunk_size}
+    trainer = make_trainer(DistillationTrainer, "distillation", config, teacher=teacher)
+    model = trainer.model.train()
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    batch = collate(tokenizer, "distillation")([dataset[index] for index in range(4)])
+    with torch.no_grad():
+        teacher_logits = reference(
+            input_ids=batch["full_input_ids"], attention_mask=batch["full_attention_mask"]
+        ).logits
+    plain = plain_distillation(model, teacher_logits, batch)
+    plain.backward()
+    expected = gradients(model)
+    loss = trainer.compute_loss(model, batch)
+    loss.backward()
+    torch.testing.assert_close(loss, plain, rtol=1e-4, atol=1e-5)
+    found = gradients(model)
+    assert set(found) == set(expected) == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+    if teacher is not None:
+        assert not any(p.requires_grad for p in teacher.parameters())
+
+
+def test_accumulated_distillation_equals_one_big_batch(make_trainer, dataset, tokenizer):
+    trainer = make_trainer(DistillationTrainer, "distillation", config={"gradient_accumulation_steps": 2})
+    model = trainer.model
+    trainer.current_gradient_accumulation_steps = 2
+    collator = collate(tokenizer, "distillation", with_metadata=True)
+    for start in (0, 2):
+        trainer.training_step(model, collator([dataset[start], dataset[start + 1]]))
+    split = gradients(model)
+    trainer.compute_loss(model, collator([dataset[index] for index in range(4)])).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, split[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_evaluation_gives_a_loss_for_each_ratio(make_trainer, dataset):
+    trainer = make_trainer()
+    metrics = trainer.evaluate(dataset.as_dataset().select(range(4)))
+    assert metrics["eval_loss"] > 0
+    entry = trainer.state.log_history[-1]
+    mean = (entry["eval_loss_ratio_2"] + entry["eval_loss_ratio_4"]) / 2
+    assert entry["eval_loss_mean_over_ratios"] == entry["eval_loss"] / 2 == pytest.approx(mean, rel=0.2)
+
+
+def test_the_log_of_a_single_ratio_has_its_loss_alone(make_trainer):
+    trainer = make_trainer(config={"ratio_mode": "random", "max_steps": 1})
+    trainer.train()
+    assert not {"num_ratios_summed", "loss_mean_over_ratios"} & set(trainer.state.log_history[0])
+
+
+def test_teacher_is_trained_on_full_contexts(dataset, tokenizer, language_model, make_config):
+    before = {name: p.detach().clone() for name, p in language_model.named_parameters()}
+    trainer = TeacherTrainer(
+        model=language_model,
+        args=make_config(objective="teacher"),
+        train_dataset=dataset.as_dataset(),
+        processing_class=tokenizer,
+        data_collator=collate(tokenizer, "full_context", with_metadata=True),
+    )
+    trainer.train()
+    assert all(not torch.equal(p.detach(), before[name]) for name, p in language_model.named_parameters())
+
+
+def test_nan_loss_stops_with_step_and_ids_and_the_last_checkpoint_stays(make_trainer, dataset, tmp_path):
+    trainer = make_trainer(config={"save_strategy": "steps", "save_steps": 2, "max_steps": 6})
+    losses = []
+
+    def broken(states, labels, target, name, original=trainer._memory_loss):
+        losses.append(name)
+        loss = original(states, labels, target, name)
+        return loss * float("nan") if len(losses) > 2 * 3 else loss
+
+    trainer._memory_loss = broken
+    ids = [dataset[index]["id"] for index in (6, 7)]
+    with pytest.raises(ValueError, match=r"the loss is nan at step 4, batch ids") as error:
+        trainer.train()
+    assert all(name in str(error.value) for name in ids)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_weights_that_are_not_finite_are_never_saved(make_trainer, tmp_path):
+    trainer = make_trainer(config={"save_strategy": "steps", "save_steps": 1, "max_steps": 1})
+    name, parameter = next((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad)
+    parameter.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(ValueError, match="is not finite after step 1"):
+        trainer.train()
+    assert not list((tmp_path / "out").glob("checkpoint-*")), name
+
+
+def test_batches_of_the_wrong_mode_are_refused(make_trainer, dataset, tokenizer):
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match="batches need context_input_ids"):
+        trainer.compute_loss(trainer.model, collate(tokenizer, "full_context")([dataset[0]]))
+    trainer = make_trainer(DistillationTrainer, "distillation")
+    with pytest.raises(ValueError, match="batches need full_input_ids"):
+        trainer.compute_loss(trainer.model, collate(tokenizer, "compressed")([dataset[0]]))
+
+
+def test_wrong_models_and_arguments_are_refused(make_trainer, language_model, make_config, tmp_path):
+    with pytest.raises(TypeError, match="must be a compressor"):
+        CompressionTrainer(model=language_model, args=make_config())
+    with pytest.raises(TypeError, match="args must be a TrainingConfig"):
+        CompressionTrainer(model=language_model, args=SFTConfig(str(tmp_path), bf16=False, use_cpu=True))
+    language_model.resize_token_embeddings(410)
+    with pytest.raises(ValueError, match=r"must share a vocabulary, got \d+ and 410"):
+        make_trainer(DistillationTrainer, "distillation", teacher=language_model)

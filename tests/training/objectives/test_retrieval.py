@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data, contrastive loss, trainer and recipes of retrieval."""
+
+import math
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForTextEncoding, AutoTokenizer
+
+from context_compressors import DeCALConfig, DeCALForRetrieval
+from context_compressors.data.retrieval_sources import (
+    RetrievalCollection,
+    RetrievalPairs,
+    RetrievalSource,
+    TextEncoder,
+)
+from context_compressors.evaluation.retrieval import encode_texts, ndcg, score_texts
+from context_compressors.modeling.parts.late_interaction import chamfer
+from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.objectives.retrieval import (
+    RetrievalCollator,
+    RetrievalTrainer,
+    contrastive_loss,
+    gathered,
+)
+from context_compressors.training.train import main
+
+SOURCE = {name: {"path": f"{name}.parquet"} for name in ("corpus", "queries", "relevance")}
+TINY = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+ANIMALS = ("otter", "heron", "badger", "salmon", "lynx", "raven", "toad", "viper")
+
+
+@pytest.fixture
+def write_tables(tmp_path: Path):
+    """Write the three tables of a collection; what is given takes the place of a table's columns."""
+
+    def write(**tables) -> str:
+        columns = {
+            "corpus": {
+                "id": [f"d{i}" for i in range(len(ANIMALS))],
+                "title": [f"The {animal}" if i else None for i, animal in enumerate(ANIMALS)],
+                "text": [f"A {animal} sleeps at noon." for animal in ANIMALS],
+            },
+            "queries": {
+                "id": [f"q{i}" for i in range(len(ANIMALS))],
+                "query": [f"When does a {animal} sleep?" for animal in ANIMALS],
+            },
+            "relevance": {
+                "query_id": [f"q{i}" for i in range(len(ANIMALS))] + ["q0", "q1"],
+                "doc_id": [f"d{i}" for i in range(len(ANIMALS))] + ["d1", "d5"],
+                "score": [1] * (len(ANIMALS) + 1) + [0],
+            },
+        }
+        for name, content in {**columns, **tables}.items():
+            pyarrow.parquet.write_table(pyarrow.table(content), tmp_path / f"{name}.parquet")
+        return str(tmp_path)
+
+    return write
+
+
+# --- data ---
+
+
+def test_a_collection_holds_its_texts_and_its_relevant_pairs(write_tables):
+    collection = RetrievalCollection(SOURCE, write_tables())
+    assert collection.pairs == [*((i, i) for i in range(len(ANIMALS))), (0, 1)]
+    assert collection.document(1) == "The heron A heron sleeps at noon."
+    assert collection.document(0) == "A otter sleeps at noon."
+    assert collection.query(2) == "When does a badger sleep?"
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"queries": {"id": ["q0", "q0"], "query": ["a", "b"]}}, "1 ids of the queries stand twice"),
+        ({"corpus": {"id": ["d0"], "txt": ["a"]}}, "no column 'text', which the corpus needs; did you mean 'txt'"),
+        ({"corpus": {"id": ["d0", "d1"], "text": ["a", None]}}, "column 'text' is null in row 1"),
+        ({"queries": {"id": ["q0"], "query": [7]}}, "column 'query' must hold texts, not int64"),
+        ({"relevance": {"query_id": ["q0"], "doc_id": ["x"]}}, "names 'x', which the corpus do not have"),
+        ({"relevance": {"query_id": ["q0"], "doc_id": ["d0"], "score": [0]}}, "has no relevant pair"),
+    ],
+)
+def test_tables_that_do_not_fit_are_named(write_tables, tables, message):
+    folder = write_tables(**tables)
+    with pytest.raises(ValueError, match=message):
+        RetrievalCollection(SOURCE, folder)
+
+
+def test_a_wrong_source_is_named():
+    with pytest.raises(ValueError, match="there is no 'relevance'"):
+        RetrievalSource.from_mapping({name: SOURCE[name] for name in ("corpus", "queries")})
+    with pytest.raises(ValueError, match="field of the corpus: 'pth'; did you mean 'path'"):
+        RetrievalSource.from_mapping({**SOURCE, "corpus": {"pth": "x"}})
+    with pytest.raises(ValueError, match="exactly one of name and path"):
+        RetrievalSource.from_mapping({**SOURCE, "corpus": {}})
+    with pytest.raises(ValueError, match="a source of retrieval must be a mapping, got 'x'"):
+        RetrievalSource.from_mapping("x")
+
+
+def test_texts_are_as_the_tokenizer_gives_them_and_cut_texts_are_counted(tokenizer):
+    text = "When does a badger sleep?"
+    whole = tokenizer(text).input_ids
+    assert TextEncoder(tokenizer, 64)(text) == (whole, 0)
+    assert TextEncoder(tokenizer, len(whole) - 2)(text) == (whole[:-2], 2)
+    with pytest.raises(ValueError, match="max_tokens must be above"):
+        TextEncoder(tokenizer, 0)
+
+
+def test_a_batch_is_padded_and_keys_tell_equal_texts(tokenizer, write_tables):
+    data = RetrievalPairs([SOURCE, SOURCE], tokenizer, write_tables())
+    assert len(data) == 2 * 9
+    batch = RetrievalCollator(0)([data[index] for index in (0, 8, 1, 9)])
+    # Rows 0 and 8 have one query, 8 and 1 one document; the second source's are others.
+    queries, documents = batch["query_keys"].tolist(), batch["document_keys"].tolist()
+    assert queries[0] == queries[1]
+    assert documents[1] == documents[2]
+    assert len(set(queries)) == len(set(documents)) == 3
+    for side in ("query", "document"):
+        for row, index in enumerate((0, 8, 1, 9)):
+            ids, found = data[index][f"{side}_ids"], batch[f"{side}_input_ids"][row].tolist()
+            assert found == ids + [0] * (len(found) - len(ids))
+            assert batch[f"{side}_attention_mask"][row].sum() == len(ids)
+    assert batch["example_ids"] == ["q0-d0", "q0-d1", "q1-d1", "q0-d0"]
+
+
+# --- loss ---
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_contrastive_loss_is_the_loop_over_queries(first):
+    generator = torch.Generator().manual_seed(first)
+    scores = torch.randn(4, 7, generator=generator, requires_grad=True)
+    query_keys, document_keys = torch.tensor([1, 2, 3, 1, 4, 5, 6]), torch.tensor([9, 8, 9, 7, 6, 5, 6])
+    terms = []
+    for query in range(4):
+        own = first + query
+        candidates = [
+            other
+            for other in range(7)
+            if other == own or (query_keys[other] != query_keys[own] and document_keys[other] != document_keys[own])
+        ]
+        weights = torch.stack([torch.exp(scores[query, other] / 0.5) for other in candidates])
+        terms.append(-torch.log(torch.exp(scores[query, own] / 0.5) / weights.sum()))
+    expected = torch.stack(terms).mean()
+    (gradient,) = torch.autograd.grad(expected, scores)
+    loss = contrastive_loss(scores, query_keys, document_keys, first, temperature=0.5)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, scores)[0], gradient)
+
+
+def test_a_batch_of_one_document_has_nothing_to_learn():
+    keys = torch.tensor([1, 1, 1])
+    assert contrastive_loss(torch.randn(3, 3), keys, torch.arange(3)) == 0
+
+
+def test_one_process_gathers_its_own_rows():
+    rows = (torch.randn(2, 3, 4), torch.ones(2, 3), torch.arange(2))
+    assert all(mine is theirs for mine, theirs in zip(gathered(*rows), rows, strict=True))
+
+
+# --- training ---
+
+
+def recipe(folder: str, base_folder: Path, **fields) -> str:
+    content = {
+        "objective": "retrieval",
+        "method": "decal",
+        "tokenizer": str(base_folder),
+        "model_config": TINY,
+        "method_config": {"compression_ratios": [2]},
+        "sources": [SOURCE],
+        "data_dir": folder,
+        "max_context_tokens": 40,
+        "max_steps": 2,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **fields,
+    }
+    path = Path(folder) / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_a_model_that_finds_the_documents(write_tables, base_folder, tmp_path):
+    folder = write_tables()
+    output = tmp_path / "out"
+    fields = {"max_steps": 40, "seed": 1, "contrastive_temperature": 0.2}
+    assert main([recipe(folder, base_folder, **fields), "--output_dir", str(output)]) == 0
+    log = yaml.safe_load((output / "training_summary.json").read_text())["log"]
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    assert losses[-1] < 0.2 * math.log(8)
+    model, tokenizer = AutoModelForTextEncoding.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
+    collection, encode = RetrievalCollection(SOURCE, folder), TextEncoder(tokenizer, 40)
+    documents = [collection.document(row) for row in range(len(ANIMALS))]
+    queries = [collection.query(row) for row in range(len(ANIMALS))]
+    scores = score_texts(encode_texts(model, queries, encode), encode_texts(model, documents, encode))
+    relevant = [{row, 1} if row == 0 else {row} for row in range(len(ANIMALS))]
+    assert sum(ndcg(scores, relevant)) / len(ANIMALS) > 0.9
+
+
+def new_trainer(tokenizer, folder, make_config, **fields):
+    torch.manual_seed(0)
+    config = DeCALConfig(
+        decoder_config={"vocab_size": len(tokenizer), **TINY, "pad_token_id": tokenizer.pad_token_id},
+        compression_ratios=[2, 4],
+    )
+    return RetrievalTrainer(
+        model=DeCALForRetrieval(config),
+        args=make_config(per_device_train_batch_size=4, **fields),
+        train_dataset=RetrievalPairs([SOURCE], tokenizer, folder),
+        data_collator=RetrievalCollator(tokenizer.pad_token_id),
+    )
+
+
+def test_the_loss_adds_up_over_ratios_and_every_weight_trains(tokenizer, write_tables, make_config):
+    trainer = new_trainer(tokenizer, write_tables(), make_config, contrastive_temperature=0.5)
+    model = trainer.model
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+    expected = 0
+    for ratio in (2, 4):
+        vectors = [
+            model.encode(batch[f"{side}_input_ids"], batch[f"{side}_attention_mask"], ratio).to_tuple()
+            for side in ("query", "document")
+        ]
+        scores = chamfer(*vectors[0], *vectors[1])
+        expected = expected + torch.nn.functional.cross_entropy(scores / 0.5, torch.arange(4))
+    torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), expected)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    trainer.train()
+    for name, parameter in model.named_parameters():
+        assert not parameter.equal(before[name]), name
+
+
+def test_what_a_trainer_cannot_do_is_refused(tokenizer, write_tables, base_folder, make_config):
+    folder = write_tables()
+    with pytest.raises(ValueError, match="ratio_mode must be 'all'"):
+        new_trainer(tokenizer, folder, make_config, ratio_mode="random")
+    with pytest.raises(TypeError, match="encode method, got Linear"):
+        RetrievalTrainer(model=torch.nn.Linear(1, 1), args=make_config())
+    with pytest.raises(ValueError, match="contrastive_temperature must be above 0, got 0"):
+        make_config(contrastive_temperature=0)
+    for fields, message in (
+        ({"method": "gmsa"}, "method of the objective retrieval: 'gmsa'"),
+        ({"method": None}, "method of the objective retrieval: 'mean_pooling'"),
+        ({"sources": []}, "the recipe has no sources"),
+        (
+            {"eval_sources": [SOURCE]},
+            "eval_sources .* not to retrieval: measure rankings with benchmarks/decal/retrieval.py",
+        ),
+        ({"length_schedule": [[0.0, 32]]}, "length_schedule .* not to retrieval: leave it out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            main([recipe(folder, base_folder, **fields), "--output_dir", folder])
+
+
+def test_recipes_hold_the_papers_numbers():
+    given = ["--checkpoint", "x", "--use_cpu", "true"]
+    model, data, args = parse_recipe(["decal/decal.yaml", "decal/retrieval.yaml", *given])
+    assert args.objective == "retrieval"
+    assert args.max_steps * args.per_device_train_batch_size * 8 == 12_000_000
+    assert (args.optimizer, args.learning_rate) == ("adafactor", 1e-3)
+    assert (model.model_config, model.method_config, model.checkpoint) == (None, None, "x")
+    assert RetrievalSource.from_mapping(data.sources[0]).corpus.name == "mteb/msmarco"
+    small = parse_recipe(["embedded/decal.yaml", "decal/small/retrieval.yaml", *given])
+    assert small[2].objective == "retrieval"
+    source = RetrievalSource.from_mapping(small[1].sources[0])
+    assert all("test" not in table.label for table in (source.corpus, source.queries, source.relevance))
+
+
+# --- evaluation ---
+
+
+@torch.no_grad()
+def test_scores_of_an_index_are_those_of_single_texts(tokenizer, write_tables, make_config):
+    folder = write_tables()
+    model = new_trainer(tokenizer, folder, make_config).model.eval()
+    collection, encode = RetrievalCollection(SOURCE, folder), TextEncoder(tokenizer, 40)
+    documents = [collection.document(row) * (1 + row % 3) for row in range(len(ANIMALS))]
+    queries = [collection.query(row) for row in range(3)]
+    vectors = [encode_texts(model, texts, encode, 4, batch_size=3) for texts in (queries, documents)]
+    for max_products in (1, 300, 10**6):
+        scores = score_texts(*vectors, max_products=max_products)
+        for row, query in enumerate(queries):
+            for column, document in enumerate(documents):
+                ids = [torch.tensor([encode(text)[0]]) for text in (query, document)]
+                alone = [model.encode(one, ratio=4).to_tuple() for one in ids]
+                torch.testing.assert_close(scores[row, column], chamfer(*alone[0], *alone[1])[0, 0])
+
+
+def test_ndcg_is_the_formula():
+    scores = torch.arange(12.0, 0, -1).repeat(2, 1)
+    # Ranks 2 and 4 of three relevant ones, the third beyond the tenth place; then the first place alone.
+    ideal = sum(1 / math.log2(rank + 1) for rank in (1, 2, 3))
+    expected = [(1 / math.log2(3) + 1 / math.log2(5)) / ideal, 1.0]
+    assert ndcg(scores, [{1, 3, 11}, {0}]) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="query 1 has no relevant document"):
+        ndcg(scores, [{1}, set()])

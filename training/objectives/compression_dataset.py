@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenized training examples of a compressor: a context, a prompt and a target, by index alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ...configuration.nearest_names import check_choice
+from ...data.prompts import format_prompt
+from ...data.sources import DataSource, encode
+from ...data.synthetic_documents import MIN_TOKENS, GeneratedDocument, generate_document
+from ...data.task_tokens import prefix_ids
+from ...data.tokenized_rows import FileSource
+from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
+from ...modeling.parts.prompting import DOCUMENT_END, before_answer, prompt_ids
+from ..fields import OVERLONG_CONTEXTS, PROMPT_FORMATS
+from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
+
+MAX_ATTEMPTS = 100
+
+
+def draw_document(
+    source: DataSource, max_tokens: int, rng: random.Random, tokenizer: PreTrainedTokenizerBase
+) -> GeneratedDocument:
+    """Generate a document of a random length up to `max_tokens` tokens of this tokenizer."""
+    length = rng.randint(MIN_TOKENS, max(MIN_TOKENS, max_tokens))
+    while True:
+        try:
+            return generate_document(
+                rng.randrange(10**9),
+                num_tokens=length,
+                kind=source.kind,
+                split=source.split,
+                facts_per_record=source.facts_per_record,
+                count_tokens=lambda text: len(encode(tokenizer, text)),
+            )
+        except ValueError:
+            # A few seeds start with a sentence longer than a very short limit.
+            if length >= 8 * MIN_TOKENS and length >= max_tokens:
+                raise
+            length = max_tokens if length < max_tokens else 2 * length
+
+
+class CompressionDataset(Dataset):
+    """Examples for the collators: `head_ids`, `context_ids`, `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`,
+    `num_cut`, `index`, and with a tokenizer of contexts `encoder_context_ids`.
+
+    Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
+    and the seed only, so that training resumes exactly. Targets end with EOS, in a chat with the template's end of a
+    turn; the continuation of a text that goes on behind it ends with neither. `head_ids` stand in front of the context
+    or its slots; `more_turns` holds further (prompt, target) pairs about the same context; `num_cut` counts tokens
+    that the limits cut off.
+
+    Args:
+        sources: `DataSource` or recipe entries.
+        tokenizer: makes the token ids.
+        num_examples: length of the data set. `None` (not with generated documents): every row once, those of all
+            sources mixed, with another one in place of a row that is passed over; with weights or a `task_schedule` as
+            many examples as there are rows, each of a source that is drawn by its weight or, where there is none, its
+            number of rows.
+        data_dir: folder that the sources' paths are relative to.
+        max_context_tokens: longest context.
+        min_context_tokens: shortest window of a plain text.
+        max_target_tokens: longest target; a reconstructed context is short enough for its target to fit.
+        questions_per_example: questions asked one after the other about one context.
+        canonical_prompts: the first template of each task only.
+        first_answer: the first answer of each question only; else one of them is drawn.
+        prompts: file of prompt templates, or the name of a packaged one; "default" when `None`.
+        prompt_format: "plain", or "chat": context and prompt are the user's turn of the tokenizer's chat template.
+        context_prefix: text in front of the contexts of questions and summaries, e.g. a heading; it is part of the
+            context, and its tokens count in `max_context_tokens`.
+        length_schedule: (fraction of the examples, longest context) pairs for texts and generated documents, linear in
+            between.
+        task_schedule: (fraction of the examples, tasks) pairs: from there on only these, of the sources that have
+            them; all tasks all the time when `None`. A source's weight goes to those of its tasks that are in it.
+            Neighbours of a group (`group_size`) are put in order together, so that there a change takes up to a group.
+        overlong_contexts: of contexts of questions and summaries that are too long: "truncate" their end or
+            "truncate_left" their beginning (both counted in `num_cut`), or "skip" them.
+        group_size: with more than 1, so many neighbours are put in order of length, and then dealt out in batches of
+            `batch_size` in random order: batches hold little padding.
+        batch_size: rows in a batch, for `group_size`, which is a multiple of it.
+        seed: everything is drawn from it.
+        context_tokenizer: the encoder's, where it reads other tokens than the decoder; all lengths are in tokens of
+            `tokenizer`.
+
+    Raises:
+        ValueError: a source, a limit or a schedule that is not allowed, some but not all weights given, a task of the
+            schedule that no source has, a source whose tasks it never has, or no number of examples.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[DataSource | Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        num_examples: int | None = None,
+        *,
+        data_dir: str | None = None,
+        max_context_tokens: int = 1024,
+        min_context_tokens: int = 32,
+        max_target_tokens: int = 256,
+        questions_per_example: int = 1,
+        canonical_prompts: bool = False,
+        first_answer: bool = False,
+        prompts: str | None = None,
+        prompt_format: str = "plain",
+        context_prefix: str = "",
+        length_schedule: Sequence[Sequence[float]] | None = None,
+        task_schedule: Sequence[Sequence[Any]] | None = None,
+        overlong_contexts: str = "truncate",
+        group_size: int = 1,
+        batch_size: int = 1,
+        seed: int = 0,
+        context_tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        self.context_tokenizer = context_tokenizer
+        check_choice("overlong_contexts", overlong_contexts, OVERLONG_CONTEXTS)
+        check_choice("prompt_format", prompt_format, PROMPT_FORMATS)
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no EOS token, which ends every target")
+        if max_target_tokens < 2 or not 1 <= min_context_tokens <= max_context_tokens or questions_per_example < 1:
+            raise ValueError(
+                "max_target_tokens must be at least 2, min_context_tokens 1 to max_context_tokens, and "
+                f"questions_per_example at least 1, got {max_target_tokens}, {min_context_tokens}, "
+                f"{max_context_tokens} and {questions_per_example}"
+            )
+        if group_size < 1 or batch_size < 1 or (group_size > 1 and group_size % batch_size):
+            raise ValueError(
+                f"group_size must be 1 or a multiple of batch_size, both at least 1, got {group_size} and {batch_size}"
+            )
+        self.group_size, self.batch_size = group_size, batch_size
+        self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
+        self.tokenizer, self.end, self.seed = tokenizer, tokenizer.eos_token_id, seed
+        self.max_context_tokens, self.min_context_tokens = max_context_tokens, min_context_tokens
+        self.max_target_tokens, self.questions_per_example = max_target_tokens, questions_per_example
+        self.canonical_prompts, self.prompts, self.overlong_contexts = canonical_prompts, prompts, overlong_contexts
+        self.first_answer, self.prompt_format = first_answer, prompt_format
+        self.prefix_ids = prefix_ids(tokenizer, context_prefix)
+        if len(self.prefix_ids) >= max_context_tokens:
+            raise ValueError(
+                f"context_prefix has {len(self.prefix_ids)} tokens, which leaves none of the {max_context_tokens} "
+                "(max_context_tokens) to the context"
+            )
+        self.length_points = check_length_schedule(length_schedule or [(0.0, max_context_tokens)], 1)
+        entries = [entry if isinstance(entry, DataSource) else DataSource.from_mapping(entry) for entry in sources]
+        if not entries:
+            raise ValueError("at least one source is needed")
+        self.sources = [
+            entry if entry.generated else FileSource(entry, data_dir, seed, tokenizer) for entry in entries
+        ]
+        self.task_points = None if task_schedule is None else check_task_schedule(task_schedule)
+        self._check_tasks(entries)
+        self._deal(entries, num_examples)
+
+    def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
+        """Fix, for every index, its source and how many examples of that source came before it."""
+        sizes = [None if isinstance(source, DataSource) else source.num_rows for source in self.sources]
+        given = [entry.weight is not None for entry in entries]
+        if any(given) and not all(given):
+            missing = [entry.label for entry, has in zip(entries, given, strict=True) if not has]
+            raise ValueError(f"give a weight to every source or to none; {missing} have none")
+        if not any(given) and None in sizes:
+            raise ValueError("generated documents have no number of rows: give a weight to every source")
+        is_each_row_once = num_examples is None and not any(given) and self.task_points is None
+        if num_examples is None:
+            if None in sizes:
+                raise ValueError("generated documents never end: give a number of examples")
+            num_examples = sum(sizes)
+        if num_examples < 1:
+            raise ValueError(f"num_examples must be at least 1, got {num_examples}")
+        shares = np.array(
+            [entry.weight if entry.weight is not None else size for entry, size in zip(entries, sizes, strict=True)]
+        )
+        generator = np.random.default_rng([self.seed, 0])
+        if is_each_row_once:
+            phases = [generator.permutation(np.repeat(np.arange(len(sizes)), sizes))]
+        else:
+            phases = [
+                self._drawn_in_phase(entries, shares, size, generator, tasks)
+                for size, tasks in self._phases(num_examples)
+            ]
+        self.source_of = np.concatenate(phases).astype(np.int32)
+        self.turn_of = np.zeros(num_examples, dtype=np.int64)
+        for index in range(len(entries)):
+            mine = self.source_of == index
+            self.turn_of[mine] = np.arange(mine.sum())
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def _check_tasks(self, entries: Sequence[DataSource]) -> None:
+        """Refuse a schedule with tasks that no source has, and sources that it never comes to."""
+        scheduled = [set(tasks) for _, tasks in self.task_points or ()]
+        offered = {task for entry in entries for task in entry.tasks}
+        if missing := sorted(set().union(*scheduled) - offered):
+            raise ValueError(f"task_schedule has the tasks {missing}; those of the sources are {sorted(offered)}")
+        idle = [entry.label for entry in entries if scheduled and set().union(*scheduled).isdisjoint(entry.tasks)]
+        if idle:
+            raise ValueError(f"task_schedule never has a task of the sources {idle}: leave them out")
+
+    def _phases(self, num_examples: int) -> list[tuple[int, list[str] | None]]:
+        """Number of examples and allowed tasks of each part of the training, one after the other."""
+        if self.task_points is None:
+            return [(num_examples, None)]
+        # The first index whose fraction has been reached, as `_tasks_at` tells.
+        starts = [math.ceil(fraction * num_examples) for fraction, _ in self.task_points]
+        sizes = np.diff([*starts, num_examples]).tolist()
+        return [(size, tasks) for size, (_, tasks) in zip(sizes, self.task_points, strict=True)]
+
+    @staticmethod
+    def _drawn_in_phase(
+        entries: Sequence[DataSource],
+        shares: np.ndarray,
+        size: int,
+        generator: np.random.Generator,
+        tasks: list[str] | None,
+    ) -> np.ndarray:
+        """The sources of `size` examples, drawn by their shares among those that have one of the tasks."""
+        if tasks is not None:
+            serves = np.array([not set(tasks).isdisjoint(entry.tasks) for entry in entries])
+            shares = shares * serves
+        return generator.choice(len(entries), size=size, p=shares / shares.sum())
+
+    def _tasks_at(self, index: int, tasks: Sequence[str]) -> list[str]:
+        """Those of a source's tasks that the schedule has at an index, as often as the source names them."""
+        if self.task_points is None:
+            return list(tasks)
+        reached = [allowed for fraction, allowed in self.task_points if fraction * len(self) <= index]
+        return [task for task in tasks if task in reached[-1]]
+
+    def __len__(self) -> int:
+        return len(self.source_of)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The example at `index`; `IndexError` outside the data set."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} is outside the {len(self)} examples")
+        if self.group_size == 1:
+            return self._example_at(index)
+        group, place = divmod(index, self.group_size)
+        if self._group[0] != group:
+            self._group = (group, self._sorted_group(group))
+        return self._group[1][place]
+
+    def _sorted_group(self, group: int) -> list[dict[str, Any]]:
+        first = group * self.group_size
+        examples = [self._example_at(index) for index in range(first, min(first + self.group_size, len(self)))]
+        examples.sort(key=self.num_tokens)
+        batches = [examples[start : start + self.batch_size] for start in range(0, len(examples), self.batch_size)]
+        # Only whole batches change places: the last group's short one has to stay the last.
+        whole = len(examples) // self.batch_size
+        order = [*random.Random(f"{self.seed}/group/{group}").sample(range(whole), whole), *range(whole, len(batches))]
+        return [example for batch in order for example in batches[batch]]
+
+    @staticmethod
+    def num_tokens(example: Mapping[str, Any]) -> int:
+        """Length of an example: context and all turns together."""
+        turns = sum(len(prompt) + len(target) for prompt, target in example["more_turns"])
+        return len(example["context_ids"]) + len(example["prompt_ids"]) + len(example["target_ids"]) + turns
+
+    def _example_at(self, index: int) -> dict[str, Any]:
+        rng = random.Random(f"{self.seed}/{index}")
+        limit = min(self.max_context_tokens, scheduled_length(self.length_points, index / len(self)))
+        position = int(self.source_of[index])
+        source = self.sources[position]
+        if isinstance(source, DataSource):
+            example = self._from_generated(source, self._tasks_at(index, source.tasks), limit, rng)
+        else:
+            tasks = self._tasks_at(index, source.source.tasks)
+            example = self._from_file(source, tasks, position, int(self.turn_of[index]), limit, rng)
+        if self.context_tokenizer is not None:
+            ids = in_encoder_tokens(example["context_ids"], self.tokenizer, self.context_tokenizer)
+            example["encoder_context_ids"] = ids
+        return {**example, "index": index}
+
+    def as_dataset(self) -> datasets.Dataset:
+        """The same examples as a `datasets.Dataset`, which `trl.SFTTrainer` needs; each is made when asked for."""
+        return datasets.Dataset.from_dict({"index": range(len(self))}).with_transform(self._examples_at)
+
+    def _examples_at(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
+        examples = [self[index] for index in batch["index"]]
+        return {key: [example[key] for example in examples] for key in examples[0]}
+
+    def _row(self, position: int, num_rows: int, turn: int) -> int:
+        epoch, place = divmod(turn, num_rows)
+        key = (position, epoch)
+        if key not in self._orders:
+            self._orders = {k: v for k, v in self._orders.items() if k[0] != position}
+            self._orders[key] = np.random.default_rng([self.seed, 1, position, epoch]).permutation(num_rows)
+        return int(self._orders[key][place])
+
+    def _from_generated(
+        self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
+    ) -> dict[str, Any]:
+        task = rng.choice(tasks)
+        limit = self._room(task, limit)
+        document = draw_document(source, limit, rng, self.tokenizer)
+        ids = encode(self.tokenizer, document.text)
+        identifier = f"generated/{document.kind}/{document.seed}"
+        if task != "question_answering":
+            return self._text_example(task, ids, limit, identifier, rng)
+        questions = document.questions[: self.questions_per_example]
+        return self._question_example(ids, [(q.question, q.answer) for q in questions], limit, identifier, rng)
+
+    def _from_file(
+        self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
+    ) -> dict[str, Any]:
+        task = rng.choice(tasks)
+        if task in ("question_answering", "summarisation"):
+            # A context that belongs to a question cannot be made shorter, so the schedule does not bear on it.
+            limit = self.max_context_tokens
+        limit = self._room(task, limit)
+        row, texts = self._row(position, source.num_rows, turn), source.texts(task)
+        for _ in range(MAX_ATTEMPTS):
+            ids = texts[row]
+            is_window = task in ("reconstruction", "continuation")
+            too_long = not is_window and self.overlong_contexts == "skip" and len(ids) > limit
+            if len(ids) >= 2 and not too_long:
+                break
+            row = rng.randrange(source.num_rows)
+        else:
+            raise ValueError(
+                f"source {source.source.label!r}: {MAX_ATTEMPTS} rows in a row were empty or longer than "
+                f"{limit} tokens"
+            )
+        identifier = source.identifier(row)
+        if is_window:
+            return self._text_example(task, ids.tolist(), limit, identifier, rng)
+        if task == "summarisation":
+            return self._example(task, ids.tolist(), [("", source.value("summary", row))], limit, identifier, rng)
+        texts_of = [source.text_of(row)]
+        ids = ids.tolist()
+        if source.source.contexts_per_document > 1:
+            texts_of, ids = self._joined_contexts(source, row, limit, rng)
+        others = [other for text in texts_of for other in source.rows_of_text[text] if other != row]
+        rows = [row, *rng.sample(others, min(len(others), self.questions_per_example - 1))]
+        pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
+        return self._question_example(ids, pairs, limit, identifier, rng)
+
+    def _joined_contexts(
+        self, source: FileSource, row: int, limit: int, rng: random.Random
+    ) -> tuple[list[int], list[int]]:
+        """A row's context among neighbours of its file, as many as are drawn and fit, as one document.
+
+        Returns:
+            The contexts' indices, and the document's token ids.
+        """
+        texts, own = source.texts("question_answering").texts, source.text_of(row)
+        count = rng.randint(1, source.source.contexts_per_document)
+        first = max(0, min(own - rng.randrange(count), len(texts) - count))
+        between = encode(self.tokenizer, DOCUMENT_END)
+        taken = list(range(first, min(first + count, len(texts))))
+        while len(taken) > 1 and sum(len(texts[text]) + len(between) for text in taken) > limit:
+            # The end that is farther from the row's own context goes.
+            taken.pop(0 if own - taken[0] > taken[-1] - own else -1)
+        ids = texts[taken[0]].tolist()
+        for text in taken[1:]:
+            ids += [*between, *texts[text].tolist()]
+        return taken, ids
+
+    def _answer(self, answers: Sequence[str], rng: random.Random) -> str:
+        return answers[0] if self.first_answer else rng.choice(answers)
+
+    def _room(self, task: str, limit: int) -> int:
+        """Tokens that a context's text may have, beside its prefix or the EOS that ends its reconstruction."""
+        if task in ("question_answering", "summarisation"):
+            return max(1, limit - len(self.prefix_ids))
+        return min(limit, self.max_target_tokens - 1) if task == "reconstruction" else limit
+
+    def _text_example(
+        self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random
+    ) -> dict[str, Any]:
+        """A random window of a text: to repeat, or to be read up to some place and then continued."""
+        longest, ends = max(1, min(limit, len(ids))), True
+        length = rng.randint(min(self.min_context_tokens, longest), longest)
+        if task == "reconstruction":
+            start = rng.randrange(len(ids) - length + 1)
+            context = target = ids[start : start + length]
+        else:
+            # A text that is too short for both gives up context first, down to half of it.
+            length = min(length, max(1, len(ids) // 2, len(ids) - self.max_target_tokens + 1))
+            start = rng.randrange(max(1, len(ids) - length - self.max_target_tokens + 2))
+            context = ids[start : start + length]
+            end = start + length + self.max_target_tokens - 1
+            # The end of a text that was merely cut is nobody's to predict.
+            ends = end >= len(ids)
+            target = ids[start + length : end + (not ends)]
+        return self._finish(task, context, [(self._prompt(task, "", rng), target)], limit, identifier, ends)
+
+    def _question_example(
+        self, ids: list[int], pairs: Sequence[tuple[str, str]], limit: int, identifier: str, rng: random.Random
+    ) -> dict[str, Any]:
+        return self._example("question_answering", ids, pairs, limit, identifier, rng)
+
+    def _example(
+        self,
+        task: str,
+        ids: list[int],
+        pairs: Sequence[tuple[str, str]],
+        limit: int,
+        identifier: str,
+        rng: random.Random,
+    ) -> dict[str, Any]:
+        turns = []
+        for question, answer in pairs:
+            prompt = self._prompt(task, question, rng)
+            answer = before_answer(prompt, self.prompt_format) + answer.strip()
+            turns.append((prompt, encode(self.tokenizer, answer)))
+        return self._finish(task, ids, turns, limit, identifier)
+
+    def _finish(
+        self,
+        task: str,
+        context: list[int],
+        turns: Sequence[tuple[str, list[int]]],
+        limit: int,
+        identifier: str,
+        ends: bool = True,
+    ) -> dict[str, Any]:
+        num_cut = max(0, len(context) - limit)
+        kept = context[num_cut:] if self.overlong_contexts == "truncate_left" else context[:limit]
+        prefix = self.prefix_ids if task in ("question_answering", "summarisation") else []
+        prompts = prompt_ids(self.tokenizer, [prompt for prompt, _ in turns], self.prompt_format)
+        ended = []
+        for prompt, (_, target) in zip(prompts.turns, turns, strict=True):
+            whole = [*target, prompts.end] if ends else target
+            num_cut += max(0, len(whole) - self.max_target_tokens)
+            ended.append((prompt, whole[: self.max_target_tokens]))
+        return {
+            "head_ids": prompts.head,
+            "context_ids": [*prefix, *kept],
+            "prompt_ids": ended[0][0],
+            "target_ids": ended[0][1],
+            "more_turns": ended[1:],
+            "task": task,
+            "id": identifier,
+            "num_cut": num_cut,
+        }
+
+    def _prompt(self, task: str, question: str, rng: random.Random) -> str:
+        template_rng = None if self.canonical_prompts else rng
+        return format_prompt(task, question, rng=template_rng, path=self.prompts)

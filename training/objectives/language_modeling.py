@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language modelling for a small base model: text, copying, and documents with many questions each.
+
+A model of a few million parameters does not learn to look things up from plain text alone. It does from rows whose
+later part can only be written by looking back: the same text a second time, or answers to questions.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.modeling_outputs import CausalLMOutput
+
+from ...configuration.nearest_names import check_choice
+from ...data.prompts import format_prompt, load_prompts
+from ...data.sources import DataSource, TokenizedTexts, distinct_texts, encode, read_rows, start_token_id
+from ...data.synthetic_documents import MIN_TOKENS
+from ..base_trainer import StepGuard
+from ..forward_redirection import as_forward_pass
+from ..losses import logits_function
+from ..schedules import check_length_schedule, scheduled_length
+from .compression_dataset import draw_document
+
+ROW_KINDS = ("text", "copy", "generated", "question_answering")
+_SHORTEST_COPY = 16
+_Row = tuple[list[int], list[int]]
+
+
+class _QuestionSource:
+    """Contexts of one file, by length, each with its questions."""
+
+    def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
+        by_context: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for row in read_rows(source, data_dir, seed).select(["context", "question", "answers"]).to_pylist():
+            by_context[row["context"]].append((row["question"], row["answers"][0]))
+        pairs = [(encode(tokenizer, context), questions) for context, questions in by_context.items()]
+        self.rows = sorted(pairs, key=lambda pair: len(pair[0]))
+        self.lengths = [len(ids) for ids, _ in self.rows]
+
+    def draw(self, max_tokens: int, rng: random.Random) -> tuple[list[int], list[tuple[str, str]]]:
+        """A context of at most `max_tokens` tokens (the shortest when none is so short) and its questions."""
+        return self.rows[rng.randrange(max(1, bisect.bisect_right(self.lengths, max_tokens)))]
+
+
+class LanguageModelingRows:
+    """Makes one row after another; a row is token ids and labels, -100 where nothing is to be learned.
+
+    Args:
+        sources: real text is read from sources with the task "continuation", what is copied from those with
+            "reconstruction", questions from those with "question_answering".
+        tokenizer: makes the token ids; its EOS ends copies and answers.
+        data_dir: folder that the sources' paths are relative to.
+        row_mixture: share of each kind of row, among `ROW_KINDS`.
+        max_questions: questions asked about one document.
+        canonical_prompts: take the first template of each task only; a small model then spends nothing on wording.
+        prompts: file of prompt templates, or the name of a packaged one; "default" when `None`.
+        seed: draws the rows that a source's `max_samples` keeps.
+
+    Raises:
+        ValueError: an unknown kind of row, shares that are negative or all zero, or a kind without a source.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[DataSource],
+        tokenizer: PreTrainedTokenizerBase,
+        data_dir: str | None = None,
+        row_mixture: Mapping[str, float] | None = None,
+        max_questions: int = 8,
+        canonical_prompts: bool = True,
+        prompts: str | None = None,
+        seed: int = 0,
+    ):
+        mixture = dict(row_mixture) if row_mixture else dict.fromkeys(ROW_KINDS, 1.0)
+        for kind, share in mixture.items():
+            check_choice("kind of row in row_mixture:", kind, ROW_KINDS)
+            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < math.inf:
+                raise ValueError(f"row_mixture: the share of {kind} must be a number from 0 on, got {share!r}")
+        self.kinds = [kind for kind, share in mixture.items() if share > 0]
+        self.shares = [mixture[kind] for kind in self.kinds]
+        if not self.kinds:
+            raise ValueError("row_mixture: at least one share must be above 0")
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no EOS token, which ends every answer and copy")
+        self.tokenizer = tokenizer
+        self.start, self.end = start_token_id(tokenizer), tokenizer.eos_token_id
+        self.max_questions = max_questions
+        self.canonical_prompts, self.prompts = canonical_prompts, prompts
+        load_prompts(prompts)
+        self._read_sources(sources, data_dir, seed)
+
+    def _read_sources(self, sources: Sequence[DataSource], data_dir: str | None, seed: int) -> None:
+        self.sources: dict[str, list[tuple[float, Any]]] = {kind: [] for kind in ROW_KINDS}
+        for source in sources:
+            weight = 1.0 if source.weight is None else source.weight
+            if source.generated:
+                texts: Any = source
+                if "question_answering" in source.tasks:
+                    self.sources["generated"].append((weight, source))
+            else:
+                wanted = {"continuation", "reconstruction"} & set(source.tasks)
+                texts = (
+                    TokenizedTexts(distinct_texts(read_rows(source, data_dir, seed)), self.tokenizer)
+                    if wanted
+                    else None
+                )
+                if "question_answering" in source.tasks:
+                    questions = _QuestionSource(source, data_dir, seed, self.tokenizer)
+                    self.sources["question_answering"].append((weight, questions))
+                if "continuation" in source.tasks:
+                    self.sources["text"].append((weight, texts))
+            if "reconstruction" in source.tasks:
+                self.sources["copy"].append((weight, texts))
+        for kind in self.kinds:
+            if not self.sources[kind]:
+                raise ValueError(f"row_mixture asks for {kind} rows, but no source has the task for them")
+
+    def row(self, max_tokens: int, rng: random.Random) -> _Row:
+        """Make a row from a document of at most `max_tokens` tokens (text rows: up to twice as many)."""
+        kind = rng.choices(self.kinds, self.shares)[0]
+        weights, sources = zip(*self.sources[kind], strict=True)
+        source = rng.choices(sources, weights)[0]
+        if kind == "text":
+            ids = [self.start, *source.window(rng.randint(max_tokens // 2, 2 * max_tokens), rng)]
+            return ids, ids
+        if kind == "copy":
+            return self._copy_row(source, max_tokens, rng)
+        if kind == "generated":
+            document = draw_document(source, max_tokens, rng, self.tokenizer)
+            questions = [(question.question, question.answer) for question in document.questions]
+            return self._question_row(encode(self.tokenizer, document.text), questions[: self.max_questions], rng)
+        ids, questions = source.draw(max_tokens, rng)
+        return self._question_row(ids, rng.sample(questions, min(len(questions), self.max_questions)), rng)
+
+    def _copy_row(self, source: DataSource | TokenizedTexts, max_tokens: int, rng: random.Random) -> _Row:
+        if isinstance(source, DataSource):
+            text = encode(self.tokenizer, draw_document(source, max_tokens, rng, self.tokenizer).text)
+        else:
+            text = source.window(rng.randint(min(_SHORTEST_COPY, max_tokens), max_tokens), rng)
+        prompt = self._prompt("reconstruction", "", rng)
+        target = [*text, self.end]
+        return [self.start, *text, *prompt, *target], [-100] * (1 + len(text) + len(prompt)) + target
+
+    def _question_row(self, context: list[int], questions: Sequence[tuple[str, str]], rng: random.Random) -> _Row:
+        ids = [self.start, *context]
+        labels = [-100] * len(ids)
+        for question, answer in questions:
+            prompt = self._prompt("question_answering", question, rng)
+            target = [*encode(self.tokenizer, " " + answer), self.end]
+            ids += prompt + target
+            labels += [-100] * len(prompt) + target
+        return ids, labels
+
+    def _prompt(self, task: str, question: str, rng: random.Random) -> list[int]:
+        template_rng = None if self.canonical_prompts else rng
+        return encode(self.tokenizer, format_prompt(task, question, rng=template_rng, path=self.prompts))
+
+
+class LanguageModelingBatches(Dataset):
+    """Whole batches of about `tokens_per_batch` tokens; batch i is a function of i and the seed alone.
+
+    The rows of `batches_per_step` batches are made together, then sorted by length and dealt out in that order, so
+    that one optimizer step sees every kind of row and its batches hold little padding.
+
+    Args:
+        rows: makes the rows.
+        num_batches: number of batches of the whole training.
+        tokens_per_batch: real tokens in a batch, roughly.
+        batches_per_step: gradient accumulation steps.
+        length_schedule: (fraction of training, document length limit in tokens) pairs, linear in between.
+        max_length: rows longer than this many tokens lose their end (counted in `num_truncated`).
+        seed: everything is drawn from it.
+    """
+
+    def __init__(
+        self,
+        rows: LanguageModelingRows,
+        num_batches: int,
+        tokens_per_batch: int,
+        batches_per_step: int = 1,
+        length_schedule: Sequence[Sequence[float]] = ((0.0, 96),),
+        max_length: int = 2048,
+        seed: int = 0,
+    ):
+        points = check_length_schedule(length_schedule, MIN_TOKENS)
+        if tokens_per_batch < 1 or batches_per_step < 1 or num_batches < 1:
+            raise ValueError(
+                "num_batches, tokens_per_batch and batches_per_step must be at least 1, "
+                f"got {num_batches}, {tokens_per_batch}, {batches_per_step}"
+            )
+        self.rows, self.num_batches, self.tokens_per_batch = rows, num_batches, tokens_per_batch
+        self.batches_per_step, self.points, self.max_length, self.seed = batches_per_step, points, max_length, seed
+        self.num_truncated = 0
+        self._step: tuple[int, list[list[_Row]]] = (-1, [])
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def length_limit(self, index: int) -> int:
+        """Document length limit of batch `index` in tokens."""
+        return scheduled_length(self.points, index / self.num_batches)
+
+    def __getitem__(self, index: int) -> list[_Row]:
+        step = index // self.batches_per_step
+        if self._step[0] != step:
+            self._step = (step, self._make_step(step))
+        return self._step[1][index % self.batches_per_step]
+
+    def _make_step(self, step: int) -> list[list[_Row]]:
+        rng = random.Random(f"{self.seed}/{step}")
+        limit = self.length_limit(step * self.batches_per_step)
+        budget = self.tokens_per_batch * self.batches_per_step
+        rows: list[_Row] = []
+        total = 0
+        while total < budget:
+            ids, labels = self.rows.row(limit, rng)
+            self.num_truncated += len(ids) > self.max_length
+            rows.append((ids[: self.max_length], labels[: self.max_length]))
+            total += len(rows[-1][0])
+        rows.sort(key=lambda row: len(row[0]))
+        return _deal(rows, self.batches_per_step)
+
+
+def _deal(rows: list[_Row], num_batches: int) -> list[list[_Row]]:
+    """Cut rows, sorted by length, into batches with the least padding in all; each batch has a row."""
+    while len(rows) < num_batches:
+        rows = [rows[0], *rows]
+    stride = -(-len(rows) // 64)  # few places to cut keep this cheap for big batches
+    ends = sorted({*range(stride, len(rows), stride), *range(1, num_batches + 1), len(rows)})
+    # cost[end]: padded size of rows[:end] in the number of batches so far, and where they are cut
+    cost: dict[int, tuple[int, list[int]]] = {end: (end * len(rows[end - 1][0]), [0]) for end in ends}
+    for count in range(1, num_batches):
+        cost = {
+            end: min(
+                (size + (end - start) * len(rows[end - 1][0]), [*cuts, start])
+                for start, (size, cuts) in cost.items()
+                if count <= start < end
+            )
+            for end in ends
+            if end > count
+        }
+    cuts = [*cost[len(rows)][1], len(rows)]
+    return [rows[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+class LanguageModelingCollator:
+    """Pads one batch of `LanguageModelingBatches` on the right.
+
+    Args:
+        pad_token_id: id that fills up; causal attention never looks at it, so there is no mask.
+    """
+
+    def __init__(self, pad_token_id: int):
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, examples: Sequence[list[_Row]]) -> dict[str, torch.Tensor]:
+        """Return input_ids and labels, each `(batch_size, sequence_length)`."""
+        rows = [row for example in examples for row in example]
+        width = max(len(ids) for ids, _ in rows)
+        return {
+            "input_ids": torch.tensor([ids + [self.pad_token_id] * (width - len(ids)) for ids, _ in rows]),
+            "labels": torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows]),
+        }
+
+
+class LanguageModelingTrainer(StepGuard):
+    """A `transformers.Trainer` that computes logits only where there is a label, and knows Muon.
+
+    In these rows one token in five has a label; a fused head over all positions would spend most of its time on
+    the others. The dataset comes in its own order: it draws at random itself.
+    """
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Cross-entropy summed over labelled positions, divided by their number in the whole step."""
+        labels = inputs["labels"][:, 1:]
+        labelled = labels != -100
+        module = self.accelerator.unwrap_model(model)
+
+        def step(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            states = module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            logits = logits_function(module)(states[:, :-1][labelled])
+            return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+        with self.accelerator.autocast():
+            total = as_forward_pass(model, module, step, input_ids=inputs["input_ids"], targets=labels[labelled])
+        count = labelled.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        loss = total / count.clamp(min=1)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler:
+        return torch.utils.data.SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contrastive training of a dual encoder whose texts are several vectors (DeCAL, section 4.3; ColBERT)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import ModelOutput
+
+from ...data.retrieval_sources import RetrievalPairs
+from ...data.task_tokens import text_tokenizer
+from ...modeling.parts.late_interaction import chamfer
+from ..arguments import DataArguments, TrainingConfig
+from ..base_trainer import StepGuard, without_metadata
+from ..forward_redirection import as_forward_pass
+
+
+def contrastive_loss(
+    scores: Tensor, query_keys: Tensor, document_keys: Tensor, first_document: int = 0, temperature: float = 1.0
+) -> Tensor:
+    """Cross-entropy of each query's own document among all documents of the batch (in-batch negatives).
+
+    A document that the batch holds twice, and another one of the same query, are no negatives.
+
+    Args:
+        scores: `(num_queries, num_documents)`; query i belongs to the document `first_document + i`.
+        query_keys: `(num_documents,)`, equal for equal queries: those that the documents belong to.
+        document_keys: `(num_documents,)`, equal for equal documents.
+        first_document: place of the first query's document.
+        temperature: scores are divided by it.
+
+    Returns:
+        The mean over queries.
+    """
+    own = first_document + torch.arange(len(scores), device=scores.device)
+    same = (query_keys[own, None] == query_keys) | (document_keys[own, None] == document_keys)
+    same[torch.arange(len(own)), own] = False
+    return cross_entropy(scores.masked_fill(same, -torch.inf) / temperature, own)
+
+
+class _GatherRows(torch.autograd.Function):
+    """Rows of all processes; a row's gradient is the sum of what all processes make of it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.num_rows = len(rows)
+        parts = [torch.empty_like(rows) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(gradient)
+        return gradient[torch.distributed.get_rank() * ctx.num_rows :][: ctx.num_rows]
+
+
+def _num_processes() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def gathered(vectors: Tensor, mask: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+    """Vectors, masks and keys of all processes, in the order of their ranks; its own where there is one process.
+
+    Args:
+        vectors: `(batch_size, length, vector_size)`; the same batch size in all processes, any length.
+        mask: `(batch_size, length)`.
+        keys: each `(batch_size,)`.
+
+    Returns:
+        The same with `num_processes * batch_size` rows, in the greatest length; vectors with their gradients.
+    """
+    if _num_processes() == 1:
+        return vectors, mask, *keys
+    length = torch.tensor(vectors.shape[1], device=vectors.device)
+    torch.distributed.all_reduce(length, torch.distributed.ReduceOp.MAX)
+    missing = int(length) - vectors.shape[1]
+    vectors, mask = pad(vectors, (0, 0, 0, missing)), pad(mask, (0, missing))
+    return tuple(_GatherRows.apply(rows) for rows in (vectors, mask, *keys))
+
+
+class RetrievalCollator:
+    """Turns examples of [`RetrievalPairs`] into ids and masks of queries and documents, and their keys.
+
+    Args:
+        pad_token_id: id that fills up.
+    """
+
+    def __init__(self, pad_token_id: int):
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a batch; ids and masks are `(batch_size, width)`, keys `(batch_size,)`, all int64."""
+        batch: dict[str, Any] = {}
+        for side in ("query", "document"):
+            rows = [torch.tensor(example[f"{side}_ids"]) for example in examples]
+            batch[f"{side}_input_ids"] = pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id)
+            batch[f"{side}_attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+            batch[f"{side}_keys"] = torch.tensor([example[f"{side}_key"] for example in examples])
+        for name, values in (("example_ids", "id"), ("num_cut", "num_cut")):
+            batch[name] = [example[values] for example in examples]
+        return batch
+
+
+class RetrievalTrainer(StepGuard):
+    r"""Trains a dual encoder, one model for queries and documents, with the Chamfer similarity in a contrastive loss.
+
+    Negatives are the other documents of the batch, those of all devices; the loss of several devices is that of one
+    with all their rows. Query and document have the same ratio; with several ratios, their losses add up.
+
+    Args:
+        model: a [`DeCALForRetrieval`], or anything with its `encode`.
+        args ([`TrainingConfig`]): training arguments; `contrastive_temperature` divides the scores, `ratio_mode` is
+            "all".
+        kwargs: as for `transformers.Trainer`; batches come from [`RetrievalCollator`].
+
+    Raises:
+        TypeError: the model has no `encode`, or `args` is not a `TrainingConfig`.
+        ValueError: another `ratio_mode`, or a `ratio_schedule`.
+    """
+
+    def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
+        if not isinstance(args, TrainingConfig):
+            raise TypeError(f"args must be a TrainingConfig, got {type(args).__name__}")
+        if not callable(getattr(model, "encode", None)):
+            raise TypeError(f"model must be a retrieval model with an encode method, got {type(model).__name__}")
+        if args.ratio_mode != "all" or args.ratio_schedule is not None:
+            raise ValueError(
+                "retrieval trains every ratio of the checkpoint at each step: ratio_mode must be 'all' and "
+                f"ratio_schedule None, got {args.ratio_mode!r} and {args.ratio_schedule!r}"
+            )
+        args.remove_unused_columns = False
+        super().__init__(model=model, args=args, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Sum over ratios of the contrastive loss, the mean over queries."""
+        module = self.accelerator.unwrap_model(self.model)
+
+        def step(**batch: Tensor) -> Tensor:
+            losses = [self._ratio_loss(module, batch, ratio) for ratio in module.config.compression_ratios]
+            return torch.stack(losses).sum()
+
+        with self.accelerator.autocast():
+            loss = as_forward_pass(model, module, step, **without_metadata(inputs))
+        return (loss, ModelOutput(loss=loss)) if return_outputs else loss
+
+    def _ratio_loss(self, module: PreTrainedModel, batch: dict[str, Tensor], ratio: int) -> Tensor:
+        queries, documents = (
+            module.encode(batch[f"{side}_input_ids"], batch[f"{side}_attention_mask"], ratio)
+            for side in ("query", "document")
+        )
+        vectors, mask, query_keys, document_keys = gathered(
+            documents.vectors, documents.attention_mask, batch["query_keys"], batch["document_keys"]
+        )
+        scores = chamfer(queries.vectors, queries.attention_mask, vectors, mask)
+        first = self.accelerator.process_index * len(scores)
+        return contrastive_loss(scores, query_keys, document_keys, first, self.args.contrastive_temperature)
+
+
+def build_retrieval_trainer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, args: TrainingConfig
+) -> RetrievalTrainer:
+    """Trainer of a retrieval model on the pairs that the recipe's `sources` describe.
+
+    Raises:
+        ValueError: a source that does not fit.
+    """
+    pairs = RetrievalPairs(
+        data_args.sources or [],
+        text_tokenizer(tokenizer),
+        data_args.data_dir,
+        max_query_tokens=data_args.max_query_tokens,
+        max_document_tokens=data_args.max_context_tokens,
+    )
+    return RetrievalTrainer(
+        model=model,
+        args=args,
+        train_dataset=pairs,
+        data_collator=RetrievalCollator(tokenizer.pad_token_id),
+        processing_class=tokenizer,
+    )
