@@ -3,7 +3,9 @@
 
 from typing import Any
 
-from .configuration_compressor import CompressorConfig, boolean, one_of
+from .configuration_compressor import CompressorConfig
+from .field_checks import boolean, one_of
+from .layer_shape import linear_flops
 
 TOKEN_ATTENTIONS = ("causal", "bidirectional")
 
@@ -29,6 +31,7 @@ class CompressionTokensConfig(CompressorConfig):
     """
 
     model_type = "compression_tokens_compressor"
+    card_fields = {**CompressorConfig.card_fields, "token_attention": "Attention among the copies"}
 
     def __init__(
         self,
@@ -47,3 +50,13 @@ class CompressionTokensConfig(CompressorConfig):
             decoder_lora={} if decoder_lora == "default" else decoder_lora,
             **kwargs,
         )
+
+    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
+        """A copy for every slot."""
+        return self.chunk_slots(num_tokens, ratio)
+
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """Operations of the encoder and of the linear map."""
+        widths = self.get_encoder_config().hidden_size, self.hidden_size
+        slots = self.chunk_slots(num_tokens, ratio) if self.linear_after_encoder else 0
+        return super().chunk_flops(num_tokens, ratio) + linear_flops(slots, *widths)

@@ -3,10 +3,19 @@
 
 from typing import Any
 
-from .configuration_compressor import CompressorConfig, boolean, one_of
+from .configuration_compressor import CompressorConfig
+from .field_checks import boolean, int_between, one_of
+from .layer_shape import linear_flops
+from .versions import with_question_prompt
 
 SLOT_AGGREGATIONS = ("transport", "window_attention", "window_attention_two_norms", "mean")
 GATE, LAST_LAYER = "gate", "last_layer"
+
+
+def _from_schema_1(fields: dict[str, Any]) -> dict[str, Any]:
+    if fields.get("slot_aggregation") == "window_attention":
+        fields = {**fields, "slot_aggregation": "window_attention_two_norms"}
+    return with_question_prompt(fields, "\nQuestion: {question}\nAnswer:")
 
 
 class ComprExITConfig(CompressorConfig):
@@ -61,6 +70,16 @@ class ComprExITConfig(CompressorConfig):
     """
 
     model_type = "comprexit_compressor"
+    card_fields = {
+        **CompressorConfig.card_fields,
+        "token_anchors": "Token anchors",
+        "slot_aggregation": "Anchors become slots by",
+        "window_size": "Longest window in tokens",
+        "transport_epsilon": "Entropic strength",
+        "transport_iterations": "Sinkhorn iterations",
+        "literal_equations": "Equations as printed",
+    }
+    migrations = {1: _from_schema_1}
 
     def __init__(
         self,
@@ -80,17 +99,17 @@ class ComprExITConfig(CompressorConfig):
         segment_windows: int = 4,
         **kwargs: Any,
     ):
-        self.gate_size = _positive_int("gate_size", gate_size)
+        self.gate_size = int_between("gate_size", gate_size, 1)
         self.gate_temperature = _positive_number("gate_temperature", gate_temperature)
         self.slot_aggregation = one_of("slot_aggregation", slot_aggregation, SLOT_AGGREGATIONS)
-        self.window_size = _positive_int("window_size", window_size)
-        self.metric_size = _positive_int("metric_size", metric_size)
+        self.window_size = int_between("window_size", window_size, 1)
+        self.metric_size = int_between("metric_size", metric_size, 1)
         self.transport_epsilon = _positive_number("transport_epsilon", transport_epsilon)
-        self.transport_iterations = _positive_int("transport_iterations", transport_iterations)
+        self.transport_iterations = int_between("transport_iterations", transport_iterations, 1)
         self.shuffled_receivers = boolean("shuffled_receivers", shuffled_receivers)
         self.literal_equations = boolean("literal_equations", literal_equations)
         self.uniform_sender_share = _share("uniform_sender_share", uniform_sender_share, literal_equations)
-        self.segment_windows = _positive_int("segment_windows", segment_windows)
+        self.segment_windows = int_between("segment_windows", segment_windows, 1)
         super().__init__(compression_ratios=compression_ratios, bos_before_slots=bos_before_slots, **kwargs)
         self.token_anchors = _token_anchors(token_anchors, self.get_encoder_config().num_hidden_layers)
         if self.shuffled_receivers and self.slot_aggregation != "transport":
@@ -105,15 +124,41 @@ class ComprExITConfig(CompressorConfig):
         usual = super().usual_prompts
         return "comprexit" if usual == "default" else usual
 
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """Operations of the encoder, the gate, the transport or what stands in its place, and the perceptron."""
+        encoder, slots = self.get_encoder_config(), self.chunk_slots(num_tokens, ratio)
+        width, total = encoder.hidden_size, super().chunk_flops(num_tokens, ratio)
+        if self.token_anchors == GATE:
+            states, gate = encoder.num_hidden_layers + (not self.literal_equations), self.gate_size
+            # The mixture, the scores and the weighted sum go over the states of all layers.
+            total += 3 * linear_flops(num_tokens, states, width) + linear_flops(num_tokens, gate, states)
+            total += 2 * linear_flops(num_tokens, width, gate) + linear_flops(num_tokens, width, width)
+        if self.slot_aggregation == "transport":
+            total += self._transport_flops(width, num_tokens, ratio)
+        else:
+            total += linear_flops(num_tokens, 1, width)
+            if self.slot_aggregation != "mean":
+                total += linear_flops(num_tokens + slots, width, self.metric_size)
+                total += linear_flops(num_tokens, self.metric_size, 1)
+        hidden = self.hidden_size
+        return total + linear_flops(slots, width, hidden) + linear_flops(slots, hidden, hidden)
+
+    def _transport_flops(self, width: int, num_tokens: int, ratio: int) -> int:
+        slots = self.chunk_slots(num_tokens, ratio)
+        window = ratio * max(1, self.window_size // ratio)
+        windows, rest = divmod(num_tokens, window)
+        # A token meets the slots of its own window only.
+        pairs = windows * window * (window // ratio) + rest * -(-rest // ratio)
+        plan = linear_flops(num_tokens + slots, width, self.metric_size) + linear_flops(pairs, self.metric_size, 1)
+        if self.uniform_sender_share < 1:
+            plan += linear_flops(num_tokens, width, 1)
+        # An iteration multiplies the kernel by one scaling for the rows, and by one for the columns.
+        iterations = 2 * linear_flops(pairs, 1, self.transport_iterations)
+        return plan + iterations + linear_flops(pairs, 1, width) + linear_flops(slots, width, width)
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _positive_int(field: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{field}` must be an int of at least 1, got {value!r}")
-    return value
 
 
 def _positive_number(field: str, value: Any) -> float:

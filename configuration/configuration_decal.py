@@ -6,7 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .configuration_compressor import CompressorConfig, boolean, one_of
+from .configuration_compressor import CompressorConfig
+from .field_checks import boolean, one_of
+from .layer_shape import LayerShape
 
 COMPRESSIONS = ("latents", "attention_pooling", "none")
 LATENT_PLACEMENTS = ("prepended", "appended")
@@ -68,6 +70,11 @@ class DeCALConfig(CompressorConfig):
     """
 
     model_type = "decal_compressor"
+    card_fields = {
+        **CompressorConfig.card_fields,
+        "compression": "Slots are made by",
+        "question_placement": "A question is read by",
+    }
     is_encoder_decoder = True
 
     def __init__(
@@ -145,6 +152,11 @@ class DeCALConfig(CompressorConfig):
         return {**names, "AutoModelForSeq2SeqLM": f"{head}ForConditionalGeneration"}
 
     @classmethod
+    def auto_classes(cls) -> dict[str, str]:
+        """Those of checkpoints that generate and of those that retrieve."""
+        return {**cls.default_auto_map(), **cls.retrieval_auto_map()}
+
+    @classmethod
     def retrieval_auto_map(cls) -> dict[str, str]:
         """The entries of a retrieval checkpoint, whose decoder was discarded (section 4.3)."""
         names = cls.default_auto_map()
@@ -174,3 +186,15 @@ class DeCALConfig(CompressorConfig):
         config = copy.deepcopy(config)
         config.num_layers = config.num_decoder_layers
         return config
+
+    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
+        """A latent for every slot."""
+        return self.chunk_slots(num_tokens, ratio) if self.compression == "latents" else 0
+
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """Operations of the encoder over latents and tokens, and of attention pooling."""
+        encoding = super().chunk_flops(num_tokens, ratio)
+        if self.compression != "attention_pooling":
+            return encoding
+        slots = self.chunk_slots(num_tokens, ratio)
+        return encoding + LayerShape.from_config(self.decoder_config).cross_attention_flops(slots, num_tokens, True)

@@ -3,8 +3,8 @@
 
 from typing import Any
 
-from .configuration_compressor import one_of
 from .configuration_memory_tokens import MemoryTokensConfig
+from .field_checks import one_of
 
 RECONSTRUCTION_TRIGGERS = ("[AE]", "bos")
 
@@ -21,6 +21,8 @@ class FiveHundredXConfig(MemoryTokensConfig):
     """
 
     model_type = "five_hundred_x_compressor"
+    carrier = "key_values"
+    card_fields = {**MemoryTokensConfig.card_fields, "reconstruction_trigger": "A reconstruction starts with"}
 
     def __init__(self, reconstruction_trigger: str = "[AE]", **kwargs: Any):
         self.reconstruction_trigger = one_of("reconstruction_trigger", reconstruction_trigger, RECONSTRUCTION_TRIGGERS)

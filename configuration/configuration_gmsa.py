@@ -3,8 +3,9 @@
 
 from typing import Any
 
-from .configuration_compressor import boolean
-from .configuration_shallow_encoder import ShallowEncoderConfig, int_between
+from .configuration_shallow_encoder import ShallowEncoderConfig
+from .field_checks import boolean, int_between
+from .layer_shape import linear_flops, stack_flops
 
 
 class GMSAConfig(ShallowEncoderConfig):
@@ -31,8 +32,20 @@ class GMSAConfig(ShallowEncoderConfig):
     """
 
     model_type = "gmsa_compressor"
+    card_fields = {**ShallowEncoderConfig.card_fields, "lsa_layers": "Blocks of layer semantic alignment"}
 
     def __init__(self, lsa_layers: int = 1, lsa_final_norm: bool = True, appended_tokens: int = 0, **kwargs: Any):
         self.lsa_final_norm = boolean("lsa_final_norm", lsa_final_norm)
         super().__init__(appended_tokens=appended_tokens, **kwargs)
         self.lsa_layers = int_between("lsa_layers", lsa_layers, 0, self.num_hidden_layers)
+
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """F^Encoder(L) + F^LSA(ceil(L / r)) (section 4.3), and a map between widths where there is one."""
+        encoder, slots = self.get_encoder_config(), self.chunk_slots(num_tokens, ratio)
+        is_wide = encoder.hidden_size != self.hidden_size
+        width_map = linear_flops(slots, encoder.hidden_size, self.hidden_size) if is_wide else 0
+        return (
+            super().chunk_flops(num_tokens, ratio)
+            + width_map
+            + stack_flops(self.decoder_config, slots, self.lsa_layers)
+        )

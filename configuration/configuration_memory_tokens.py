@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the configurations of ICAE and 500xCompressor have in common."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from .configuration_compressor import CompressorConfig, one_of
+from transformers import PreTrainedConfig
+
+from .configuration_compressor import CompressorConfig
+from .field_checks import one_of
+from .versions import BEHIND_TASK_TOKEN, with_question_prompt
 
 MEMORY_TOKENS = ("by_ratio", "fixed")
 MEMORY_STARTS = ("embedding_statistics", "standard_normal")
 TASK_TOKENS = ("[AE]", "[LM]")
+
+
+def _from_schema_1(fields: dict[str, Any]) -> dict[str, Any]:
+    # Not all of its checkpoints recorded the usual task tokens.
+    return fields if "task_token_ids" in fields else with_question_prompt(fields, BEHIND_TASK_TOKEN)
 
 
 class MemoryTokensConfig(CompressorConfig):
@@ -35,6 +45,8 @@ class MemoryTokensConfig(CompressorConfig):
     """
 
     default_task_tokens = TASK_TOKENS
+    card_fields = {**CompressorConfig.card_fields, "memory_tokens": "Memory tokens of a chunk"}
+    migrations = {1: _from_schema_1}
 
     def __init__(
         self,
@@ -61,6 +73,23 @@ class MemoryTokensConfig(CompressorConfig):
             raise ValueError("`chunk_size` must be an int: there are chunk_size / ratio memory tokens, got None")
         if task_token_ids is None:
             self.task_token_ids = {token: self.vocab_size + i for i, token in enumerate(self.default_task_tokens)}
+
+    @classmethod
+    def for_base(
+        cls, base: PreTrainedConfig, ratios: Sequence[int], *, max_context_tokens: int | None = None, **fields: Any
+    ):
+        """See [`CompressorConfig.for_base`]; the chunk is as long as the longest context."""
+        if max_context_tokens is not None:
+            fields["chunk_size"] = max_context_tokens
+        return super().for_base(base, ratios, **fields)
+
+    def chunk_slots(self, num_tokens: int, ratio: int) -> int:
+        """ceil(n / r); ceil(L / r) of a chunk of any length with `memory_tokens="fixed"`."""
+        return super().chunk_slots(self.chunk_size if self.memory_tokens == "fixed" else num_tokens, ratio)
+
+    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
+        """A memory token for every slot."""
+        return self.chunk_slots(num_tokens, ratio)
 
     @property
     def num_memory_tokens(self) -> int:

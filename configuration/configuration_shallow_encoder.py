@@ -2,15 +2,19 @@
 """What the configurations of GMSA and of its baseline, TCP-AE, have in common."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .configuration_compressor import CompressorConfig, one_of
+from .configuration_compressor import CompressorConfig
 from .configuration_memory_tokens import MEMORY_STARTS
+from .field_checks import int_between, one_of
 
 AUTOENCODING, KEFT = "autoencoding", "keft"
 TRAINING_STAGES = (AUTOENCODING, KEFT)
+# Section 4.3 of GMSA's paper.
+_ENCODER_LAYERS = 8
 
 
 class ShallowEncoderConfig(CompressorConfig):
@@ -42,10 +46,17 @@ class ShallowEncoderConfig(CompressorConfig):
         kwargs: fields of [`CompressorConfig`].
     """
 
+    card_fields = {
+        **CompressorConfig.card_fields,
+        "encoder_layers": "Encoder layers",
+        "appended_tokens": "Learned tokens behind the context",
+        "training_stage": "Last stage of training",
+    }
+
     def __init__(
         self,
         compression_ratios: int | list[int] | tuple[int, ...] = (4, 8),
-        encoder_layers: int = 8,
+        encoder_layers: int = _ENCODER_LAYERS,
         encoder_lora: dict[str, Any] | str | None = "default",
         training_stage: str = AUTOENCODING,
         appended_tokens: int = 0,
@@ -68,6 +79,19 @@ class ShallowEncoderConfig(CompressorConfig):
         self.encoder_layers = int_between("encoder_layers", encoder_layers, 1, encoder.num_hidden_layers)
         self.encoder_config = first_layers(encoder, self.encoder_layers)
 
+    @classmethod
+    def for_base(
+        cls, base: PreTrainedConfig, ratios: Sequence[int], *, encoder_depth: int | None = None, **fields: Any
+    ):
+        """See [`CompressorConfig.for_base`]; of a base of fewer than 16 layers a quarter encodes."""
+        is_deep = base.num_hidden_layers >= 2 * _ENCODER_LAYERS
+        usual = _ENCODER_LAYERS if is_deep else -(-base.num_hidden_layers // 4)
+        return super().for_base(base, ratios, encoder_layers=encoder_depth or usual, **fields)
+
+    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
+        """A learned token for every slot, where they stand in for group merging."""
+        return self.chunk_slots(num_tokens, ratio) if self.appended_tokens else 0
+
     @property
     def num_memory_tokens(self) -> int:
         """Learned tokens behind the context."""
@@ -82,12 +106,3 @@ def first_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = config.layer_types[:num_layers]
     return config
-
-
-def int_between(field: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return `value` if it is an int within limits, else raise a `ValueError` that names the field."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or value < least or (most is not None and value > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"`{field}` must be an int {limits}, got {value!r}")
-    return value

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of TCP-AE, the autoencoder of the traditional compression paradigm."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from .configuration_shallow_encoder import ShallowEncoderConfig, int_between
+from transformers import PreTrainedConfig
+
+from .configuration_shallow_encoder import ShallowEncoderConfig
+from .field_checks import int_between
+from .layer_shape import linear_flops
 
 
 class TCPAutoencoderConfig(ShallowEncoderConfig):
@@ -22,3 +27,18 @@ class TCPAutoencoderConfig(ShallowEncoderConfig):
 
     def __init__(self, appended_tokens: int = 128, **kwargs: Any):
         super().__init__(appended_tokens=int_between("appended_tokens", appended_tokens, 1), **kwargs)
+
+    @classmethod
+    def for_base(
+        cls, base: PreTrainedConfig, ratios: Sequence[int], *, max_context_tokens: int | None = None, **fields: Any
+    ):
+        """See [`ShallowEncoderConfig.for_base`]; with as many learned tokens as the longest context takes."""
+        if max_context_tokens is not None:
+            fields["appended_tokens"] = -(-max_context_tokens // min(ratios))
+        return super().for_base(base, ratios, **fields)
+
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """Operations of the encoder and of the perceptron."""
+        slots, width = self.chunk_slots(num_tokens, ratio), self.hidden_size
+        first = linear_flops(slots, self.get_encoder_config().hidden_size, width)
+        return super().chunk_flops(num_tokens, ratio) + first + linear_flops(slots, width, width)

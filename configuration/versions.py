@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers.utils import logging
@@ -15,6 +16,8 @@ logger = logging.get_logger(__name__)
 CODE_VERSION = "0.1.0"
 # Grows when a field changes its name or its meaning, not when one with a default value joins.
 CONFIG_SCHEMA = 2
+# What schema 1 asked behind a task token.
+BEHIND_TASK_TOKEN = "### Question: {question}\n### Answer:"
 
 
 def _from_schema_0(fields: dict[str, Any]) -> dict[str, Any]:
@@ -25,21 +28,19 @@ def _from_schema_0(fields: dict[str, Any]) -> dict[str, Any]:
 def _from_schema_1(fields: dict[str, Any]) -> dict[str, Any]:
     # Its reconstructions did not repeat BOS, and all of its texts started with a token.
     fields = {**fields, "restores_context_start": False, "bos_before_text": True}
-    model_type = fields.get("model_type")
-    if fields.get("slot_aggregation") == "window_attention":
-        fields["slot_aggregation"] = "window_attention_two_norms"
-    # What was asked where no prompts were recorded.
-    if fields.get("prompts") is None and fields.get("prompt_format", "plain") == "plain":
-        has_usual_tokens = model_type in ("icae_compressor", "five_hundred_x_compressor")
-        if fields.get("task_token_ids", {"[LM]": 0} if has_usual_tokens else None):
-            fields["prompts"] = {"question_answering": "### Question: {question}\n### Answer:"}
-        elif model_type == "comprexit_compressor":
-            fields["prompts"] = {"question_answering": "\nQuestion: {question}\nAnswer:"}
-    return fields
+    return with_question_prompt(fields, BEHIND_TASK_TOKEN) if fields.get("task_token_ids") else fields
 
 
+def with_question_prompt(fields: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """Fields of a checkpoint that recorded no prompts, with what was asked then."""
+    if fields.get("prompts") is not None or fields.get("prompt_format", "plain") != "plain":
+        return fields
+    return {**fields, "prompts": {"question_answering": prompt}}
+
+
+Steps = Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
 # Schema -> what turns its fields into those of the next one.
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {0: _from_schema_0, 1: _from_schema_1}
+MIGRATIONS: Steps = {0: _from_schema_0, 1: _from_schema_1}
 
 
 def as_numbers(version: str) -> tuple[int, ...]:
@@ -47,7 +48,7 @@ def as_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def bring_up_to_date(fields: dict[str, Any]) -> dict[str, Any]:
+def bring_up_to_date(fields: dict[str, Any], method_steps: Steps = MappingProxyType({})) -> dict[str, Any]:
     """Turn a stored configuration of an older schema into one of today's.
 
     A warning is given when newer code wrote it: fields of the same schema mean the same, but a field that has joined
@@ -55,6 +56,7 @@ def bring_up_to_date(fields: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         fields: the content of `config.json`; it is not changed.
+        method_steps: what the method's own fields need in addition, by schema.
 
     Raises:
         ValueError: the schema is newer than this code, or so old that nothing turns it into today's.
@@ -76,6 +78,8 @@ def bring_up_to_date(fields: dict[str, Any]) -> dict[str, Any]:
                 f"cannot turn into {CONFIG_SCHEMA}: load and save the checkpoint with a version between the two first"
             )
         fields = MIGRATIONS[schema](fields)
+        if schema in method_steps:
+            fields = method_steps[schema](fields)
         schema += 1
         fields["config_schema"] = schema
     if as_numbers(fields.get("code_version", "")) > as_numbers(CODE_VERSION):

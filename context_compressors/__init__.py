@@ -9,37 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from .configuration.methods import METHODS
+
 __version__ = "0.1.0"
 
 _MODULE_OF = {
     "CompressorConfig": "configuration.configuration_compressor",
-    "MeanPoolingConfig": "configuration.configuration_mean_pooling",
-    "CompressionTokensConfig": "configuration.configuration_compression_tokens",
-    "ICAEConfig": "configuration.configuration_icae",
-    "FiveHundredXConfig": "configuration.configuration_five_hundred_x",
-    "ComprExITConfig": "configuration.configuration_comprexit",
-    "GMSAConfig": "configuration.configuration_gmsa",
-    "TCPAutoencoderConfig": "configuration.configuration_tcp_autoencoder",
-    "DeCALConfig": "configuration.configuration_decal",
+    **{names[0]: f"configuration.configuration_{method}" for method, names in METHODS.items()},
     "CompressorModel": "modeling.compressor.modeling_compressor",
     "CompressorForCausalLM": "modeling.compressor.modeling_compressor",
-    "MeanPoolingModel": "modeling.modeling_mean_pooling",
-    "MeanPoolingForCausalLM": "modeling.modeling_mean_pooling",
-    "CompressionTokensModel": "modeling.modeling_compression_tokens",
-    "CompressionTokensForCausalLM": "modeling.modeling_compression_tokens",
-    "ICAEModel": "modeling.modeling_icae",
-    "ICAEForCausalLM": "modeling.modeling_icae",
-    "FiveHundredXModel": "modeling.modeling_five_hundred_x",
-    "FiveHundredXForCausalLM": "modeling.modeling_five_hundred_x",
-    "ComprExITModel": "modeling.modeling_comprexit",
-    "ComprExITForCausalLM": "modeling.modeling_comprexit",
-    "GMSAModel": "modeling.modeling_gmsa",
-    "GMSAForCausalLM": "modeling.modeling_gmsa",
-    "TCPAutoencoderModel": "modeling.modeling_tcp_autoencoder",
-    "TCPAutoencoderForCausalLM": "modeling.modeling_tcp_autoencoder",
-    "DeCALModel": "modeling.modeling_decal",
-    "DeCALForConditionalGeneration": "modeling.modeling_decal",
-    "DeCALForRetrieval": "modeling.modeling_decal_retrieval",
+    **{name: "modeling" for names in METHODS.values() for name in names[1:]},
     "CompressedContext": "modeling.memory.compressed_context",
     "ContextCompressionQAPipeline": "modeling.compressor.context_compression_qa",
     "pretrained_base": "modeling.checkpoint.pretrained_bases",

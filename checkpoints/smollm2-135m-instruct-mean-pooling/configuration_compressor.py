@@ -1,11 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration shared by every context compressor."""
 
-import re
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from .field_checks import (
+    boolean,
+    language_model_config,
+    lora_settings,
+    one_of,
+    pattern_list,
+    positive_int_or_none,
+    prompt_map,
+    ratio_tuple,
+    task_token_map,
+    text,
+    token_id_list,
+)
+from .layer_shape import stack_flops
 from .versions import CODE_VERSION, CONFIG_SCHEMA, bring_up_to_date
 
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
@@ -13,6 +28,8 @@ PROMPT_FORMATS = ("plain", "chat")
 # The task of `transformers.pipeline`, and the Auto classes whose models it can ask.
 QUESTION_ANSWERING = "context-compression-qa"
 _GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+# Longer than any context: what fits it has no limit.
+_ENDLESS = 2**40
 # What `save_pretrained` records about a checkpoint; nobody chooses these.
 _RECORD = {
     "external_weights": None,
@@ -20,7 +37,6 @@ _RECORD = {
     "code_version": CODE_VERSION,
     "config_schema": CONFIG_SCHEMA,
 }
-_LORA_DEFAULTS = {"rank": 16, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
 
 
 class CompressorConfig(PreTrainedConfig):
@@ -94,6 +110,14 @@ class CompressorConfig(PreTrainedConfig):
     model_type = "context_compressor"
     sub_configs = {"decoder_config": AutoConfig, "encoder_config": AutoConfig}
     keys_to_ignore_at_inference = ["past_key_values"]
+    # What a memory holds: "embeddings", or "key_values" of every layer.
+    carrier = "embeddings"
+    # Learned tokens that can stand behind a chunk; `None`: as many as it takes.
+    num_memory_tokens = None
+    # The method's fields that a model card names -> what it calls them.
+    card_fields = {"encoder_name_or_path": "Encoder's base model"}
+    # Schema -> what the method's own fields need, beside those of every compressor, to be those of the next one.
+    migrations = {}
 
     def __init__(
         self,
@@ -122,29 +146,29 @@ class CompressorConfig(PreTrainedConfig):
         **kwargs: Any,
     ):
         # A config class must be constructible without arguments: `to_diff_dict` compares with that instance.
-        self.decoder_config = _language_model_config("decoder_config", decoder_config or {"model_type": "llama"})
+        self.decoder_config = language_model_config("decoder_config", decoder_config or {"model_type": "llama"})
         self.encoder_config = (
-            None if encoder_config is None else _language_model_config("encoder_config", encoder_config)
+            None if encoder_config is None else language_model_config("encoder_config", encoder_config)
         )
         self.base_model_name_or_path = base_model_name_or_path
         self.base_model_revision = base_model_revision
         self.encoder_name_or_path = encoder_name_or_path
         self.encoder_revision = encoder_revision
         self.encoder_tokenizer = encoder_tokenizer
-        self.compression_ratios = _ratios(compression_ratios)
-        self.chunk_size = _optional_positive_int("chunk_size", chunk_size)
+        self.compression_ratios = ratio_tuple(compression_ratios)
+        self.chunk_size = positive_int_or_none("chunk_size", chunk_size)
         self.position_layout = one_of("position_layout", position_layout, POSITION_LAYOUTS)
-        self.encoder_lora = _lora("encoder_lora", encoder_lora)
-        self.decoder_lora = _lora("decoder_lora", decoder_lora)
-        self.trainable_parameters = _patterns(trainable_parameters)
+        self.encoder_lora = lora_settings("encoder_lora", encoder_lora)
+        self.decoder_lora = lora_settings("decoder_lora", decoder_lora)
+        self.trainable_parameters = pattern_list(trainable_parameters)
         self.restores_context_start = boolean("restores_context_start", restores_context_start)
         self.bos_before_text = boolean("bos_before_text", bos_before_text)
         self.bos_before_slots = boolean("bos_before_slots", bos_before_slots)
-        self.slots_after_ids = _token_ids("slots_after_ids", slots_after_ids)
-        self.task_token_ids = _task_token_ids(task_token_ids)
-        self.prompts = _prompts(prompts)
+        self.slots_after_ids = token_id_list("slots_after_ids", slots_after_ids)
+        self.task_token_ids = task_token_map(task_token_ids)
+        self.prompts = prompt_map(prompts)
         self.prompt_format = one_of("prompt_format", prompt_format, PROMPT_FORMATS)
-        self.context_prefix = _text("context_prefix", context_prefix)
+        self.context_prefix = text("context_prefix", context_prefix)
         self.use_cache = boolean("use_cache", use_cache)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(self, name, kwargs.pop(name, getattr(self.decoder_config, name, None)))
@@ -160,7 +184,7 @@ class CompressorConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
         """As `PreTrainedConfig.from_dict`, for configurations of older schemas, too; see [`bring_up_to_date`]."""
-        return super().from_dict(bring_up_to_date(config_dict), **kwargs)
+        return super().from_dict(bring_up_to_date(config_dict, cls.migrations), **kwargs)
 
     @classmethod
     def default_auto_map(cls) -> dict[str, str]:
@@ -174,6 +198,33 @@ class CompressorConfig(PreTrainedConfig):
         }
 
     @classmethod
+    def auto_classes(cls) -> dict[str, str]:
+        """Every Auto class that loads a checkpoint of the method, with the class that it loads."""
+        return cls.default_auto_map()
+
+    @classmethod
+    def for_base(
+        cls,
+        base: PreTrainedConfig,
+        ratios: Sequence[int],
+        *,
+        max_context_tokens: int | None = None,
+        encoder_depth: int | None = None,
+        **fields: Any,
+    ):
+        """The method's defaults on a base.
+
+        Args:
+            base: configuration of a language model.
+            ratios: compression ratios.
+            max_context_tokens: longest context that is compressed as one chunk; the method's own chunks when `None`.
+            encoder_depth: layers of the base that encode, where these are not all of them; the method's own number
+                when `None`.
+            fields: further fields of the configuration.
+        """
+        return cls(decoder_config=base, compression_ratios=list(ratios), **fields)
+
+    @classmethod
     def default_custom_pipelines(cls) -> dict[str, dict[str, Any]]:
         """What `transformers.pipeline` must know to ask a checkpoint with the code in its own folder."""
         loaders = [name for name in cls.default_auto_map() if name in _GENERATING]
@@ -184,6 +235,16 @@ class CompressorConfig(PreTrainedConfig):
                 "type": "text",
             }
         }
+
+    @property
+    def method(self) -> str:
+        """The method's name, that of its files."""
+        return self.model_type.removesuffix("_compressor")
+
+    @property
+    def auto_class(self) -> str:
+        """Name of the Auto class that loads this checkpoint whole."""
+        return next(name for name in self.auto_map if name not in ("AutoConfig", "AutoModel"))
 
     @property
     def default_ratio(self) -> int:
@@ -240,120 +301,64 @@ class CompressorConfig(PreTrainedConfig):
     def max_position_embeddings(self) -> int | None:
         return getattr(self.decoder_config, "max_position_embeddings", None)
 
+    # --- how much a context costs, and how long it may be ---
 
-def one_of(field: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Return `value` if it is one of `allowed`, else raise a `ValueError` that names the field."""
-    if value not in allowed:
-        raise ValueError(f"`{field}` must be one of {list(allowed)}, got {value!r}")
-    return value
+    @property
+    def has_encoder(self) -> bool:
+        """Whether a language model reads the context, which is then no longer than that has positions."""
+        return True
 
+    def chunk_slots(self, num_tokens: int, ratio: int) -> int:
+        """Slots of a chunk of so many tokens: ceil(n / r)."""
+        return -(-num_tokens // ratio)
 
-def boolean(field: str, value: Any) -> bool:
-    """Return `value` if it is a bool, else raise a `ValueError` that names the field."""
-    if not isinstance(value, bool):
-        raise ValueError(f"`{field}` must be True or False, got {value!r}")
-    return value
+    def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
+        """Learned tokens that the encoder reads behind a chunk of so many tokens."""
+        return 0
 
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """Operations of compressing a chunk (see `LayerShape`): the encoder's; a method adds those of its parts."""
+        return stack_flops(self.get_encoder_config(), num_tokens + self.chunk_memory_tokens(num_tokens, ratio))
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    def num_slots(self, num_context_tokens: int, ratio: int) -> int:
+        """Slots of a context, all chunks together.
 
+        Args:
+            num_context_tokens: L.
+            ratio: r, context tokens per slot.
+        """
+        chunks = self._chunks(num_context_tokens, ratio)
+        return sum(times * self.chunk_slots(length, ratio) for length, times in chunks)
 
-def _optional_positive_int(field: str, value: Any) -> int | None:
-    if value is not None and (not _is_int(value) or value < 1):
-        raise ValueError(f"`{field}` must be an int of at least 1 or None, got {value!r}")
-    return value
+    def compression_flops(self, num_context_tokens: int, ratio: int) -> int:
+        """Operations of compressing one context; arguments as `num_slots`."""
+        chunks = self._chunks(num_context_tokens, ratio)
+        return sum(times * self.chunk_flops(length, ratio) for length, times in chunks)
 
+    def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
+        """Lengths of a context's chunks, and how many there are of each."""
+        for name, value, least in (("num_context_tokens", num_context_tokens, 0), ("ratio", ratio, 1)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        size = self.chunk_size or max(1, num_context_tokens)
+        full, rest = divmod(num_context_tokens, size)
+        return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]
 
-def _token_ids(field: str, value: Any) -> list[int]:
-    if not isinstance(value, (list, tuple)) or not all(_is_int(token_id) and token_id >= 0 for token_id in value):
-        raise ValueError(f"`{field}` must be a list of token ids of at least 0, got {value!r}")
-    return list(value)
+    def max_context_tokens(self, ratio: int) -> int | None:
+        """Most context tokens that are compressed at a ratio, start tokens included; `None` for no limit."""
+        if self._fits(_ENDLESS, ratio):
+            return None
+        return bisect_left(range(1, _ENDLESS), True, key=lambda num_tokens: not self._fits(num_tokens, ratio))
 
-
-def _ratios(value: Any) -> tuple[int, ...]:
-    ratios = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if not ratios or not all(_is_int(ratio) and ratio >= 1 for ratio in ratios) or len(set(ratios)) != len(ratios):
-        raise ValueError(f"`compression_ratios` must be one or more different ints of at least 1, got {value!r}")
-    return ratios
-
-
-def _language_model_config(field: str, value: Any) -> PreTrainedConfig:
-    if isinstance(value, PreTrainedConfig):
-        return value
-    if not isinstance(value, dict) or "model_type" not in value:
-        raise ValueError(f"`{field}` must be a PreTrainedConfig or a dict with `model_type`, got {value!r}")
-    fields = dict(value)
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def _lora(field: str, value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise ValueError(f"`{field}` must be a dict with the keys {sorted(_LORA_DEFAULTS)} or None, got {value!r}")
-    unknown = sorted(set(value) - set(_LORA_DEFAULTS))
-    if unknown:
-        raise ValueError(f"`{field}` has unknown keys {unknown}; allowed are {sorted(_LORA_DEFAULTS)}")
-    lora = {**_LORA_DEFAULTS, **value}
-    if not _is_int(lora["rank"]) or lora["rank"] < 1:
-        raise ValueError(f"`{field}['rank']` must be an int of at least 1, got {lora['rank']!r}")
-    if isinstance(lora["alpha"], bool) or not isinstance(lora["alpha"], (int, float)) or lora["alpha"] <= 0:
-        raise ValueError(f"`{field}['alpha']` must be a number above 0, got {lora['alpha']!r}")
-    if (
-        isinstance(lora["dropout"], bool)
-        or not isinstance(lora["dropout"], (int, float))
-        or not 0 <= lora["dropout"] < 1
-    ):
-        raise ValueError(
-            f"`{field}['dropout']` must be a number from 0 up to, not including, 1, got {lora['dropout']!r}"
-        )
-    targets = lora["target_modules"]
-    names = isinstance(targets, (list, tuple)) and targets and all(isinstance(name, str) and name for name in targets)
-    if targets != "all-linear" and not names:
-        raise ValueError(
-            f"`{field}['target_modules']` must be 'all-linear' or a list of module names, got {targets!r}"
-        )
-    lora["target_modules"] = "all-linear" if targets == "all-linear" else list(targets)
-    return lora
-
-
-def _patterns(value: Any) -> list[str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or not all(isinstance(pattern, str) for pattern in value):
-        raise ValueError(f"`trainable_parameters` must be a list of regular expressions or None, got {value!r}")
-    for pattern in value:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"`trainable_parameters` has a broken regular expression {pattern!r}: {error}") from error
-    return list(value)
-
-
-def _task_token_ids(value: Any) -> dict[str, int]:
-    value = {} if value is None else value
-    if not isinstance(value, dict) or not all(isinstance(k, str) and _is_int(v) and v >= 0 for k, v in value.items()):
-        raise ValueError(f"`task_token_ids` must map token strings to ids of at least 0, got {value!r}")
-    # Their embeddings stand in this order, which is that of a saved configuration.
-    return dict(sorted(value.items()))
-
-
-def _text(field: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"`{field}` must be a text, got {value!r}")
-    return value
-
-
-def _prompts(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
-        raise ValueError(f"`prompts` must map tasks to texts or be None, got {value!r}")
-    for task, prompt in value.items():
-        if prompt.count("{question}") != (task == "question_answering"):
-            raise ValueError(
-                f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "
-                f"{prompt!r}"
-            )
-    return dict(value)
+    def _fits(self, num_tokens: int, ratio: int) -> bool:
+        """Whether a context has its positions in the encoder, and its memory tokens."""
+        longest_chunk = num_tokens if self.chunk_size is None else min(self.chunk_size, num_tokens)
+        appended = self.chunk_memory_tokens(longest_chunk, ratio)
+        if self.num_memory_tokens is not None and appended > self.num_memory_tokens:
+            return False
+        limit = getattr(self.get_encoder_config(), "max_position_embeddings", None)
+        if limit is None or not self.has_encoder:
+            return True
+        # Chunks start anew at 0, with memory tokens behind them; or they count on from 1, and memory tokens share the
+        # positions of their chunk.
+        return (longest_chunk + appended if self.position_layout == "default" else num_tokens + 1) <= limit

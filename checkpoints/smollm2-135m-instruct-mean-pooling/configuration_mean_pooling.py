@@ -3,7 +3,9 @@
 
 from typing import Any
 
-from .configuration_compressor import CompressorConfig, boolean, one_of
+from .configuration_compressor import CompressorConfig
+from .field_checks import boolean, one_of
+from .layer_shape import linear_flops
 
 ENCODER_TYPES = ("language_model", "embeddings")
 ENCODER_ATTENTIONS = ("bidirectional", "causal")
@@ -84,3 +86,16 @@ class MeanPoolingConfig(CompressorConfig):
                 "`encoder_type='embeddings'` has no encoder: `encoder_lora` and `encoder_config` must be None, got "
                 f"{self.encoder_lora!r} and {type(self.encoder_config).__name__}"
             )
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether hidden states are pooled, and not token embeddings."""
+        return self.encoder_type == "language_model"
+
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """Operations of the encoder, of the linear map and of the perceptron."""
+        reading = super().chunk_flops(num_tokens, ratio) if self.has_encoder else 0
+        slots, width = self.chunk_slots(num_tokens, ratio), self.hidden_size
+        first = linear_flops(slots, self.get_encoder_config().hidden_size, width)
+        perceptron = first + linear_flops(slots, width, width) if self.mlp_after_pooling else 0
+        return reading + (first if self.linear_after_pooling else 0) + perceptron

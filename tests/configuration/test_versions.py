@@ -5,8 +5,9 @@ import json
 import logging
 
 import pytest
+from transformers import CONFIG_MAPPING
 
-import context_compressors
+import context_compressors.modeling
 from context_compressors.configuration import versions
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
@@ -80,7 +81,7 @@ def test_an_older_schema_goes_through_every_step(monkeypatch):
     ],
 )
 def test_a_checkpoint_of_schema_1_reads_what_it_was_trained_to(model_type, stored, expected):
-    found = bring_up_to_date({"model_type": model_type, "config_schema": 1, **stored})
+    found = bring_up_to_date({"config_schema": 1, **stored}, CONFIG_MAPPING[model_type].migrations)
     assert {name: found.get(name) for name in expected} == expected
     assert (found["restores_context_start"], found["bos_before_text"]) == (False, True)
 
