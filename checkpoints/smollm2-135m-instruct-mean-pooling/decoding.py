@@ -22,6 +22,7 @@ from .call_views import for_one_call
 from .lora import DECODER
 from .packing import SplicedSequence, reads_falling_ids_as_packed, splice, text_positions, through_first
 from .input_checks import (
+    check_cached_mask,
     check_keywords,
     check_mask,
     check_memory,
@@ -197,19 +198,7 @@ class DecodingMixin:
         cached: int,
     ) -> dict[str, Tensor]:
         """Text that follows what is in the cache: slots, then the text so far."""
-        shape = (
-            input_ids.shape[0],
-            cached + input_ids.shape[1] - self.num_places(memory),
-        )
-        if attention_mask is None:
-            # `generate` drops a mask of ones.
-            attention_mask = torch.ones(shape, dtype=torch.long, device=input_ids.device)
-        if tuple(attention_mask.shape) != shape:
-            raise ValueError(
-                "with a cache, `attention_mask` must cover the text in the cache and the new text, "
-                f"(batch_size, num_text_tokens) = {shape}, got {tuple(attention_mask.shape)}"
-            )
-        text_mask = (attention_mask != 0).long()
+        text_mask = check_cached_mask(attention_mask, input_ids, cached - self.num_places(memory))
         if position_ids is None:
             position_ids = text_positions(text_mask)[:, -input_ids.shape[1] :]
         if memory is not None:

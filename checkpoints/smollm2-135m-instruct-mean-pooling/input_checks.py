@@ -66,6 +66,32 @@ def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Te
     return ones.to(device=ids.device)
 
 
+def check_cached_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
+    """The mask of a text whose first tokens are in the cache, as a LongTensor; all ones where none is given.
+
+    Args:
+        mask: `(batch_size, num_cached + num_new_tokens)`, or `None`: `generate` drops a mask of ones.
+        input_ids: the new tokens `(batch_size, num_new_tokens)`.
+        num_cached: how many places of the text are in the cache.
+
+    Raises:
+        TypeError: as [`check_ids`], or the mask is no tensor.
+        ValueError: the mask has another shape.
+    """
+    check_ids("input_ids", input_ids)
+    shape = (input_ids.shape[0], num_cached + input_ids.shape[1])
+    if mask is None:
+        return torch.ones(shape, dtype=torch.long, device=input_ids.device)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"`attention_mask` must be a tensor of ones and zeros, got {type(mask).__name__}")
+    if tuple(mask.shape) != shape:
+        raise ValueError(
+            "with a cache, `attention_mask` must cover the text in the cache and the new text, "
+            f"(batch_size, num_text_tokens) = {shape}, got {tuple(mask.shape)}"
+        )
+    return (mask != 0).long()
+
+
 def _refuse_mask(ids_name: str) -> None:
     raise ValueError(
         f"`{ids_name.replace('input_ids', 'attention_mask')}` must hold ones for real tokens and zeros for pads, and "

@@ -12,7 +12,16 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput
 
 from ..memory.compressed_context import CompressedContext
-from .input_checks import check_keywords, check_mask, check_memory, check_memory_ratio, check_text, check_token_ids
+from ..parts.packing import splice
+from .input_checks import (
+    check_cached_mask,
+    check_keywords,
+    check_mask,
+    check_memory,
+    check_memory_ratio,
+    check_text,
+    check_token_ids,
+)
 
 
 def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
@@ -49,14 +58,16 @@ class Seq2SeqDecodingMixin:
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """The decoder's states behind a memory, as they go into the LM head.
 
         Args:
             input_ids: Text `(batch_size, num_text_tokens)`, the decoder's start token first.
-            attention_mask: its mask; pads may stand on either side.
+            attention_mask: its mask; pads may stand anywhere. With a cache it covers the text in the cache, too.
             memory: one row for each text, or one for all of them.
+            past_key_values: the decoder's cache.
             kwargs: handed to T5's decoder stack.
 
         Returns:
@@ -66,11 +77,25 @@ class Seq2SeqDecodingMixin:
             ValueError: a text row without tokens, unknown token ids, a mask of the wrong shape, or a memory of another
                 model, width or batch size.
         """
-        mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
-        check_text(mask)
-        input_ids = check_token_ids("input_ids", input_ids, mask, self.config.vocab_size, {})
+        cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        if cached:
+            # The cache holds a row's pads in front.
+            mask = check_cached_mask(attention_mask, input_ids, cached).sort(dim=1).values
+            sequence = None
+        else:
+            mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
+            check_text(mask)
+            input_ids = check_token_ids("input_ids", input_ids, mask, self.config.vocab_size, {})
+            # Relative positions count places: no pad may stand between two tokens.
+            sequence = splice(mask[:, :0], mask)
+            input_ids, mask = sequence.arrange(input_ids), sequence.attention_mask
         slots = readable_slots(check_memory(memory, self.model, input_ids))
-        return self._decode(input_ids, mask, *slots, **kwargs)
+        outputs = self._decode(input_ids, mask, *slots, past_key_values=past_key_values, **kwargs)
+        if sequence is not None:
+            outputs.last_hidden_state = sequence.text_states(outputs.last_hidden_state)
+            if outputs.hidden_states is not None:
+                outputs.hidden_states = tuple(sequence.text_states(states) for states in outputs.hidden_states)
+        return outputs
 
     def _decode(
         self, input_ids: Tensor, attention_mask: Tensor | None, slots: Tensor, slot_mask: Tensor, **kwargs: Any

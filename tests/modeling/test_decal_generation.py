@@ -101,6 +101,28 @@ def test_an_empty_row_sends_no_nan_into_the_gradients(random_rows):
 # --- generation ---
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("places", [[2, 3, 4, 5], [0, 1, 2, 3], [0, 2, 3, 5]], ids=["left", "right", "between"])
+def test_pads_of_a_text_may_stand_anywhere(model, places, random_rows):
+    memory = model.compress(torch.stack(random_rows([9])))
+    row, mask = torch.tensor([START, 7, 8, 9]), torch.zeros(1, 6, dtype=torch.long)
+    text = torch.full((1, 6), 99)
+    text[0, places], mask[0, places] = row, 1
+    logits = model(input_ids=text, attention_mask=mask, memory=memory).logits[:, places]
+    torch.testing.assert_close(logits, model(input_ids=row[None], memory=memory).logits, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_mask_covers_the_text_in_the_cache_too(decal, random_rows):
+    memory = decal.compress(torch.stack(random_rows([9])))
+    text, mask = torch.tensor([[99, START, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
+    cache = decal(text[:, :3], mask[:, :3], memory=memory, use_cache=True).past_key_values
+    with raises("with a cache, `attention_mask` must cover", "(1, 4)", "(1, 1)"):
+        decal(text[:, 3:], mask[:, 3:], memory=memory, past_key_values=cache)
+    last = decal(text[:, 3:], mask, memory=memory, past_key_values=cache).logits
+    torch.testing.assert_close(last, decal(text[:, 1:], memory=memory).logits[:, -1:], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_caches_change_nothing(attention, question, random_rows, pad_rows):
     """Also where the decoder has another number of layers than the encoder."""
