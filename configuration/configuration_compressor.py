@@ -28,6 +28,8 @@ PROMPT_FORMATS = ("plain", "chat")
 # The task of `transformers.pipeline`, and the Auto classes whose models it can ask.
 QUESTION_ANSWERING = "context-compression-qa"
 _GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+# Loads what ranks documents, and has no decoder.
+RETRIEVAL_LOADER = "AutoModelForTextEncoding"
 # Longer than any context: what fits it has no limit.
 _ENDLESS = 2**40
 # What `save_pretrained` records about a checkpoint; nobody chooses these.

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .configuration_compressor import CompressorConfig
+from .configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
 from .field_checks import boolean, one_of
 from .layer_shape import LayerShape
 
@@ -14,7 +14,6 @@ COMPRESSIONS = ("latents", "attention_pooling", "none")
 LATENT_PLACEMENTS = ("prepended", "appended")
 ENCODER_ATTENTIONS = ("bidirectional", "causal")
 QUESTION_PLACEMENTS = ("decoder", "encoder")
-_RETRIEVAL_LOADER = "AutoModelForTextEncoding"
 # Section 4.1: four times T5's own 32 buckets and maximum distance of 128; the rest is T5 v1.1.
 FROM_SCRATCH = {
     "model_type": "t5",
@@ -104,7 +103,7 @@ class DeCALConfig(CompressorConfig):
             raise ValueError(f"`decoder_config` must be a T5Config, got {type(decoder_config).__name__}")
         if compression_ratios is None:
             compression_ratios = 1 if compression == "none" else 2
-        is_retrieval = _RETRIEVAL_LOADER in (kwargs.get("auto_map") or {})
+        is_retrieval = RETRIEVAL_LOADER in (kwargs.get("auto_map") or {})
         super().__init__(
             decoder_config=decoder_config,
             compression_ratios=compression_ratios,
@@ -161,7 +160,7 @@ class DeCALConfig(CompressorConfig):
         """The entries of a retrieval checkpoint, whose decoder was discarded (section 4.3)."""
         names = cls.default_auto_map()
         del names["AutoModelForSeq2SeqLM"]
-        return {**names, _RETRIEVAL_LOADER: "modeling_decal_retrieval.DeCALForRetrieval"}
+        return {**names, RETRIEVAL_LOADER: "modeling_decal_retrieval.DeCALForRetrieval"}
 
     @property
     def reconstruction_token_id(self) -> int:

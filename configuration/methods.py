@@ -12,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from .configuration_compressor import CompressorConfig
 
 METHODS = {
@@ -29,3 +31,13 @@ METHODS = {
 def config_class(method: str) -> type[CompressorConfig]:
     """The configuration class of a method of the register."""
     return getattr(importlib.import_module(f".configuration_{method}", __package__), METHODS[method][0])
+
+
+def methods_on(base: PreTrainedConfig) -> tuple[str, ...]:
+    """The methods that go with a base: those of encoder-decoders with a T5, the others with a decoder-only model."""
+    return tuple(name for name in METHODS if config_class(name).is_encoder_decoder == base.is_encoder_decoder)
+
+
+def methods_loaded_by(auto_class: str) -> tuple[str, ...]:
+    """The methods with a class that an Auto class loads, such as "AutoModelForTextEncoding"."""
+    return tuple(name for name in METHODS if auto_class in config_class(name).auto_classes())

@@ -42,7 +42,7 @@ _MODULE_OF = {
     "EvaluationReport": "evaluation.report",
     "EvaluationSettings": "evaluation.settings",
     "evaluate_model": "evaluation.evaluate",
-    "layer_flops": "evaluation.flops",
+    "layer_flops": "configuration.layer_shape",
     "compression_flops": "evaluation.flops",
     "generation_flops": "evaluation.flops",
     "analyse_slots": "evaluation.analysis.slots",

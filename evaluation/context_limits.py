@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a context may be for the encoder of a compressor to read it."""
+"""Contexts as long as the encoder of a compressor reads them, which its configuration says in the encoder's tokens."""
 
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.sources import context_start_ids
@@ -14,42 +13,6 @@ from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from .samples import EvaluationDataset, Sample, SampleBuilder
 
 logger = logging.getLogger(__name__)
-
-# Longer than any context: what fits it has no limit.
-_ENDLESS = 2**40
-
-
-def encoder_limit(model: PreTrainedModel, ratio: int) -> int | None:
-    """Most tokens that a compressor's encoder reads, start tokens included.
-
-    Args:
-        model: a compressor.
-        ratio: context tokens per slot; a lower ratio may need more positions.
-
-    Returns:
-        Number of the encoder's tokens, `None` for no limit.
-    """
-    if _fits(model, _ENDLESS, ratio):
-        return None
-    return bisect_left(range(1, _ENDLESS), True, key=lambda num_tokens: not _fits(model, num_tokens, ratio))
-
-
-def _fits(model: PreTrainedModel, num_tokens: int, ratio: int) -> bool:
-    """Whether a context has its positions in the encoder, and its memory tokens."""
-    config, backbone = model.config, model.base_model
-    longest_chunk = num_tokens if config.chunk_size is None else min(config.chunk_size, num_tokens)
-    num_appended = 0
-    if getattr(backbone, "memory_embeddings", None) is not None:
-        num_appended = int(backbone.memory_counts(torch.tensor(longest_chunk), ratio))
-    # Copies of one token never run out.
-    if num_appended > getattr(config, "num_memory_tokens", num_appended):
-        return False
-    limit = getattr(config.get_encoder_config(), "max_position_embeddings", None)
-    if limit is None or getattr(config, "encoder_type", None) == "embeddings":
-        return True
-    # Chunks start anew at 0, with appended tokens behind them; or they count on from 1, and appended tokens share
-    # the positions of their chunk.
-    return (longest_chunk + num_appended if config.position_layout == "default" else num_tokens + 1) <= limit
 
 
 def context_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ratios: Sequence[int]) -> int | None:
@@ -66,7 +29,7 @@ def context_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ra
     Raises:
         ValueError: no token is left.
     """
-    limit = encoder_limit(model, min(ratios))
+    limit = model.config.max_context_tokens(min(ratios))
     if limit is None or _encoder_tokenizer(model) is not None:
         return None
     num_start = len(context_start_ids(tokenizer))
@@ -99,7 +62,7 @@ def within_encoder_tokens(
         ValueError: with the first context that does not fit, where contexts may not be cut or nothing of it fits.
     """
     own = _encoder_tokenizer(model)
-    limit = None if own is None else encoder_limit(model, min(ratios))
+    limit = None if own is None else model.config.max_context_tokens(min(ratios))
     if limit is None:
         return list(work)
     num_start = len(context_start_ids(own))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configuration.methods import METHODS, config_class, methods_on
 from ..configuration.nearest_names import check_choice, nearest
-from .flops import METHODS, methods_of
 
 if TYPE_CHECKING:
     from transformers import AutoConfig, PreTrainedConfig
@@ -69,8 +69,6 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-# The methods whose encoder is a few layers of the base; 8 in GMSA's paper (section 4.3).
-_SHALLOW, _ENCODER_LAYERS = ("gmsa", "tcp_autoencoder"), 8
 SHAPE_NAMES = tuple(_SHAPES)
 
 
@@ -116,36 +114,20 @@ def method_config(
     method: str,
     base: PreTrainedConfig,
     ratios: Sequence[int],
-    encoder_layers: int | None = None,
+    encoder_depth: int | None = None,
     max_context_tokens: int | None = None,
 ) -> PreTrainedConfig:
-    """A method's configuration on a base, with the method's own defaults.
+    """A method's configuration on a base; arguments as `CompressorConfig.for_base`, and:
 
     Args:
-        method: one of `flops.METHODS`.
-        base: configuration of a language model.
-        ratios: compression ratios.
-        encoder_layers: layers of GMSA's and TCP-AE's encoder; their default of 8 when `None`, or a quarter of the base
-            where that has fewer than 16 layers.
-        max_context_tokens: longest context that is compressed as one chunk, by as many memory tokens as that takes;
-            the method's own chunks and memory tokens when `None`.
+        method: its name in `configuration.methods`.
 
     Raises:
         ValueError: a method that does not go with the base, or more encoder layers than the base has.
     """
     check_choice("method", method, METHODS)
-    if method not in methods_of(base):
-        raise ValueError(f"{method} does not go with a base of type {base.model_type!r}; {methods_of(base)} do")
-    fields: dict[str, Any] = {"decoder_config": base, "compression_ratios": list(ratios)}
-    if method in _SHALLOW:
-        is_deep = base.num_hidden_layers >= 2 * _ENCODER_LAYERS
-        default = _ENCODER_LAYERS if is_deep else -(-base.num_hidden_layers // 4)
-        fields["encoder_layers"] = encoder_layers or default
-    config = _auto_config().for_model(f"{method}_compressor", **fields)
-    if max_context_tokens is None:
-        return config
-    if config.chunk_size is not None:
-        fields["chunk_size"] = max_context_tokens
-    if getattr(config, "appended_tokens", 0):
-        fields["appended_tokens"] = -(-max_context_tokens // min(ratios))
-    return _auto_config().for_model(config.model_type, **fields)
+    if method not in methods_on(base):
+        raise ValueError(f"{method} does not go with a base of type {base.model_type!r}; {methods_on(base)} do")
+    return config_class(method).for_base(
+        base, ratios, max_context_tokens=max_context_tokens, encoder_depth=encoder_depth
+    )

@@ -4,7 +4,7 @@
 import importlib
 
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from ..configuration.configuration_compressor import QUESTION_ANSWERING
@@ -19,6 +19,18 @@ for _config_class in map(config_class, METHODS):
         _module, _name = _place.split(".")
         globals()[_name] = getattr(importlib.import_module(f".{_module}", __name__), _name)
         getattr(transformers, _auto_class).register(_config_class, globals()[_name], exist_ok=True)
+
+
+def model_class(method: str, auto_class: str | None = None) -> type[PreTrainedModel]:
+    """A method's class.
+
+    Args:
+        method: its name in `configuration.methods`.
+        auto_class: name of the Auto class that loads it; the one that generates when `None`.
+    """
+    place = None if auto_class is None else config_class(method).auto_classes()[auto_class]
+    return globals()[METHODS[method][2] if place is None else place.split(".")[1]]
+
 
 # For models that are loaded already; a checkpoint's folder brings its own.
 PIPELINE_REGISTRY.register_pipeline(

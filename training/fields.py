@@ -55,12 +55,12 @@ class ModelArguments:
         checkpoint_config: configuration fields that the checkpoint goes on with instead of its own, e.g.
             `{training_stage: keft}` or `{decoder_config: {dropout_rate: 0.1}}`, where the rest of `decoder_config`
             stays; its weights must fit them.
-        model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`, or with the
-            method decal of its T5, e.g. `{d_model: 192}`.
+        model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`, or of
+            the T5 of a method that is an encoder-decoder, e.g. `{d_model: 192}`.
         tokenizer: folder or Hub id of a tokenizer; that of `base` or `checkpoint` when not given.
         train_tokenizer: arguments of `train_tokenizer`, e.g. `{vocab_size: 4096}`, for a new language model.
-        method: compression method: mean_pooling, compression_tokens, icae, five_hundred_x, comprexit, gmsa,
-            tcp_autoencoder or decal. When not given, that of `checkpoint`, and mean_pooling for a new compressor.
+        method: compression method, by its name in the README's table. When not given, that of `checkpoint`, and
+            mean_pooling for a new compressor.
         method_config: configuration fields of the method, e.g. `{compression_ratios: [4, 8]}`.
         teacher: folder of the full-context teacher that distillation learns from; the base itself when not given.
         teacher_lora: rank, alpha, dropout and target modules of the teacher's adapters; `None` trains all weights.

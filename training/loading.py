@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..configuration.methods import METHODS, config_class
 from ..configuration.nearest_names import check_choice
 from ..data.task_tokens import add_task_tokens, check_task_tokens
+from ..modeling import model_class
 from ..modeling.checkpoint.gguf_files import gguf_arguments, gguf_tokenizer
 from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
 from .arguments import DataArguments, ModelArguments
@@ -26,16 +27,6 @@ from .objectives.denoising import new_encoder_decoder
 from .resume import changed_config
 from .tokenizer import train_tokenizer
 
-METHODS = {
-    "mean_pooling": "MeanPoolingForCausalLM",
-    "compression_tokens": "CompressionTokensForCausalLM",
-    "icae": "ICAEForCausalLM",
-    "five_hundred_x": "FiveHundredXForCausalLM",
-    "comprexit": "ComprExITForCausalLM",
-    "gmsa": "GMSAForCausalLM",
-    "tcp_autoencoder": "TCPAutoencoderForCausalLM",
-    "decal": "DeCALForConditionalGeneration",
-}
 # Of a new compressor, where a recipe names none.
 DEFAULT_METHOD = "mean_pooling"
 
@@ -128,7 +119,7 @@ def teacher_language_model(model_args: ModelArguments) -> PreTrainedModel:
 def load_compressor(
     model_args: ModelArguments,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    model_class: type[PreTrainedModel] | None = None,
+    auto_class: str | None = None,
 ) -> PreTrainedModel:
     """The compressor to train: a checkpoint to go on from, or a new one on a base.
 
@@ -136,7 +127,7 @@ def load_compressor(
         model_args: names the method and where the weights come from.
         tokenizer: gets the method's task tokens, whose ids a new compressor takes; a checkpoint's must be in it. The
             ids behind the base's vocabulary are taken when `None`.
-        model_class: the method's class to build; the one that generates when `None`.
+        auto_class: the Auto class that loads what is built; the one that generates when `None`.
 
     Raises:
         ValueError: fields that do not go together, a checkpoint of another method, or a tokenizer that does not know
@@ -145,10 +136,11 @@ def load_compressor(
     if model_args.method is not None:
         check_choice("method", model_args.method, METHODS)
     given = [name for name in ("base", "checkpoint", "model_config") if getattr(model_args, name) is not None]
-    if len(given) != 1 or (given == ["model_config"] and model_args.method != "decal"):
+    named = config_class(model_args.method or DEFAULT_METHOD)
+    if len(given) != 1 or (given == ["model_config"] and not named.is_encoder_decoder):
         raise ValueError(
-            "give either base (a new compressor) or checkpoint (one to go on from), or for decal model_config (a new "
-            f"encoder-decoder), got {given}"
+            "give either base (a new compressor) or checkpoint (one to go on from), or model_config (a new one of an "
+            f"encoder-decoder method), got {given}"
         )
     for name in ("base_revision", "base_gguf_file", "encoder", "encoder_revision"):
         if model_args.base is None and getattr(model_args, name) is not None:
@@ -156,22 +148,19 @@ def load_compressor(
     fields = dict(model_args.method_config or {})
     if model_args.checkpoint is not None and fields:
         raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
-    method = _method(model_args)
-    if model_class is None:
-        module = importlib.import_module(f"..modeling.modeling_{method}", __package__)
-        model_class = getattr(module, METHODS[method])
+    kind = model_class(_method(model_args), auto_class)
     loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
     loading = {name: value for name, value in loading.items() if value is not None}
     if model_args.checkpoint is not None:
         if model_args.checkpoint_config:
-            config = model_class.config_class.from_pretrained(model_args.checkpoint)
+            config = kind.config_class.from_pretrained(model_args.checkpoint)
             loading["config"] = changed_config(config, model_args.checkpoint_config)
         if model_args.checkpoint_base is not None:
             loading["base_model"] = base_place(model_args.checkpoint_base)
         else:
             stored, _ = PreTrainedConfig.get_config_dict(model_args.checkpoint)
             fetch_bases(stored.get("external_weights"))
-        model = model_class.from_pretrained(model_args.checkpoint, **loading)
+        model = kind.from_pretrained(model_args.checkpoint, **loading)
         if tokenizer is not None:
             check_task_tokens(tokenizer, model.config.task_token_ids)
         return model
@@ -180,7 +169,7 @@ def load_compressor(
     if model_args.checkpoint_base:
         raise ValueError("checkpoint_base goes with a checkpoint; a new compressor starts from its base")
     if model_args.model_config is not None:
-        return new_encoder_decoder(model_class, model_args.model_config, fields, tokenizer, loading)
+        return new_encoder_decoder(kind, model_args.model_config, fields, tokenizer, loading)
     if model_args.base_revision is not None:
         loading["revision"] = model_args.base_revision
     _check_gguf_file(model_args)
@@ -192,9 +181,9 @@ def load_compressor(
         loading["encoder_revision"] = model_args.encoder_revision
     if tokenizer is not None:
         # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
-        names = tuple(model_class.config_class(**fields).task_token_ids)
+        names = tuple(kind.config_class(**fields).task_token_ids)
         fields["task_token_ids"] = add_task_tokens(tokenizer, names)
-    return model_class.from_base(base if model_args.base_revision else base_place(base), **loading, **fields)
+    return kind.from_base(base if model_args.base_revision else base_place(base), **loading, **fields)
 
 
 def _check_gguf_file(model_args: ModelArguments) -> None:

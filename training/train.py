@@ -18,11 +18,12 @@ from transformers import (
     set_seed,
 )
 
+from ..configuration.configuration_compressor import RETRIEVAL_LOADER
+from ..configuration.methods import methods_loaded_by
 from ..configuration.nearest_names import check_choice
 from ..data.prompts import load_prompts
 from ..data.sources import text_starts
 from ..data.task_tokens import text_tokenizer
-from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
 from ..modeling.parts.prompting import context_end_ids, opening_ids
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
 from .loading import (
@@ -336,9 +337,10 @@ def _build_seq2seq(
 def build_retrieval(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> RetrievalTrainer:
     """Trainer of a dual encoder for retrieval, from the encoder of a checkpoint or of a T5."""
     if model_args.checkpoint is None or model_args.method is not None:
-        check_choice("method of the objective retrieval:", model_args.method or DEFAULT_METHOD, ("decal",))
+        methods = methods_loaded_by(RETRIEVAL_LOADER)
+        check_choice("method of the objective retrieval:", model_args.method or DEFAULT_METHOD, methods)
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
-    model = load_compressor(model_args, tokenizer, DeCALForRetrieval)
+    model = load_compressor(model_args, tokenizer, RETRIEVAL_LOADER)
     return build_retrieval_trainer(model, tokenizer, data_args, args)
 
 

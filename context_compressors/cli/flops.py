@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..evaluation.flops import METHODS, answering_flops, compression_flops, full_context_flops, methods_of, num_slots
+from ..configuration.methods import METHODS, methods_on
+from ..evaluation.flops import answering_flops, compression_flops, full_context_flops
 from ..evaluation.model_shapes import SHAPE_NAMES, config_of, method_config
 from .arguments import NearestNameParser, positive_int
 
@@ -49,8 +50,8 @@ def rows_of(
             answer = answering_flops(config, context_tokens, ratio, question_tokens, answer_tokens)
             speed_ups = (full / (compression + answer), full / answer)
             rows.append(
-                [config.model_type.removesuffix("_compressor"), str(ratio)]
-                + [str(num_slots(config, context_tokens, ratio))]
+                [config.method, str(ratio)]
+                + [str(config.num_slots(context_tokens, ratio))]
                 + [_giga(value) for value in (compression, answer, compression + answer)]
                 + [f"{value:.2f}" for value in speed_ups]
             )
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--encoder-layers",
         type=positive_int,
         metavar="K",
-        help="of GMSA and TCP-AE (default: 8, as in the paper; a quarter of a base of fewer than 16 layers)",
+        help="of methods that encode with some of the base's layers only (default: the method's own)",
     )
     arguments = parser.parse_args(argv)
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = config_of(arguments.base)
     ratios = arguments.ratios or getattr(base, "compression_ratios", (4, 8))
     if not _is_compressor(base):
-        methods = arguments.methods or methods_of(base)
+        methods = arguments.methods or methods_on(base)
         configs = [method_config(method, base, ratios, arguments.encoder_layers) for method in methods]
     elif arguments.methods or arguments.encoder_layers:
         raise ValueError(f"{arguments.base} is a compressor already: leave out --methods and --encoder-layers")

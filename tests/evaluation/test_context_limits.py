@@ -19,7 +19,7 @@ from context_compressors import (
     MeanPoolingForCausalLM,
     TCPAutoencoderForCausalLM,
 )
-from context_compressors.evaluation.context_limits import context_limit, encoder_limit
+from context_compressors.evaluation.context_limits import context_limit
 
 POSITIONS = 256
 LONG = {"context": "0123456789" * 60, "question": "?", "answers": ["1"]}
@@ -90,7 +90,7 @@ def scored(monkeypatch):
 )
 def test_the_encoder_reads_as_much_as_it_is_said_to_and_no_more(base, method, fields, ratio, expected):
     model = method.from_base(str(base), compression_ratios=[2, 4], **fields).eval()
-    assert encoder_limit(model, ratio) == expected
+    assert model.config.max_context_tokens(ratio) == expected
     ids = torch.full((1, 700), 5)
     if expected is None:
         model.compress(ids, ratio=ratio)
@@ -102,7 +102,7 @@ def test_the_encoder_reads_as_much_as_it_is_said_to_and_no_more(base, method, fi
 
 def test_relative_positions_have_no_end():
     model = DeCALForConditionalGeneration(DeCALConfig(decoder_config=TINY_T5, compression_ratios=[2]))
-    assert encoder_limit(model, 2) is None
+    assert model.config.max_context_tokens(2) is None
 
 
 def test_start_tokens_and_the_lowest_ratio_count(base, tokenizer, bos_tokenizer):

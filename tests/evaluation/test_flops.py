@@ -17,21 +17,16 @@ from transformers import (
 
 from context_compressors import cli, modeling  # noqa: F401  (importing the models registers them)
 from context_compressors.configuration.configuration_decal import DeCALConfig
+from context_compressors.configuration.layer_shape import LayerShape, layer_flops, stack_flops
+from context_compressors.configuration.methods import METHODS, config_class, methods_on
 from context_compressors.evaluation.flops import (
-    METHODS,
-    LayerShape,
     answering_flops,
     compression_flops,
     full_context_flops,
     generation_flops,
-    layer_flops,
-    methods_of,
-    num_slots,
-    stack_flops,
 )
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, config_of, named_config
 from context_compressors.modeling.modeling_decal import DeCALModel
-from context_compressors.training import loading
 
 # Equations 9 and 10 by hand: parts at 3,253 tokens, and the whole layer at 1, 407, 814 and 3,253.
 LAYERS = {
@@ -218,7 +213,7 @@ def test_compression_is_what_torch_counts(method: str, fields: dict, ratio: int)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     ids = torch.full((1, 256), 3)
     memory = model.compress(ids, ratio=ratio)
-    assert num_slots(config, 256, ratio) == int(memory.num_slots)
+    assert config.num_slots(256, ratio) == int(memory.num_slots)
     total = counted(lambda: model.compress(ids, ratio=ratio))
     # Chunks stand in one batch, so that a short last one costs as much as a full one.
     length = 300 if fields.get("chunk_size") else 256
@@ -240,10 +235,10 @@ def test_decals_compression_is_what_torch_counts(fields: dict, is_gated: bool):
     config = DeCALConfig(**{"decoder_config": t5, "compression_ratios": (4,), **fields})
     config._attn_implementation = "eager"
     model, ids, ratio = DeCALModel(config).eval(), torch.full((1, 256), 3), config.default_ratio
-    assert num_slots(config, 256, ratio) == int(model.compress(ids).num_slots)
+    assert config.num_slots(256, ratio) == int(model.compress(ids).num_slots)
     total = counted(lambda: model.compress(ids))
     assert total == pytest.approx(compression_flops(config, 256, ratio), rel=0.05)
-    answer = generation_flops(t5, num_slots(config, 256, ratio), 7, 4)
+    answer = generation_flops(t5, config.num_slots(256, ratio), 7, 4)
     assert answering_flops(config, 256, ratio, 7, 4) == answer
 
 
@@ -267,12 +262,12 @@ def test_merged_adapters_cost_nothing_more():
 def test_the_last_chunk_counts_as_long_as_it_is():
     config = AutoConfig.for_model("icae_compressor", decoder_config=llama(), compression_ratios=[5], chunk_size=100)
     shape = LayerShape.from_config(llama())
-    assert num_slots(config, 230, 5) == 20 + 20 + 6
+    assert config.num_slots(230, 5) == 20 + 20 + 6
     assert compression_flops(config, 230, 5) == 3 * (2 * shape.flops(120) + shape.flops(36))
     config.memory_tokens = "fixed"
-    assert num_slots(config, 230, 5) == 60
+    assert config.num_slots(230, 5) == 60
     assert compression_flops(config, 230, 5) == 3 * (2 * shape.flops(120) + shape.flops(50))
-    assert num_slots(config, 0, 5) == compression_flops(config, 0, 5) == 0
+    assert config.num_slots(0, 5) == compression_flops(config, 0, 5) == 0
 
 
 def test_answers_read_slots_or_find_them_in_the_cache():
@@ -285,9 +280,12 @@ def test_answers_read_slots_or_find_them_in_the_cache():
 
 
 def test_every_method_has_a_count():
-    assert set(METHODS) == {*loading.METHODS, "decal"}
-    assert methods_of(named_config("t5-v1.1-large")) == ("decal",)
-    assert set(methods_of(llama())) == set(METHODS) - {"decal"}
+    bases = (llama(), named_config("t5-v1.1-large"))
+    assert sorted(name for base in bases for name in methods_on(base)) == sorted(METHODS)
+    assert methods_on(bases[1]) == ("decal",)
+    for base in bases:
+        for method in methods_on(base):
+            assert config_class(method).for_base(base, (4,)).compression_flops(100, 4) > 0
     with pytest.raises(ValueError, match="no count of operations for 'llama'"):
         compression_flops(llama(), 100, 4)
     config = AutoConfig.for_model("icae_compressor", decoder_config=llama())
