@@ -17,11 +17,11 @@ examples:
       --metric loss_reconstruction_ratio_5
 
   # Next-token losses of three methods (Figure 6 of ComprExIT), held-out, by the rows of the small-scale benchmark:
-  context-compressors curves benchmarks/results/small_scale.json --metric continuation_loss --output curves.png \\
+  context-compressors curves benchmarks/small_scale/methods.json --metric continuation_loss --output curves.png \\
       --runs "comprexit, ratio 4" "icae, ratio 4" "five_hundred_x, ratio 4"
 
   # Two rows of the small-scale benchmark, with their spread over seeds, at a loss of 0.5:
-  context-compressors curves benchmarks/results/small_scale.json --loss 0.5 --output curves.png \\
+  context-compressors curves benchmarks/small_scale/methods.json --loss 0.5 --output curves.png \\
       --runs "icae, ratio 5" "icae, position_layout=enhanced, ratio 5"
 """
 

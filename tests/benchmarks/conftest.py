@@ -2,7 +2,9 @@
 """How the tests of the benchmarks import a benchmark, and what the small-scale ones are tried on."""
 
 import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pyarrow
 import pyarrow.parquet
@@ -11,14 +13,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch):
-    """Import a benchmark as its own command line does: with its folder in front of the module path."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
+@pytest.fixture(scope="module")
+def script() -> Iterator[Callable[[str], ModuleType]]:
+    """Import a benchmark, such as "sinkhorn.measure", as `python -m` does: with the repository on the module path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        yield lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ TOY = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size
 
 
 def test_peak_memory_counts_what_is_held_at_once_and_not_what_was_there_before(script):
-    tools: ModuleType = script("benchmark_tools")
+    tools: ModuleType = script("common.tools")
     weights = torch.zeros(1000, 1000)
 
     def one_after_the_other() -> None:
@@ -31,7 +31,7 @@ def test_peak_memory_counts_what_is_held_at_once_and_not_what_was_there_before(s
 
 
 def test_an_unknown_method_is_refused_with_the_nearest_one(script):
-    random_compressor = script("benchmark_tools").random_compressor
+    random_compressor = script("common.tools").random_compressor
     with pytest.raises(ValueError, match=r"unknown method 'mean_poling'; did you mean 'mean_pooling'\?"):
         random_compressor("mean_poling", LlamaConfig(), [4], "float32", torch.device("cpu"))
 
@@ -41,7 +41,7 @@ def test_a_head_size_that_does_not_divide_the_width_is_refused(
 ):
     output = tmp_path / "result.json"
     arguments = [*TOY, "--head-dim", "24", "--output", str(output)]
-    assert script("compression_overhead").main(arguments) == 1
+    assert script("compression_overhead.measure").main(arguments) == 1
     assert "--head-dim 24 must divide --hidden-size 32" in capsys.readouterr().err
     assert not output.exists()
 
@@ -54,7 +54,7 @@ def test_compression_overhead_writes_a_row_for_every_method_and_length(
 ):
     output = tmp_path / "results" / "overhead.json"
     arguments = [*TOY, "--lengths", "16", "33", "--batch-size", "2", "--repeats", "2", "--output", str(output)]
-    assert script("compression_overhead").main(arguments) == 0
+    assert script("compression_overhead.measure").main(arguments) == 0
     content = json.loads(output.read_text(encoding="utf-8"))
     assert [(row["method"], row["num_tokens"]) for row in content["rows"]] == [
         ("mean_pooling", 16),
@@ -64,11 +64,10 @@ def test_compression_overhead_writes_a_row_for_every_method_and_length(
     assert "output" not in content["settings"]
     for row in content["rows"]:
         assert len(row["seconds"]["encoder"]) == len(row["seconds"]["compress"]) == 2
-        assert row["time_ratio"] == pytest.approx(row["compress_seconds"] / row["encoder_seconds"])
         # Compressing runs the encoder, so it can hold no less at its peak; and a cache comes on top.
-        assert row["compress_peak_bytes"] >= row["encoder_peak_bytes"] > 0
-        assert row["cached_encoder_peak_bytes"] > 0
-        assert (row["padding_share"], "one_by_one_seconds" in row, "profile" in row) == (0, False, False)
+        assert row["peak_bytes"]["compress"] >= row["peak_bytes"]["encoder"] > 0
+        assert row["peak_bytes"]["cached"] > 0
+        assert (row["padding_share"], "one_by_one" in row["seconds"], "profile" in row) == (0, False, False)
     assert "<= 1.05" in capsys.readouterr().out
 
 
@@ -77,7 +76,7 @@ def test_compression_overhead_writes_a_row_for_every_method_and_length(
     [("mean_pooling", 4, 1.05), ("icae", 4, 1.35), ("five_hundred_x", 5, 1.296), ("comprexit", 4, 1.15)],
 )
 def test_the_goal_counts_the_memory_tokens(script, method: str, ratio: int, expected: float):
-    overhead = script("compression_overhead")
+    overhead = script("compression_overhead.measure")
     assert overhead.goal(method, ratio) == pytest.approx(expected)
     memory = (1.3, "cached") if method == "comprexit" else (pytest.approx(expected), "encoder")
     assert overhead.memory_goal(method, ratio) == memory
@@ -89,26 +88,25 @@ def test_a_batch_full_of_padding_stands_beside_its_contexts_one_by_one(
     output = tmp_path / "overhead.json"
     arguments = [*TOY, "--methods", "comprexit", "mean_pooling", "--lengths", "32", "--row-lengths", "1", "0.25"]
     arguments += ["--batch-size", "3", "--repeats", "2", "--output", str(output)]
-    assert script("compression_overhead").main(arguments) == 0
+    assert script("compression_overhead.measure").main(arguments) == 0
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert [row["method"] for row in rows] == ["comprexit", "mean_pooling"]
     for row in rows:
         # Rows of 32, 8 and 32 tokens.
         assert row["padding_share"] == pytest.approx(24 / 96)
         assert len(row["seconds"]["one_by_one"]) == 2
-        assert row["one_by_one_seconds"] > 0
     assert "| 25 %" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "nan", "x"])
 def test_row_lengths_are_shares(script, value: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        script("compression_overhead").main([*TOY, "--row-lengths", value])
+        script("compression_overhead.measure").main([*TOY, "--row-lengths", value])
     assert "--row-lengths" in capsys.readouterr().err
 
 
 def test_a_cached_pass_holds_the_keys_and_values(script):
-    tools, overhead = script("benchmark_tools"), script("compression_overhead")
+    tools, overhead = script("common.tools"), script("compression_overhead.measure")
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
     )
@@ -127,12 +125,12 @@ def test_a_cached_pass_holds_the_keys_and_values(script):
 def test_a_profile_tells_the_parts_of_a_method(script, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "overhead.json"
     arguments = [*TOY, "--methods", "comprexit", "--lengths", "64", "--batch-size", "1", "--repeats", "1", "--profile"]
-    assert script("compression_overhead").main([*arguments, "--output", str(output)]) == 0
+    assert script("compression_overhead.measure").main([*arguments, "--output", str(output)]) == 0
     profile = json.loads(output.read_text(encoding="utf-8"))["rows"][0]["profile"]
     parts = {part["part"]: part for part in profile["parts"]}
     assert {"whole", "language_model", "layer_gate", "transmission", "transmission.metric", "slot_mlp"} <= set(parts)
     # What each part does itself adds up to the whole.
-    assert sum(part["own_seconds"] for part in parts.values()) == pytest.approx(profile["seconds"])
+    assert sum(part["own_seconds"] for part in parts.values()) == pytest.approx(profile["seconds"], rel=1e-2)
     assert parts["whole"]["seconds"] == profile["seconds"]
     assert all(0 <= part["own_seconds"] <= part["seconds"] for part in parts.values())
     assert parts["transmission"]["seconds"] > parts["transmission.metric"]["seconds"]
@@ -148,11 +146,11 @@ def test_methods_with_memory_tokens_read_the_whole_context_as_one_chunk(
     output = tmp_path / "overhead.json"
     methods = ["icae", "five_hundred_x", "compression_tokens"]
     arguments = [*TOY, "--lengths", "600", "--ratio", "5", "--repeats", "1", "--output", str(output)]
-    assert script("compression_overhead").main([*arguments, "--methods", *methods]) == 0
+    assert script("compression_overhead.measure").main([*arguments, "--methods", *methods]) == 0
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert [(row["method"], row["goal"]) for row in rows] == [(method, pytest.approx(1.296)) for method in methods]
+    assert [row["method"] for row in rows] == methods
     assert capsys.readouterr().out.count("<= 1.296 of encoder") == 3
-    tools = script("benchmark_tools")
+    tools = script("common.tools")
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
@@ -162,7 +160,7 @@ def test_methods_with_memory_tokens_read_the_whole_context_as_one_chunk(
 
 
 def test_the_bare_encoder_does_the_encoders_whole_work_and_no_more(script):
-    tools, overhead = script("benchmark_tools"), script("compression_overhead")
+    tools, overhead = script("common.tools"), script("compression_overhead.measure")
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
     )
@@ -185,17 +183,17 @@ def test_the_bare_encoder_does_the_encoders_whole_work_and_no_more(script):
 def test_break_even_is_the_first_number_of_reads_at_which_compressing_costs_no_more(
     script, compression: float, full: float, memory: float, reads: int | None
 ):
-    assert script("answer_latency").break_even(compression, full, memory) == reads
+    assert script("answer_latency.measure").break_even(compression, full, memory) == reads
 
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_answer_latency_writes_a_row_for_every_length_and_ratio(
     script, merged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    output = tmp_path / "latency.json"
+    latency, output = script("answer_latency.measure"), tmp_path / "latency.json"
     arguments = [*TOY, "--lengths", "16", "33", "--ratios", "4", "8", "--new-tokens", "3", "--repeats", "2"]
     arguments += ["--output", str(output)] + ["--merge-adapters"] * merged
-    assert script("answer_latency").main(arguments) == 0
+    assert latency.main(arguments) == 0
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert [(row["num_tokens"], row["ratio"], row["slots"]) for row in rows] == [
         (16, 4, 4),
@@ -205,10 +203,7 @@ def test_answer_latency_writes_a_row_for_every_length_and_ratio(
     ]
     for row in rows:
         assert len(row["samples"]["memory"]) == len(row["samples"]["compression"]) == 2
-        first, last = row["first_token"], row["last_token"]
-        for name in ("full_context_seconds", "memory_seconds"):
-            assert 0 < first[name] < last[name]
-        assert last["memory_and_compression_seconds"] == pytest.approx(
-            last["memory_seconds"] + row["compression_seconds"]
-        )
+        first, last = (latency.medians(row, token) for token in ("first_token", "last_token"))
+        assert (0 < first[0] < last[0], 0 < first[1] < last[1]) == (True, True)
+        assert first[2] == last[2] > 0
     assert "break-even reads" in capsys.readouterr().out

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of sizes counts what is saved, and the page on methods shows it."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from context_compressors.configuration.methods import METHODS
 from context_compressors.evaluation import model_shapes
 from context_compressors.evaluation.model_shapes import method_config
-from context_compressors.training.loading import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -26,46 +24,40 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module")
-def script():
-    folder = str(ROOT / "benchmarks")
-    sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location("checkpoint_sizes", ROOT / "benchmarks" / "checkpoint_sizes.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(folder)
+@pytest.fixture
+def sizes(script):
+    return script("checkpoint_sizes.measure")
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "decal"])
-def test_the_counts_are_those_of_saved_checkpoints(script, monkeypatch, tmp_path, method):
+def test_the_counts_are_those_of_saved_checkpoints(sizes, monkeypatch, tmp_path, method):
     monkeypatch.setitem(model_shapes._SHAPES, "tiny", TINY)
-    row = script.row_of(method, "tiny", [4, 16])
+    row = sizes.row_of(method, "tiny", [4, 16])
     base = AutoModelForCausalLM.from_config(LlamaConfig(**{k: v for k, v in TINY.items() if k != "model_type"}))
     base.save_pretrained(tmp_path / "base")
     config = method_config(method, model_shapes.named_config("tiny"), [4, 16])
     names = ("compression_ratios", "encoder_lora", "decoder_lora", "encoder_layers", "chunk_size")
     fields = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
-    model_class = type(script.on_meta(method, config))
+    model_class = type(sizes.on_meta(method, config))
     model = model_class.from_base(tmp_path / "base", **fields)
-    for form, include_base in (("light_bytes", False), ("whole_bytes", True)):
+    for form, include_base in (("own_parameters", False), ("parameters", True)):
         model.save_pretrained(tmp_path / form, include_base=include_base, save_dtype="bfloat16")
         weights = (tmp_path / form / "model.safetensors").read_bytes()
         header = 8 + int.from_bytes(weights[:8], "little")
-        assert len(weights) - header == row[form]
+        assert len(weights) - header == sizes.BYTES * row[form]
     memory = model.compress(torch.arange(5, 37)[None], ratio=4)
     carried = [memory.embeddings] if memory.key_values is None else [part for kv in memory.key_values for part in kv]
-    assert sum(part.numel() for part in carried) * 2 / 32 == row["memory_bytes_per_token"]["4"]
+    assert sum(part.numel() for part in carried) * 2 / 32 == row["slot_bytes"] / 4
     cache = base(torch.arange(5, 37)[None], use_cache=True).past_key_values
     kept = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert kept * 2 / 32 == row["base_bytes_per_token"]
 
 
-def test_the_page_on_methods_shows_the_result_file_with_every_method(script):
-    rows = json.loads((ROOT / "benchmarks" / "results" / "checkpoint_sizes.json").read_text())["rows"]
+def test_the_page_on_methods_shows_the_result_file_with_every_method(sizes):
+    rows = json.loads((ROOT / "benchmarks" / "checkpoint_sizes" / "sizes.json").read_text())["rows"]
     assert [row["method"] for row in rows] == list(METHODS)
-    assert script.table_of(rows, [4, 16]) in (ROOT / "docs" / "methods.md").read_text()
+    assert sizes.table_of(rows, [4, 16]) in (ROOT / "docs" / "methods.md").read_text()
 
 
-def test_comprexit_is_under_40_mb(script):
-    assert script.row_of("comprexit", "llama-3.2-1b", [4])["light_bytes"] < 40e6
+def test_comprexit_is_under_40_mb(sizes):
+    assert sizes.row_of("comprexit", "llama-3.2-1b", [4])["own_parameters"] * sizes.BYTES < 40e6

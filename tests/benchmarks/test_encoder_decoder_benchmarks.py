@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from context_compressors.training.data import DataSource
+from context_compressors.data.sources import DataSource
 from context_compressors.training.tokenizer import train_tokenizer
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -24,7 +24,7 @@ def tokenizer_folder(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 def test_span_corruption_trains_every_model_once(script, tokenizer_folder, tmp_path, capsys):
-    span_corruption = script("span_corruption")
+    span_corruption = script("decal.span_corruption")
     output = tmp_path / "results.json"
     toy = ["--tokenizer", tokenizer_folder, "--steps", "2", "--batch-size", "2", "--inputs-length", "24"]
     toy += ["--hidden-size", "32", "--layers", "1", "--test-texts", "3", "--output", str(output)]
@@ -37,7 +37,7 @@ def test_span_corruption_trains_every_model_once(script, tokenizer_folder, tmp_p
         assert 0 <= run["accuracy"] <= 100
         assert run["loss"] > 0
         assert abs(run["context_gain"]) < 1
-    summary = {row["model"]: row for row in results["summary"]}
+    summary = {row["model"]: row for row in span_corruption.summarize(results["runs"])}
     mine = [run["accuracy"] for run in results["runs"] if run["model"] == "t5"]
     assert summary["t5"]["seeds"] == [0, 1]
     assert summary["t5"]["accuracy"]["mean"] == pytest.approx(sum(mine) / 2)
@@ -74,7 +74,7 @@ def test_the_context_gain_is_what_another_text_s_context_costs(script, reads):
         mask = torch.ones_like(rows)
         return {"labels": torch.cat((start, rows), 1), "context_input_ids": rows, "context_attention_mask": mask}
 
-    test = script("span_corruption").test
+    test = script("decal.span_corruption").test
     # The third text is alone in its batch.
     scores = test(Model(), targets.tolist(), collator, batch_size=2)
     assert scores["accuracy"] == (100 if reads else 0)
@@ -84,31 +84,34 @@ def test_the_context_gain_is_what_another_text_s_context_costs(script, reads):
 
 @pytest.mark.parametrize("name", ["span_corruption", "span_corruption_words"])
 def test_results_without_a_context_gain_are_read_and_printed(script, name):
-    span_corruption = script("span_corruption")
-    path = BENCHMARKS / "results" / f"{name}.json"
+    span_corruption = script("decal.span_corruption")
+    path = BENCHMARKS / "decal" / f"{name}.json"
     budget = json.loads(path.read_text())["budget"]
-    runs = span_corruption.read_results(path, budget)["runs"]
-    for run in runs:
+    results = span_corruption.read_runs(path, "span_corruption", budget)
+    for run in results["runs"]:
         run.pop("context_gain", None)
-    printed = span_corruption.table(span_corruption.summarize(runs))
+    printed = span_corruption.table(results)
     assert re.search(r"\| t5 +\| \d +\| [\d.]+( ± [\d.]+)? +\| [\d.]+( ± [\d.]+)? +\| +\|", printed)
 
 
-def test_encoder_cost_has_a_row_for_each_model_and_ratio(script, tmp_path):
-    encoder_cost = script("encoder_cost")
+def test_encoder_cost_has_a_row_for_each_model_and_ratio(script, tmp_path, capsys):
+    encoder_cost = script("encoder_cost.measure")
     output = tmp_path / "cost.json"
     toy = ["--length", "16", "--d-model", "64", "--layers", "1", "--repeats", "1", "--device", "cpu"]
     assert encoder_cost.main([*toy, "--ratios", "2", "5", "--output", str(output)]) == 0
     rows = json.loads(output.read_text())["rows"]
-    found = [(row["model"], row["ratio"], row["slots"], row["encoder_length"]) for row in rows]
-    assert found == [
-        ("T5", 1, 16, 16),
-        ("DeCAL", 2, 8, 24),
-        ("DeCAL", 5, 4, 20),
-        ("AttnPool", 2, 8, 16),
-        ("AttnPool", 5, 4, 16),
+    printed = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [[cell.strip() for cell in cells] for cells in printed[2:]] == [
+        ["T5", "1", "16"],
+        ["DeCAL", "2", "24"],
+        ["DeCAL", "5", "20"],
+        ["AttnPool", "2", "16"],
+        ["AttnPool", "5", "16"],
     ]
-    assert rows[0]["relative"] == 1
+    assert [(row["model"], row["ratio"]) for row in rows] == [
+        (cells[0].strip(), int(cells[1])) for cells in printed[2:]
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
     assert output.with_suffix(".png").stat().st_size > 1000
     assert encoder_cost.main(["--d-model", "60"]) == 1
 
@@ -119,8 +122,8 @@ def test_fine_tuning_goes_on_from_what_span_corruption_has_kept(script, tokenize
     toy = ["--tokenizer", tokenizer_folder, "--steps", "2", "--batch-size", "2", "--inputs-length", "24"]
     toy += ["--hidden-size", "32", "--layers", "1", "--test-texts", "3", "--seeds", "0"]
     toy += ["--output", str(tmp_path / "spans.json")]
-    script("span_corruption").main([*toy, "--models", "t5", "decal_4x", "--save", str(pretrained)])
-    decal_fine_tuning = script("decal_fine_tuning")
+    script("decal.span_corruption").main([*toy, "--models", "t5", "decal_4x", "--save", str(pretrained)])
+    decal_fine_tuning = script("decal.fine_tuning")
     names = ["t5", "decal_4x", *decal_fine_tuning.FROM_BASELINE]
     toy = [str(pretrained), "--steps", "2", "--text-steps", "1", "--batch-size", "2", "--context-tokens", "120"]
     toy += ["--test-questions", "3", "--seeds", "0", "--output", str(output)]
@@ -133,9 +136,10 @@ def test_fine_tuning_goes_on_from_what_span_corruption_has_kept(script, tokenize
     assert weights["t5"] == weights["ccproxy_2x"] != weights["decal_4x"]
     conditions = [row["condition"] for row in runs["decal_4x"]["rows"]]
     assert conditions == ["no_context", "ratio=4"]
-    found = {(row["model"], row["context"]) for row in results["summary"]}
+    summary = decal_fine_tuning.summarize(results["runs"])
+    found = {(row["model"], row["context"]) for row in summary}
     assert found == {(name, context) for name in names for context in ("none", "given")}
-    assert all(row["answer_perplexity"]["mean"] > 1 for row in results["summary"])
+    assert all(row["answer_perplexity"]["mean"] > 1 for row in summary)
     assert decal_fine_tuning.main([*toy, "--models", "decal_2x"]) == 1
     assert "span_corruption.py --save" in capsys.readouterr().err
 
@@ -145,11 +149,10 @@ def test_fine_tuning_goes_on_from_what_span_corruption_has_kept(script, tokenize
     [
         ("span_corruption", "span_corruption"),
         ("span_corruption", "span_corruption_words"),
-        ("decal_fine_tuning", "decal_fine_tuning"),
+        ("fine_tuning", "fine_tuning"),
     ],
 )
 def test_the_page_of_results_has_the_tables_of_the_result_files(script, benchmark, name):
-    results = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))
-    module = script(benchmark)
-    assert results["summary"] == module.summarize(results["runs"])
-    assert module.table(results["summary"]) in (BENCHMARKS / "results" / "decal.md").read_text(encoding="utf-8")
+    results = json.loads((BENCHMARKS / "decal" / f"{name}.json").read_text(encoding="utf-8"))
+    table = script(f"decal.{benchmark}").table(results)
+    assert table in (BENCHMARKS / "decal" / "README.md").read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of what a decoder forgot, with tiny models, against scores of one sample at a time."""
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -16,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 
 pytestmark = pytest.mark.slow  # three checkpoints are made and loaded again
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ROWS = [
     {"context": f"Ann has {i} pens and buys {i} more.", "question": "How many has she?", "answers": [str(2 * i)]}
     for i in range(3, 7)
@@ -24,10 +22,8 @@ ROWS = [
 
 
 @pytest.fixture
-def forgetting(monkeypatch: pytest.MonkeyPatch):
-    """The benchmark, imported as its own command line does: with its folder in front of the module path."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("forgetting")
+def forgetting(script):
+    return script("forgetting.measure")
 
 
 def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
@@ -97,19 +93,16 @@ def test_decoders_are_scored_as_language_models_without_a_memory(
         ("generated", 4, 0),
     ]
     # The first stage leaves the decoder as it was.
-    assert rows[0]["before"]["answer_perplexity"] == pytest.approx(answer_perplexity(folders["base"]), rel=1e-4)
+    assert rows[0]["before"]["answer_perplexity"] == pytest.approx(answer_perplexity(folders["base"]), rel=2e-4)
     for row in rows:
-        assert abs(row["change"]["answer_perplexity"]) > 0.1
-        for metric in ("exact_match", "f1"):
-            assert 0 <= row["after"][metric] <= 100
-            assert row["change"][metric] == row["after"][metric] - row["before"][metric]
+        assert abs(row["after"]["answer_perplexity"] - row["before"]["answer_perplexity"]) > 0.1
+        assert all(0 <= row["after"][metric] <= 100 for metric in ("exact_match", "f1"))
     assert "| gsm8k" in capsys.readouterr().out
 
 
 def test_the_same_decoder_has_forgotten_nothing(forgetting, folders: dict[str, Path], tmp_path: Path):
     (row,) = run(forgetting, tmp_path, folders["base"], folders["first"])
-    assert row["change"]["answer_perplexity"] == pytest.approx(0, abs=1e-3)
-    assert row["change"]["exact_match"] == row["change"]["f1"] == 0
+    assert row["after"] == pytest.approx(row["before"], rel=1e-3)
 
 
 def test_what_cannot_be_compared_is_refused(

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from context_compressors.evaluation.flops import LayerShape, compression_flops, generation_flops
+from context_compressors.configuration.layer_shape import LayerShape
+from context_compressors.evaluation.flops import compression_flops, generation_flops
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ def llama(**fields) -> LlamaConfig:
 
 
 def test_a_setting_is_the_papers_on_a_gpu_and_small_on_a_cpu(script):
-    parse = script("answer_latency").parse
+    parse = script("answer_latency.measure").parse
     gpu, cpu = (parse(["--setting", "table7", "--device", device]) for device in ("cuda", "cpu"))
     for arguments in (gpu, cpu):
         assert (arguments.method, arguments.lengths, arguments.ratios) == ("gmsa", [3253], [4, 8])
@@ -36,15 +37,15 @@ def test_a_setting_is_the_papers_on_a_gpu_and_small_on_a_cpu(script):
 
 def test_compiled_decoding_needs_a_static_cache(script, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        script("answer_latency").parse(["--compile"])
+        script("answer_latency.measure").parse(["--compile"])
     assert "--compile needs --static-cache" in capsys.readouterr().err
 
 
 def test_a_named_shape_has_room_for_the_context(script):
-    parse, shape_config = script("answer_latency").parse, script("benchmark_tools").shape_config
+    parse, shape_config = script("answer_latency.measure").parse, script("common.tools").shape_config
     config = shape_config(parse(["--shape", "llama-2-7b"]), 5000)
     assert (config.num_hidden_layers, config.vocab_size, config.max_position_embeddings) == (32, 32000, 5000)
-    overhead = script("compression_overhead").build_parser().parse_args(["--shape", "llama-3.2-1b"])
+    overhead = script("compression_overhead.measure").build_parser().parse_args(["--shape", "llama-3.2-1b"])
     config = shape_config(overhead, 4096)
     assert (config.num_key_value_heads, config.intermediate_size) == (8, 8192)
     # What the result file says.
@@ -55,13 +56,13 @@ def test_a_named_shape_has_room_for_the_context(script):
 
 @pytest.mark.slow
 def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    output = tmp_path / "latency.json"
+    latency, output = script("answer_latency.measure"), tmp_path / "latency.json"
     sizes = ["--hidden-size", "32", "--head-dim", "16", "--layers", "4", "--vocab-size", "64", "--device", "cpu"]
     arguments = ["--setting", "table7", *sizes, "--lengths", "40", "--new-tokens", "3", "--repeats", "2"]
     arguments += ["--batch-sizes", "1", "2", "--output", str(output)]
-    assert script("answer_latency").main(arguments) == 0
+    assert latency.main(arguments) == 0
     content = json.loads(output.read_text(encoding="utf-8"))
-    assert content["benchmark"] == "answer_latency_table7"
+    assert (content["benchmark"], content["settings"]["setting"]) == ("answer_latency", "table7")
     rows = content["rows"]
     assert [(row["batch_size"], row["ratio"], row["slots"]) for row in rows] == [
         (1, 4, 10),
@@ -70,9 +71,6 @@ def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: 
         (2, 8, 5),
     ]
     for row in rows:
-        last = row["last_token"]
-        together = last["memory_seconds"] + row["compression_seconds"]
-        assert last["speed_up"] == pytest.approx(last["full_context_seconds"] / together)
         assert len(row["samples"]["memory"]) == 2
         # Twice the rows: twice the operations and the cache, and the same weights.
         other = next(one for one in rows if one["batch_size"] == 1 and one["ratio"] == row["ratio"])
@@ -82,11 +80,14 @@ def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: 
             assert mine["cache_bytes"] == row["batch_size"] * single["cache_bytes"]
             assert mine["weight_bytes"] == single["weight_bytes"]
             assert mine["least_seconds"] is None
-    assert "speed-up by FLOPs" in capsys.readouterr().out
+    full, memory, compression = latency.medians(rows[0], "last_token")
+    printed = capsys.readouterr().out
+    assert "speed-up by FLOPs" in printed
+    assert f" {full / (memory + compression):.2f} " in printed
 
 
 def test_layers_of_the_encoder_are_gmsas_alone(script, capsys: pytest.CaptureFixture[str]):
-    tools, latency = script("benchmark_tools"), script("answer_latency")
+    tools, latency = script("common.tools"), script("answer_latency.measure")
     models = [tools.random_compressor("gmsa", llama(), [4], "float32", CPU, layers) for layers in (None, 3)]
     assert [model.config.encoder_layers for model in models] == [1, 3]
     sizes = ["--hidden-size", "32", "--head-dim", "16", "--layers", "4", "--vocab-size", "64", "--device", "cpu"]
@@ -101,7 +102,7 @@ def test_layers_of_the_encoder_are_gmsas_alone(script, capsys: pytest.CaptureFix
 def test_sizes_that_do_not_fit_are_left_out_and_named(
     script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    latency, output = script("answer_latency"), tmp_path / "latency.json"
+    latency, output = script("answer_latency.measure"), tmp_path / "latency.json"
 
     def no_room(*arguments):
         raise torch.OutOfMemoryError
@@ -134,7 +135,7 @@ def test_compiled_decoding_writes_the_same_tokens_and_leaves_prompts_alone(scrip
 
     expected = generate()
     monkeypatch.setattr(torch, "compile", recording)
-    script("answer_latency").compile_decoding(model.base_model, backend="eager")
+    script("answer_latency.measure").compile_decoding(model.base_model, backend="eager")
     assert torch.equal(generate(), expected)
     assert lengths == [1] * 7
 
@@ -145,7 +146,7 @@ def test_compiled_decoding_writes_the_same_tokens_and_leaves_prompts_alone(scrip
 @pytest.mark.parametrize("num_cached", [0, 20])
 def test_answers_cost_appendix_g_and_the_cache_that_they_fill(script, num_cached: int):
     config = llama()
-    passes = script("roofline").answer_passes(config, 1000, 4, 3, 30, num_cached, 5)
+    passes = script("answer_latency.roofline").answer_passes(config, 1000, 4, 3, 30, num_cached, 5)
     flops = generation_flops(config, num_cached or 30, 30 if num_cached else 0, 5, slots_are_key_values=num_cached > 0)
     assert sum(one.flops for one in passes) == 3 * flops
     assert {one.weight_bytes for one in passes} == {1000}
@@ -159,7 +160,7 @@ def test_answers_cost_appendix_g_and_the_cache_that_they_fill(script, num_cached
 
 
 def test_the_least_time_is_that_of_operations_or_of_bytes_pass_by_pass(script):
-    roofline = script("roofline")
+    roofline = script("answer_latency.roofline")
     hardware = roofline.Hardware(flops_per_second=100.0, bytes_per_second=10.0)
     passes = [roofline.ForwardPass(1500, 20, 10, future_flops=500), roofline.ForwardPass(10, 20, 5)]
     assert roofline.summary(passes, hardware) == {
@@ -177,10 +178,14 @@ def test_a_causal_kernel_leaves_out_the_pairs_with_later_tokens(script):
     # One pair at a time: the two products of a head's width, and the softmax.
     pairs = [(query, key) for query in range(7) for key in range(query + 1, 7)]
     assert shape.future_flops(7) == len(pairs) * (shape.flops(1, 6) - shape.flops(1, 5))
-    first, second = script("roofline").answer_passes(config, 0, 4, 3, prefill=7, num_cached=5, new_tokens=2)
+    first, second = script("answer_latency.roofline").answer_passes(
+        config, 0, 4, 3, prefill=7, num_cached=5, new_tokens=2
+    )
     assert (first.future_flops, second.future_flops) == (3 * 4 * shape.future_flops(7), 0)
-    compressor = script("benchmark_tools").random_compressor("gmsa", config, [4], "float32", CPU)
-    assert script("roofline").compression_pass(compressor, 3, 40, 4).future_flops == 3 * shape.future_flops(40)
+    compressor = script("common.tools").random_compressor("gmsa", config, [4], "float32", CPU)
+    assert script("answer_latency.roofline").compression_pass(
+        compressor, 3, 40, 4
+    ).future_flops == 3 * shape.future_flops(40)
 
 
 @pytest.mark.parametrize(
@@ -199,13 +204,13 @@ def test_a_causal_kernel_leaves_out_the_pairs_with_later_tokens(script):
 )
 def test_hardware_is_known_by_its_name(script, name: str, bandwidth: float | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    found = script("roofline").hardware_of(torch.device("cuda"), torch.bfloat16)
+    found = script("answer_latency.roofline").hardware_of(torch.device("cuda"), torch.bfloat16)
     assert (found and found.bytes_per_second) == bandwidth
-    assert script("roofline").hardware_of(torch.device("cuda"), torch.float32) is None
+    assert script("answer_latency.roofline").hardware_of(torch.device("cuda"), torch.float32) is None
 
 
 def test_compression_reads_the_weights_of_its_encoder_and_of_the_methods_parts(script):
-    roofline, random_compressor = script("roofline"), script("benchmark_tools").random_compressor
+    roofline, random_compressor = script("answer_latency.roofline"), script("common.tools").random_compressor
     sizes = {}
     for method in ("mean_pooling", "gmsa"):
         compressor = random_compressor(method, llama(), [4], "float32", CPU)
@@ -219,6 +224,6 @@ def test_compression_reads_the_weights_of_its_encoder_and_of_the_methods_parts(s
 
 
 def test_a_shared_encoder_counts_once_and_without_its_table(script):
-    compressor = script("benchmark_tools").random_compressor("icae", llama(), [4], "float32", CPU)
-    weights = script("roofline").compression_pass(compressor, 1, 40, 4).weight_bytes
+    compressor = script("common.tools").random_compressor("icae", llama(), [4], "float32", CPU)
+    weights = script("answer_latency.roofline").compression_pass(compressor, 1, 40, 4).weight_bytes
     assert weights == sum(p.nbytes for p in compressor.model.parameters()) - 64 * 32 * 4

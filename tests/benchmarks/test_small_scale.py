@@ -13,7 +13,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from context_compressors.training.examples import CompressionDataset
+from context_compressors.training.objectives.compression_dataset import CompressionDataset
 
 
 def small_scale_arguments(base: Path, output: Path, *more: str) -> list[str]:
@@ -34,7 +34,7 @@ def test_small_scale_scores_every_data_set_beside_the_bounds(
 ):
     before, output = digests(base), tmp_path / "small.json"
     arguments = small_scale_arguments(base, output, "--data", str(data), "--seeds", "0", "1", "--ratios", "2", "4")
-    assert script("small_scale").main(arguments) == 0
+    assert script("small_scale.measure").main(arguments) == 0
     results = json.loads(output.read_text(encoding="utf-8"))
     assert digests(base) == before
     assert [(run["method"], run["ratios"], run["seed"]) for run in results["runs"]] == [
@@ -51,15 +51,13 @@ def test_small_scale_scores_every_data_set_beside_the_bounds(
         assert run["training"]["target_tokens"] > 0
     expected = {"reconstruction/bleu", "reconstruction/token_accuracy", "continuation/perplexity"}
     questions = {"question_answering/exact_match", "question_answering/f1"}
-    summary = {(row["dataset"], row["condition"]): row for row in results["summary"]}
+    summary = {(row["dataset"], row["condition"]): row for row in script("small_scale.results").summarize(results)}
     for dataset in ("generated", "squad", "narrativeqa_summaries", "openstax"):
         for condition in ("no_context", "full_context", "ratio=2", "ratio=4"):
             scores = summary[dataset, condition]["scores"]
             assert expected | (questions if dataset != "openstax" else set()) <= set(scores)
-            assert summary[dataset, condition]["seeds"] == [0, 1]
-            if condition.endswith("context"):
-                # The bounds are the base's own: training changes nothing about them.
-                assert scores["continuation/perplexity"]["std"] == pytest.approx(0, abs=1e-9)
+            # The bounds are the base's own: training changes nothing about them.
+            assert summary[dataset, condition]["seeds"] == ([] if condition.endswith("context") else [0, 1])
     assert summary["squad", "ratio=2"]["scores"]["continuation/perplexity"]["std"] > 0
     assert "| openstax" in capsys.readouterr().out
 
@@ -69,23 +67,25 @@ def test_small_scale_restores_texts_of_several_lengths(script, base: Path, tmp_p
     output = tmp_path / "small.json"
     more = ["--tasks", "reconstruction", "--restoration-lengths", "24", "40", "--context-tokens", "32", "--seeds", "0"]
     more += ["--save", str(tmp_path / "kept")]
-    assert script("small_scale").main(small_scale_arguments(base, output, *more)) == 0
+    assert script("small_scale.measure").main(small_scale_arguments(base, output, *more)) == 0
     kept = tmp_path / "kept" / "seed_0" / "mean_pooling_ratios_4"
     assert AutoModelForCausalLM.from_pretrained(kept).config.compression_ratios == (4,)
     assert len(AutoTokenizer.from_pretrained(kept)) == len(AutoTokenizer.from_pretrained(base))
     results = json.loads(output.read_text(encoding="utf-8"))
     assert (results["budget"]["tasks"], results["budget"]["restoration_lengths"]) == (["reconstruction"], [24, 40])
     (run,) = results["runs"]
-    assert {row["task"] for row in run["rows"]} == {"reconstruction"}
-    assert {row["dataset"] for row in run["rows"]} == {"generated, 24 tokens", "generated, 40 tokens"}
+    assert {name: list(tasks) for name, tasks in run["scores"].items()} == {
+        "generated, 24 tokens": ["reconstruction"],
+        "generated, 40 tokens": ["reconstruction"],
+    }
     assert set(run["log"][0]) == {"step", "loss", "reconstruction_loss"}
     # No row of another set of tasks may come beside it.
     same = ["--context-tokens", "32", "--seeds", "1"]
-    assert script("small_scale").main(small_scale_arguments(base, output, *same)) == 1
+    assert script("small_scale.measure").main(small_scale_arguments(base, output, *same)) == 1
     assert "another budget" in capsys.readouterr().err
     # What is finished is not trained again to be kept.
     more[-1] = str(tmp_path / "elsewhere")
-    assert script("small_scale").main(small_scale_arguments(base, output, *more)) == 1
+    assert script("small_scale.measure").main(small_scale_arguments(base, output, *more)) == 1
     assert "was not kept" in capsys.readouterr().err
 
 
@@ -100,7 +100,7 @@ def test_small_scale_restores_texts_of_several_lengths(script, base: Path, tmp_p
 def test_small_scale_refuses_lengths_that_cannot_be_tested(
     script, base: Path, tmp_path: Path, capsys, options, message
 ):
-    assert script("small_scale").main(small_scale_arguments(base, tmp_path / "small.json", *options)) == 1
+    assert script("small_scale.measure").main(small_scale_arguments(base, tmp_path / "small.json", *options)) == 1
     assert message in capsys.readouterr().err
 
 
@@ -111,7 +111,7 @@ def test_small_scale_gives_task_tokens_their_prompts_and_all_methods_the_same_to
     output = tmp_path / "small.json"
     fields = {"task_token_ids": {"[AE]": 258, "[LM]": 259}, "position_layout": "enhanced"}
     for more in ([], ["--config", json.dumps(fields)]):
-        assert script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", *more)) == 0
+        assert script("small_scale.measure").main(small_scale_arguments(base, output, "--seeds", "0", *more)) == 0
     plain, tokens = json.loads(output.read_text(encoding="utf-8"))["runs"]
     assert tokens["name"] == 'mean_pooling, position_layout=enhanced, task_token_ids={"[AE]": 258, "[LM]": 259}'
     assert tokens["config"] == fields
@@ -120,17 +120,18 @@ def test_small_scale_gives_task_tokens_their_prompts_and_all_methods_the_same_to
         assert plain["training"][count] == tokens["training"][count] > 0
     # The two task tokens have an embedding each.
     assert tokens["training"]["trainable_parameters"] - plain["training"]["trainable_parameters"] == 2 * 16
-    rows = [row for row in tokens["rows"] if (row["task"], row["condition"]) == ("reconstruction", "ratio=4")]
-    for row in rows:
-        assert row["metrics"]["loss"] == pytest.approx(math.log(row["metrics"]["perplexity"]))
-        assert 3.5 < row["metrics"]["tokens_per_slot"] <= 4
+    for tasks in tokens["scores"].values():
+        assert 3.5 < tasks["reconstruction"]["ratio=4"]["tokens_per_slot"] <= 4
 
 
 @pytest.mark.slow
 def test_small_scale_tells_runs_with_prompts_of_their_own_apart(script, base: Path, tmp_path: Path):
     output = tmp_path / "small.json"
     assert (
-        script("small_scale").main(small_scale_arguments(base, output, "--seeds", "0", "--prompts", "embedded")) == 0
+        script("small_scale.measure").main(
+            small_scale_arguments(base, output, "--seeds", "0", "--prompts", "embedded")
+        )
+        == 0
     )
     (run,) = json.loads(output.read_text(encoding="utf-8"))["runs"]
     assert (run["name"], run["prompts"]) == ("mean_pooling, prompts=embedded", "embedded")
@@ -148,7 +149,7 @@ def test_small_scale_refuses_configurations_that_are_none(
     script, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit):
-        script("small_scale").main(["--config", text])
+        script("small_scale.measure").main(["--config", text])
     assert message in capsys.readouterr().err
 
 
@@ -161,7 +162,7 @@ def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(
     jobs.write_text(json.dumps([one, {"method": "mean_pooling"}]), encoding="utf-8")
     more = ("--jobs", str(jobs), "--ratios", "4", "2", "--ratio-mode", "random", "--lowest-first", "0.5")
     more += ("--restore-first", "0.5")
-    small_scale, schedules = script("small_scale"), []
+    small_scale, schedules = script("small_scale.measure"), []
 
     def dataset(*arguments, **fields):
         schedules.append(fields["task_schedule"])
@@ -180,8 +181,9 @@ def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(
         ("mean_pooling", [4, 2], 1),
     ]
     assert (results["budget"]["ratio_mode"], results["budget"]["lowest_first"]) == ("random", 0.5)
-    continued = [row for run in results["runs"] for row in run["rows"] if row["task"] == "continuation"]
-    saved = {row["condition"] for row in continued if "saved_by_context" in row["metrics"]}
+    scored = [results["bounds"]["default"], *(run["scores"] for run in results["runs"])]
+    continued = [tasks["continuation"] for scores in scored for tasks in scores.values()]
+    saved = {name for scores in continued for name, metrics in scores.items() if "saved_by_context" in metrics}
     assert saved == {"full_context", "ratio=2", "ratio=4"}
 
 
@@ -200,14 +202,14 @@ def test_small_scale_refuses_jobs_that_are_none(
 ):
     (tmp_path / "jobs.json").write_text(jobs, encoding="utf-8")
     arguments = small_scale_arguments(base, tmp_path / "small.json", "--jobs", str(tmp_path / "jobs.json"))
-    assert script("small_scale").main(arguments) == 1
+    assert script("small_scale.measure").main(arguments) == 1
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        script("small_scale").main(["--lowest-first", "1"])
+        script("small_scale.measure").main(["--lowest-first", "1"])
 
 
 def test_the_lowest_ratio_comes_first(script, tmp_path: Path):
-    small_scale = script("small_scale")
+    small_scale = script("small_scale.measure")
 
     def schedule(*more: str) -> list | None:
         arguments = small_scale.build_parser().parse_args(["--ratios", "8", "2", "4", *more])
@@ -219,7 +221,7 @@ def test_the_lowest_ratio_comes_first(script, tmp_path: Path):
 
 
 def test_restoring_comes_first(script, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    small_scale = script("small_scale")
+    small_scale = script("small_scale.measure")
     arguments = small_scale.build_parser().parse_args(["--base", str(base)])
     assert small_scale._task_schedule(arguments) is None
     assert not {"restore_first", "ratio_schedule"} & set(small_scale.budget_of(arguments))
@@ -244,9 +246,9 @@ def test_restoring_comes_first(script, base: Path, tmp_path: Path, capsys: pytes
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["small_scale", "small_scale_gmsa", "small_scale_restore_first"])
+@pytest.mark.parametrize("name", ["methods", "gmsa", "restore_first"])
 def test_the_jobs_of_this_repository_can_be_read(script, name: str):
-    small_scale = script("small_scale")
+    small_scale = script("small_scale.measure")
     path = Path(small_scale.__file__).parent / f"{name}_jobs.json"
     jobs = small_scale.read_jobs(small_scale.build_parser().parse_args(["--jobs", str(path)]))
     names = [(small_scale._name(job), tuple(job.ratios)) for job in jobs]
@@ -258,7 +260,7 @@ def test_the_jobs_of_this_repository_can_be_read(script, name: str):
 def test_small_scale_goes_on_where_it_stopped_and_keeps_to_one_budget(
     script, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    main, output = script("small_scale").main, tmp_path / "small.json"
+    main, output = script("small_scale.measure").main, tmp_path / "small.json"
     assert main(small_scale_arguments(base, output, "--seeds", "0")) == 0
     first = json.loads(output.read_text(encoding="utf-8"))["runs"]
     assert main(small_scale_arguments(base, output, "--seeds", "0", "1")) == 0
@@ -274,7 +276,7 @@ def test_small_scale_goes_on_where_it_stopped_and_keeps_to_one_budget(
 def test_small_scale_refuses_what_it_cannot_use(
     script, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    main, output = script("small_scale").main, tmp_path / "small.json"
+    main, output = script("small_scale.measure").main, tmp_path / "small.json"
     assert main(small_scale_arguments(tmp_path / "nowhere", output)) == 1
     assert "there is no base language model in" in capsys.readouterr().err
     assert main(small_scale_arguments(base, output, "--method", "median_pooling")) == 1

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def test_windows_end_between_sentences_and_keep_the_limit(script, tokenizer: PreTrainedTokenizerFast):
-    windows = script("small_scale_data").windows
+    windows = script("common.data").windows
     text = "One two. Three four? " + "Too long for any window, this one is. " + "Five! Six seven."
     # One token a byte, and a space in front of every sentence.
     assert windows(text, tokenizer, 24) == ["One two. Three four?", "Five! Six seven."]
@@ -16,7 +16,7 @@ def test_windows_end_between_sentences_and_keep_the_limit(script, tokenizer: Pre
 
 
 def test_a_question_gets_the_one_window_that_holds_its_answer(script, tokenizer: PreTrainedTokenizerFast):
-    answerable = script("small_scale_data").answerable
+    answerable = script("common.data").answerable
     context = "Ada keeps bees. The cat is grey. Ada has a dog. It is two."
 
     def ask(answer: str) -> list[dict]:
@@ -31,7 +31,7 @@ def test_a_question_gets_the_one_window_that_holds_its_answer(script, tokenizer:
 
 
 def test_training_and_test_contexts_never_meet(script, tokenizer: PreTrainedTokenizerFast, data: Path, tmp_path: Path):
-    sources, tests = script("small_scale_data").prepare(str(data), tokenizer, 192, tmp_path)
+    sources, tests = script("common.data").prepare(str(data), tokenizer, 192, tmp_path)
     trained = set()
     for source in sources[1:]:
         table = pyarrow.parquet.read_table(tmp_path / source["path"])

@@ -15,7 +15,7 @@ from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCau
 
 
 def test_the_curves_are_the_losses_of_the_evaluation(script, base: Path, tokenizer: PreTrainedTokenizerFast):
-    scoring = script("small_scale_scoring")
+    scoring = script("small_scale.scoring")
     model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[4]).train()
     test = EvaluationDataset("d", [{"text": "The mill stands by the river."}, {"text": "Nora keeps eleven bees."}])
     state = TrainerState(log_history=[{"loss": 1.0}])
@@ -36,7 +36,7 @@ def test_the_curves_are_the_losses_of_the_evaluation(script, base: Path, tokeniz
 def test_what_a_context_saves_is_the_difference_to_another_ones(
     script, base: Path, tokenizer: PreTrainedTokenizerFast
 ):
-    scoring = script("small_scale_scoring")
+    scoring = script("small_scale.scoring")
     model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4]).eval()
     reader = AutoModelForCausalLM.from_pretrained(base).eval()
     rows = [
@@ -72,7 +72,7 @@ def test_what_a_context_saves_is_the_difference_to_another_ones(
 
 
 def test_tokens_per_slot_count_what_short_contexts_waste(script, base: Path, tokenizer: PreTrainedTokenizerFast):
-    scoring = script("small_scale_scoring")
+    scoring = script("small_scale.scoring")
     model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[2, 4])
     test = EvaluationDataset("d", [{"text": "seven b"}, {"text": "eleven byte"}])
     # 7 and 11 tokens in 4 + 6 slots, or in 2 + 3.

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds to answer ten questions about a page: from its text with a prefix cache, and from a memory.
+
+    python -m benchmarks.answer_ten_questions.measure
+
+The page is the demo's pages one after the other, again and again, cut to the length. It is read once and then asked
+ten questions, one by one. From the text: the page goes through the decoder once, and every question goes on from its
+keys and values. From a memory: the page is compressed once, its slots go through the decoder once, and every question
+goes on from their keys and values. Both sides have the same decoder, the same prompts and the same loop, and write the
+same number of tokens, so that they differ in what stands for the page and in nothing else.
+
+A page that is too long for the base's positions, with question and answer, is cut to what fits; the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import Cache, Pipeline
+from transformers.utils import logging
+
+from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, positive_int, save_and_report, timed
+from context_compressors.cli.demo import CHECKPOINT, decoder_ids, load, num_shared, read_pages
+from context_compressors.cli.precision import fastest_dtype
+from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.parts.prompting import full_context_ids, question_ids
+from context_compressors.reporting import markdown_table
+
+TEXT = "text"
+_FASTEST = "fastest"
+
+
+class Reader:
+    """A decoder that has read what all prompts start with, and answers from there.
+
+    Args:
+        model: a compressor with its LM head.
+        rows: token ids of each prompt; all start alike.
+        memory: the slots that stand in the prompts; `None` where they hold the text itself.
+    """
+
+    def __init__(self, model: Any, rows: Sequence[Sequence[int]], memory: CompressedContext | None = None):
+        self.model, self.rows = model, rows
+        self._num_shared = num_shared(rows)
+        self._inputs: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+        if memory is not None:
+            start = self._ids(rows[0])
+            offset = model.model.text_position_offset(memory, start, torch.ones_like(start))
+            self._inputs |= {"memory": memory, "text_position_offset": offset}
+        self._cache: Cache | None = None
+        self._num_places = 0
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Run what all prompts start with, slots included, through the decoder, and keep its keys and values."""
+        ids = self._ids(self.rows[0][: self._num_shared])
+        self._cache = self.model(input_ids=ids, **self._inputs).past_key_values
+        self._num_places = self._cache.get_seq_length()
+
+    @torch.no_grad()
+    def answer(self, index: int, new_tokens: int) -> list[int]:
+        """The most likely `new_tokens` ids behind a prompt, one after the other; the cache is then as before."""
+        written: list[int] = []
+        ids = self._ids(self.rows[index][self._num_shared :])
+        for _ in range(new_tokens):
+            logits = self.model(input_ids=ids, past_key_values=self._cache, **self._inputs).logits
+            ids = logits[:, -1].argmax(dim=-1, keepdim=True)
+            written.append(int(ids))
+        self._cache.crop(self._num_places - self._cache.get_seq_length())
+        return written
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values of what all prompts start with."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._cache.layers)
+
+    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([ids], device=self.model.device)
+
+
+def page_of(pipe: Pipeline, length: int, questions: Sequence[str], new_tokens: int) -> list[int]:
+    """Token ids of a page: the demo's pages as often as it takes, cut to what fits beside a question and its answer.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    config, page = pipe.model.config, decoder_ids(pipe, "\n\n".join(page.text for page in read_pages()))
+    around = new_tokens + max(len(full_context_ids(config, pipe.tokenizer, [], question)) for question in questions)
+    positions = config.decoder_config.max_position_embeddings
+    if positions <= around:
+        raise ValueError(f"the base has {positions} positions; prompt and answer alone need {around}")
+    length = min(length, positions - around)
+    return (page * -(-length // len(page)))[:length]
+
+
+def questions_of(count: int) -> list[str]:
+    """The first questions of the demo's pages.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    questions = [question for page in read_pages() for question in page.questions]
+    if count > len(questions):
+        raise ValueError(f"--questions must be at most {len(questions)}, which the demo's pages have, got {count}")
+    return questions[:count]
+
+
+@torch.no_grad()
+def measure(
+    pipe: Pipeline, page: Sequence[int], questions: Sequence[str], new_tokens: int, ratio: int | None
+) -> dict[str, Any]:
+    """One row of the result, with the seconds of each step.
+
+    Args:
+        pipe: the checkpoint.
+        page: its token ids.
+        questions: asked one by one.
+        new_tokens: of every answer.
+        ratio: of the memory; `None` reads the text.
+    """
+    model, config, device = pipe.model, pipe.model.config, pipe.device
+    memory, compression = None, 0.0
+    if ratio is None:
+        prompts = [full_context_ids(config, pipe.tokenizer, page, question) for question in questions]
+    else:
+        prompts = [question_ids(config, pipe.tokenizer, question) for question in questions]
+        context = torch.tensor([page], device=device)
+        memory, compression = timed(lambda: model.compress(context, ratio=ratio), device)
+    reader = Reader(model, prompts, memory)
+    reading = timed(reader.read, device)[1]
+    answers = [
+        timed(lambda index=index: reader.answer(index, new_tokens), device)[1] for index in range(len(questions))
+    ]
+    return {
+        "num_tokens": len(page),
+        "read_as": TEXT if ratio is None else f"{ratio}x",
+        "places": len(page) if memory is None else int(memory.num_slots[0]),
+        "kept_bytes": reader.num_bytes if memory is None else memory.nbytes,
+        "cache_bytes": reader.num_bytes,
+        "samples": [{"compression": compression, "reading": reading, "answers": answers}],
+    }
+
+
+def times(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Title of a column -> median over the measurements of what people wait for, in seconds.
+
+    The first answer waits for compressing and reading, the others do not. All answers from a memory that was kept
+    earlier wait for reading alone.
+    """
+
+    def middle(time: Callable[[dict[str, Any]], float]) -> float:
+        return median(time(sample) for sample in samples)
+
+    return {
+        "compress": middle(lambda s: s["compression"]),
+        "read": middle(lambda s: s["reading"]),
+        "first answer": middle(lambda s: s["compression"] + s["reading"] + s["answers"][0]),
+        "each further": middle(lambda s: median(s["answers"][1:] or s["answers"])),
+        "all": middle(lambda s: s["compression"] + s["reading"] + sum(s["answers"])),
+        "all, if compressed before": middle(lambda s: s["reading"] + sum(s["answers"])),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for people: times in seconds, sizes in MiB."""
+    header = ["page, tokens", "read as", "tokens or slots", *times(rows[0]["samples"]), "kept, MiB", "cache, MiB"]
+    body = []
+    for row in rows:
+        asked = row["asked_tokens"]
+        length = f"{row['num_tokens']:,}" + (f" (of {asked:,})" if asked != row["num_tokens"] else "")
+        waits = [f"{time:.2f}" for time in times(row["samples"]).values()]
+        if row["read_as"] == TEXT:
+            waits[0] = waits[-1] = "-"
+        sizes = [f"{row[name] / 2**20:.2f}" for name in ("kept_bytes", "cache_bytes")]
+        body.append([length, row["read_as"], f"{row['places']:,}", *waits, *sizes])
+    return "Times in seconds.\n\n" + markdown_table(header, body)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--checkpoint", default=str(CHECKPOINT), metavar="FOLDER", help=f"default: checkpoints/{CHECKPOINT.name}")
+    add("--lengths", nargs="+", type=positive_int, default=[512, 2048, 8192], metavar="N", help="tokens of a page")
+    add("--ratios", nargs="+", type=positive_int, default=[4, 16], metavar="R", help="default: 4 16")
+    add("--questions", type=positive_int, default=10, metavar="N", help="default: 10")
+    add("--new-tokens", type=positive_int, default=16, metavar="N", help="tokens of every answer (default: 16)")
+    add("--repeats", type=positive_int, default=3, metavar="N", help="measurements of everything (default: 3)")
+    dtypes = (_FASTEST, *DTYPES)
+    add("--dtype", choices=dtypes, default=_FASTEST, help="of the base (default: what is faster here)")
+    add_place_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    logging.set_verbosity_error()
+    device = device_of(arguments)
+    if arguments.dtype == _FASTEST:
+        arguments.dtype = str(fastest_dtype(device)).removeprefix("torch.")
+    rows: list[dict[str, Any]] = []
+    try:
+        questions, new_tokens = questions_of(arguments.questions), arguments.new_tokens
+        pipe = load(arguments.checkpoint, getattr(torch, arguments.dtype), device)
+        pages = {length: page_of(pipe, length, questions, new_tokens) for length in arguments.lengths}
+        ways = (None, *arguments.ratios)
+        # What is slow the first time is over before the clock runs.
+        for ratio in ways:
+            measure(pipe, min(pages.values(), key=len), questions, new_tokens, ratio)
+        for length, page in tqdm(pages.items(), desc="pages", unit="page"):
+            for ratio in ways:
+                found = [measure(pipe, page, questions, new_tokens, ratio) for _ in range(arguments.repeats)]
+                samples = [sample for one in found for sample in one["samples"]]
+                rows.append({"asked_tokens": length, **found[-1], "samples": samples})
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    arguments.checkpoint = Path(arguments.checkpoint).name
+    save_and_report(__file__, arguments, rows, table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

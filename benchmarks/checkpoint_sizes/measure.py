@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each method adds to a base: parameters, checkpoints with and without the base, and bytes of memory.
+
+    python -m benchmarks.checkpoint_sizes.measure
+
+Counted on configurations alone, in bfloat16: nothing is computed, and no weights are read. Methods whose base is
+another kind of model are counted on the shape in `OTHER_BASES`. A light checkpoint holds the method's own parts,
+adapters and base weights that train; a whole one all weights. Memory is that of the slots, for each token of the
+context, beside the keys and values that the base would keep of that token.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from benchmarks.common.tools import positive_int, save_and_report
+from context_compressors.configuration.methods import METHODS, methods_on
+from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
+from context_compressors.modeling import model_class
+from context_compressors.modeling.checkpoint.base_weights import base_name
+from context_compressors.reporting import markdown_table
+
+BYTES = 2
+OTHER_BASES = ("t5-v1.1-large",)
+
+
+def on_meta(method: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """A method's model without any weights."""
+    with torch.device("meta"):
+        return model_class(method)(config)
+
+
+def cache_values(base: PreTrainedConfig) -> int:
+    """Numbers that a base keeps of one token of its context: keys and values of every layer."""
+    layers = base.num_layers if base.model_type == "t5" else base.num_hidden_layers
+    heads = getattr(base, "num_key_value_heads", None) or base.num_attention_heads
+    head_dim = base.d_kv if base.model_type == "t5" else getattr(base, "head_dim", None)
+    return layers * 2 * heads * (head_dim or base.hidden_size // base.num_attention_heads)
+
+
+def slot_values(model: PreTrainedModel, base: PreTrainedConfig) -> int:
+    """Numbers in one slot: a vector, or keys and values of every layer."""
+    return cache_values(base) if getattr(model, "model", model).carrier == "key_values" else base.hidden_size
+
+
+def row_of(method: str, base_shape: str, ratios: Sequence[int]) -> dict[str, Any]:
+    """All figures of one method on one base."""
+    base = named_config(base_shape)
+    model = on_meta(method, method_config(method, base, ratios))
+    parameters = dict(model.named_parameters())
+    # What is the base's and frozen can be had from there.
+    own = sum(p.numel() for name, p in parameters.items() if p.requires_grad or base_name(name) is None)
+    total = sum(p.numel() for p in parameters.values())
+    return {
+        "method": method,
+        "base": base_shape,
+        "own_parameters": own,
+        "parameters": total,
+        "slot_bytes": BYTES * slot_values(model, base),
+        "base_bytes_per_token": BYTES * cache_values(base),
+    }
+
+
+def rows_of(base_shape: str, ratios: Sequence[int]) -> list[dict[str, Any]]:
+    """One row for each method that there is, on the base or on the first other one that it goes with."""
+    rows = []
+    for method in METHODS:
+        shape = next(name for name in (base_shape, *OTHER_BASES) if method in methods_on(named_config(name)))
+        rows.append(row_of(method, shape, ratios))
+    return rows
+
+
+def table_of(rows: Sequence[dict[str, Any]], ratios: Sequence[int]) -> str:
+    """The rows in Markdown, as docs/methods.md has them."""
+    header = ["method", "base", "own parameters", "light", "whole", *(f"ratio {ratio}" for ratio in ratios), "base"]
+    lines = [
+        [
+            row["method"].replace("_", " "),
+            row["base"],
+            f"{row['own_parameters'] / 1e6:,.1f}M",
+            f"{BYTES * row['own_parameters'] / 1e6:,.1f} MB",
+            f"{BYTES * row['parameters'] / 1e6:,.0f} MB",
+            *(f"{row['slot_bytes'] / ratio:,.0f}" for ratio in ratios),
+            f"{row['base_bytes_per_token']:,}",
+        ]
+        for row in rows
+    ]
+    return markdown_table(header, lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="llama-3.2-1b", choices=SHAPE_NAMES, help="shape (default: %(default)s)")
+    parser.add_argument("--ratios", type=positive_int, nargs="+", default=[4, 16], metavar="R", help="default: 4 16")
+    parser.add_argument("--output", metavar="FILE", help="where the JSON goes (default: the benchmark's own folder)")
+    parser.set_defaults(device="cpu")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Count, print the table, and write the result file."""
+    arguments = build_parser().parse_args(argv)
+    rows = rows_of(arguments.base, arguments.ratios)
+    save_and_report(__file__, arguments, rows, table_of(rows, arguments.ratios), "sizes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks of speed share: random models of a method, time and memory of a call, arguments, result files."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from context_compressors.configuration.layer_shape import LayerShape
+from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
+from context_compressors.evaluation.result_files import write_results
+from context_compressors.reporting import environment
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def positive_int(text: str) -> int:
+    """An argument that is a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, hidden_size: int, layers: int) -> None:
+    """Add what a random model and the place that it runs at need; the two sizes are the defaults."""
+    add = parser.add_argument
+    add("--hidden-size", type=positive_int, default=hidden_size, metavar="H", help=f"default: {hidden_size}")
+    add("--layers", type=positive_int, default=layers, metavar="L", help=f"default: {layers}")
+    add("--head-dim", type=positive_int, default=64, metavar="D", help="divides the hidden size (default: 64)")
+    add("--vocab-size", type=positive_int, default=4096, metavar="V", help="default: 4096")
+    add("--shape", choices=SHAPE_NAMES, help="a well-known model's sizes, in place of those above")
+    add("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    add_place_arguments(parser)
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add where a benchmark runs, and where its result goes."""
+    parser.add_argument("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
+    parser.add_argument("--output", metavar="FILE", help="where the JSON goes (default: the benchmark's own folder)")
+
+
+def device_of(arguments: argparse.Namespace) -> torch.device:
+    """The device that was asked for, or a GPU where there is one."""
+    return torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def llama_config(arguments: argparse.Namespace, max_positions: int) -> LlamaConfig:
+    """A Llama of the shape in the arguments.
+
+    Raises:
+        ValueError: the head size does not divide the hidden size.
+    """
+    heads, rest = divmod(arguments.hidden_size, arguments.head_dim)
+    if rest or not heads:
+        raise ValueError(f"--head-dim {arguments.head_dim} must divide --hidden-size {arguments.hidden_size}")
+    return LlamaConfig(
+        vocab_size=arguments.vocab_size,
+        hidden_size=arguments.hidden_size,
+        # As in Llama: two thirds of four times the width.
+        intermediate_size=-(-arguments.hidden_size * 8 // 3 // 64) * 64,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=arguments.head_dim,
+        max_position_embeddings=max_positions,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+
+
+def random_compressor(
+    method: str,
+    decoder_config: PreTrainedConfig,
+    ratios: Sequence[int],
+    dtype: str,
+    device: torch.device,
+    encoder_layers: int | None = None,
+) -> PreTrainedModel:
+    """A method with random weights that reads the whole context as one chunk, in evaluation mode.
+
+    `encoder_layers` are those of GMSA's and TCP-AE's encoder, see `method_config`.
+
+    Raises:
+        ValueError: there is no such method for the decoder, or it has fewer layers.
+    """
+    torch.manual_seed(0)
+    longest = decoder_config.max_position_embeddings
+    config = method_config(method, decoder_config, ratios, encoder_layers, longest)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return model.to(device).eval()
+
+
+def shape_config(arguments: argparse.Namespace, max_positions: int) -> PreTrainedConfig:
+    """The language model of the shape that `--shape` names, or else of the sizes in the arguments.
+
+    The arguments then say the sizes of the named shape.
+
+    Raises:
+        ValueError: no such shape, one of an encoder-decoder, or a head size that does not divide the hidden size.
+    """
+    if arguments.shape is None:
+        return llama_config(arguments, max_positions)
+    config = named_config(arguments.shape)
+    if config.is_encoder_decoder:
+        raise ValueError(f"--shape {arguments.shape} is an encoder-decoder; this benchmark needs a decoder")
+    config.max_position_embeddings = max(config.max_position_embeddings, max_positions)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 1, 1
+    arguments.hidden_size, arguments.layers = config.hidden_size, config.num_hidden_layers
+    arguments.head_dim, arguments.vocab_size = LayerShape.from_config(config).head_dim, config.vocab_size
+    return config
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU, so that a clock may be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What a call returns, and its wall-clock time, a GPU's work included."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    synchronize(device)
+    return result, time.perf_counter() - start
+
+
+def seconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Wall-clock time of a call, a GPU's work included."""
+    return timed(function, device)[1]
+
+
+def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """Most memory that tensors made inside a call held at once; what was there before, such as weights, is not in it.
+
+    On a CPU it is summed up from the allocator's own records, which is exact, unlike a process's resident memory.
+    """
+    # What is garbage already must not be freed inside the call.
+    gc.disable()
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            function()
+            torch.cuda.synchronize(device)
+            return torch.cuda.max_memory_allocated(device) - before
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            result = function()
+            del result
+    finally:
+        gc.enable()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def save_and_report(
+    script: str, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], table: str, name: str | None = None
+) -> Path:
+    """Print the table and write the result file: what was asked, on what, and what came out.
+
+    Args:
+        script: the benchmark's `__file__`: its folder has the benchmark's name, and the file goes there.
+        arguments: the command line; `output` names another file.
+        rows: the results.
+        table: they as text.
+        name: of the file, without `.json`; the kind of device when `None`.
+
+    Returns:
+        The file.
+    """
+    device, folder = device_of(arguments), Path(script).parent
+    content = {
+        "format_version": 2,
+        "benchmark": folder.name,
+        "settings": {name: value for name, value in vars(arguments).items() if name not in ("output", "device")},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "environment": environment(),
+        "rows": list(rows),
+    }
+    path = write_results(content, arguments.output or folder / f"{name or device.type}.json")
+    print(f"\n{table}\n\nwrote {path}")
+    return path

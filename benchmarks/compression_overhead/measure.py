@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time and peak memory of `compress`, beside the bare forward pass of its encoder.
+
+    python -m benchmarks.compression_overhead.measure --methods comprexit mean_pooling --profile
+
+Both calls see the same batch, the same attention and the same adapter, and take turns, so that whatever else the
+machine does hits both. Memory is what a call holds at its peak beyond the weights. The encoder alone reads the context
+as one chunk, and nothing else; "cached" is that pass when it also keeps the keys and values, as a language model does
+that reads a context to answer from it.
+
+The goal for mean pooling is at most 1.05 times the encoder alone, in time and memory; methods with memory tokens read
+1 + 1/ratio times as many tokens, and their goal is 1.08 times that. ComprExIT reads the context once, in segments
+behind a cache: its goal is 1.15 times the encoder's time, and 1.3 times the memory of the cached pass.
+
+`--row-lengths` makes a batch full of padding: its rows have these shares of N, one after the other. Such a row of the
+result also has the time of compressing each context alone. `--profile` adds where the time of `compress` goes, by the
+model's parts and by operators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.common.tools import (
+    add_shape_arguments,
+    device_of,
+    peak_bytes,
+    positive_int,
+    random_compressor,
+    save_and_report,
+    seconds,
+    shape_config,
+)
+from benchmarks.compression_overhead.time_by_part import time_by_part
+from context_compressors.reporting import markdown_table
+
+_MEAN_POOLING_GOAL = 1.05
+_MEMORY_TOKENS_GOAL = 1.08
+_COMPREXIT_GOAL = 1.15
+_COMPREXIT_MEMORY_GOAL = 1.3
+
+
+def share(text: str) -> float:
+    """An argument that is a share of the length, above 0 and at most 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and at most 1")
+    return value
+
+
+def goal(method: str, ratio: int) -> float:
+    """The most time that `compress` should take, as a multiple of the encoder alone."""
+    goals = {"mean_pooling": _MEAN_POOLING_GOAL, "comprexit": _COMPREXIT_GOAL}
+    return goals.get(method, (1 + 1 / ratio) * _MEMORY_TOKENS_GOAL)
+
+
+def memory_goal(method: str, ratio: int) -> tuple[float, str]:
+    """The most memory that `compress` should take, and as a multiple of which pass: "encoder" or "cached"."""
+    return (_COMPREXIT_MEMORY_GOAL, "cached") if method == "comprexit" else (goal(method, ratio), "encoder")
+
+
+def bare_encoder(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> Callable[[], Any]:
+    """One pass of the encoder with its adapter over the batch, with the method's own attention, and nothing else."""
+    backbone = model.base_model
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    is_causal = getattr(model.config, "encoder_attention", "causal") == "causal"
+    return lambda: backbone.encoder_states(input_ids, mask, positions, is_causal=is_causal)
+
+
+def cached_encoder(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor) -> Callable[[], Any]:
+    """One causal pass of the encoder over the batch that also keeps the keys and values."""
+    backbone = model.base_model.encoder_backbone
+    return lambda: backbone(input_ids=input_ids, attention_mask=mask, use_cache=True)
+
+
+def batch(
+    model: PreTrainedModel, length: int, batch_size: int, row_lengths: Sequence[float], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random contexts `(batch_size, length)`, right-padded where rows are shorter, and their mask."""
+    generator = torch.Generator().manual_seed(length)
+    input_ids = torch.randint(2, model.config.vocab_size, (batch_size, length), generator=generator)
+    lengths = torch.tensor([max(1, round(length * row_lengths[i % len(row_lengths)])) for i in range(batch_size)])
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    return input_ids.to(device), mask.to(device)
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, method: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One row of the result: seconds of every turn, and peak memory."""
+    device, ratio = device_of(arguments), arguments.ratio
+    input_ids, mask = batch(model, length, arguments.batch_size, arguments.row_lengths, device)
+    calls = {
+        "encoder": bare_encoder(model, input_ids, mask),
+        "compress": lambda: model.compress(input_ids, mask, ratio=ratio),
+    }
+    if not mask.all():
+        contexts = [ids[None, row.bool()] for ids, row in zip(input_ids, mask, strict=True)]
+        calls["one_by_one"] = lambda: [model.compress(context, ratio=ratio) for context in contexts]
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(arguments.repeats):
+        for name, call in calls.items():
+            times[name].append(seconds(call, device))
+    calls["cached"] = cached_encoder(model, input_ids, mask)
+    row = {
+        "method": method,
+        "num_tokens": length,
+        "batch_size": arguments.batch_size,
+        "padding_share": 1 - float(mask.float().mean()),
+        "ratio": ratio,
+        "peak_bytes": {name: peak_bytes(calls[name], device) for name in ("encoder", "compress", "cached")},
+        "seconds": times,
+    }
+    if arguments.profile:
+        row["profile"] = time_by_part(model.base_model, calls["compress"], device)
+    return row
+
+
+def time_ratio(row: dict[str, Any], of: Callable[[Sequence[float]], float] = median) -> float:
+    """Time of `compress` over that of the encoder alone, of the medians or of another choice among the turns."""
+    return of(row["seconds"]["compress"]) / of(row["seconds"]["encoder"])
+
+
+def memory_ratio(row: dict[str, Any], reference: str = "encoder") -> float:
+    """Peak memory of `compress` over that of the encoder alone, or of the "cached" pass."""
+    return row["peak_bytes"]["compress"] / row["peak_bytes"][reference]
+
+
+def profile_table(profile: dict[str, Any]) -> str:
+    """A profile for people: the parts' own shares of the time, largest first."""
+    parts = sorted(profile["parts"], key=lambda part: -part["own_seconds"])
+    body = [[part["part"], f"{100 * part['own_seconds'] / profile['seconds']:.1f} %"] for part in parts]
+    return markdown_table(["part", "share of the time"], body)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for people."""
+    header = ["method", "N", "padding", "encoder ms", "compress ms", "one by one ms", "time ratio", "of fastest"]
+    header += ["goal", "encoder MiB", "cached MiB", "compress MiB", "memory ratio", "to cached", "memory goal"]
+    body = []
+    for row in rows:
+        times, (most, reference) = row["seconds"], memory_goal(row["method"], row["ratio"])
+        cells = [row["method"], row["num_tokens"], f"{100 * row['padding_share']:.0f} %"]
+        for name in ("encoder", "compress", "one_by_one"):
+            cells.append(f"{1e3 * median(times[name]):.1f}" if name in times else "-")
+        # The fastest turns are those that nothing else on the machine disturbed.
+        cells += [f"{time_ratio(row):.3f}", f"{time_ratio(row, min):.3f}"]
+        cells.append(f"<= {goal(row['method'], row['ratio']):.3f}")
+        cells += [f"{row['peak_bytes'][name] / 2**20:.2f}" for name in ("encoder", "cached", "compress")]
+        cells += [f"{memory_ratio(row):.3f}", f"{memory_ratio(row, 'cached'):.3f}", f"<= {most:.3f} of {reference}"]
+        body.append(cells)
+    return markdown_table(header, body)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_shape_arguments(parser, hidden_size=256, layers=2)
+    add = parser.add_argument
+    add("--methods", nargs="+", default=["mean_pooling"], metavar="METHOD", help="default: mean_pooling")
+    add("--lengths", nargs="+", type=positive_int, default=[512, 2048], metavar="N", help="default: 512 2048")
+    add("--batch-size", type=positive_int, default=4, metavar="B", help="default: 4")
+    add("--ratio", type=positive_int, default=4, metavar="R", help="default: 4")
+    add("--repeats", type=positive_int, default=5, metavar="N", help="turns of each of the two (default: 5)")
+    add("--row-lengths", nargs="+", type=share, default=[1.0], metavar="X", help="shares of N, by row (default: 1)")
+    add("--profile", action="store_true", help="also tell where the time of compress goes")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    device = device_of(arguments)
+    rows = []
+    try:
+        longest = max(arguments.lengths)
+        # Memory tokens have positions behind the context.
+        config = shape_config(arguments, longest + -(-longest // arguments.ratio))
+        for method in arguments.methods:
+            model = random_compressor(method, config, [arguments.ratio], arguments.dtype, device)
+            for length in arguments.lengths:
+                row = measure(model, method, length, arguments)
+                rows.append(row)
+                print(f"{method}, N = {length}: time {time_ratio(row):.3f}, memory {memory_ratio(row):.3f}")
+                if arguments.profile:
+                    print(f"\n{profile_table(row['profile'])}\n")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    save_and_report(__file__, arguments, rows, table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages and result files of all benchmarks: commands parse, links lead somewhere, files are small and rounded."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from context_compressors.evaluation.result_files import rounded, write_results
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+PAGES = [*sorted(BENCHMARKS.rglob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+SCRIPTS = sorted(path for path in BENCHMARKS.rglob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+RESULTS = [path for path in BENCHMARKS.rglob("*.json") if not path.stem.endswith("jobs")]
+RESULTS += (ROOT / "checkpoints").glob("*/training_summary.json")
+
+
+def commands() -> set[str]:
+    """What starts a benchmark on the pages and in the scripts' own texts."""
+    found = set()
+    for path in (*PAGES, *SCRIPTS):
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        found |= {" ".join(command.split()) for command in re.findall(r"`(python -m benchmarks\.[^`]+)`", text)}
+        found |= set(re.findall(r"^ *(python -m benchmarks\.[^`#\n]+)", text, re.MULTILINE))
+    return found
+
+
+def test_every_script_has_a_page_and_commands_that_it_takes(script):
+    named = set()
+    for command in commands():
+        _, _, module, *arguments = shlex.split(command)
+        named.add(module)
+        if "--help" not in arguments:
+            script(module.removeprefix("benchmarks.")).build_parser().parse_args(arguments)
+    assert named == {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SCRIPTS}
+    assert [path.parent.name for path in SCRIPTS if not (path.parent / "README.md").is_file()] == []
+
+
+def test_links_on_the_pages_lead_to_files():
+    for page in BENCHMARKS.rglob("*.md"):
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_result_files_are_small_rounded_and_not_indented(tmp_path: Path):
+    assert len(RESULTS) > 20
+    for path in RESULTS:
+        assert path.stat().st_size <= 300_000, path
+        text = path.read_text(encoding="utf-8")
+        again = write_results(json.loads(text), tmp_path / "again.json").read_text(encoding="utf-8")
+        assert text.rstrip() == again.rstrip(), f"{path}: write it with write_results"
+
+
+def test_results_are_rounded_to_four_digits_and_written_whole(tmp_path: Path):
+    assert rounded({"a": [123456, 0.123456, True, None, ("x", 98765.4321)]}) == {
+        "a": [123456, 0.1235, True, None, ["x", 98770.0]]
+    }
+    path = write_results({"score": 2 / 3}, tmp_path / "new" / "result.json")
+    assert path.read_text(encoding="utf-8") == '{"score":0.6667}\n'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_results({"score": float("nan")}, path)
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+    assert json.loads(path.read_text(encoding="utf-8")) == {"score": 0.6667}
