@@ -33,7 +33,7 @@ _MODULE_OF = {
     "CompressionCollator": "training.objectives.compression_collator",
     "CompressionTrainer": "training.objectives.compression",
     "DistillationTrainer": "training.objectives.compression",
-    "RetrievalPairs": "data.retrieval_sources",
+    "RetrievalPairs": "training.objectives.retrieval",
     "RetrievalCollator": "training.objectives.retrieval",
     "RetrievalTrainer": "training.objectives.retrieval",
     "JointDataset": "training.objectives.joint_pretraining",
@@ -48,7 +48,7 @@ _MODULE_OF = {
     "analyse_slots": "evaluation.analysis.slots",
     "model_card": "hub_cards.cards",
     "language_model_card": "hub_cards.cards",
-    "retrieval_card": "hub_cards.retrieval_cards",
+    "retrieval_card": "hub_cards.cards",
     "write_card": "hub_cards.write_card",
 }
 

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task tokens such as [AE] and [LM] in a tokenizer: they are saved with it, and texts that name them stay texts."""
+"""Special tokens that a method adds to a tokenizer, such as [AE] and [LM], and what each task's text starts with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.configuration_memory_tokens import TASK_TOKENS
-from ..modeling.parts.prompting import prefix_ids as prefix_ids
-from ..modeling.parts.prompting import text_tokenizer as text_tokenizer
+from ..modeling.parts.prompting import restored_ids
+from .prompts import TASKS
+
+NUM_SENTINELS = 100
 
 
 def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = TASK_TOKENS) -> dict[str, int]:
@@ -32,6 +35,19 @@ def add_task_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str] = T
     return {name: tokenizer.convert_tokens_to_ids(name) for name in names}
 
 
+def add_sentinel_tokens(tokenizer: PreTrainedTokenizerBase, num_sentinels: int = NUM_SENTINELS) -> list[int]:
+    """Make T5's sentinels special tokens of a tokenizer; those that it has already stay as they are.
+
+    Args:
+        tokenizer: changed in place.
+        num_sentinels: how many, `<extra_id_0>` first.
+
+    Returns:
+        Their ids, in the order in which spans take them.
+    """
+    return list(add_task_tokens(tokenizer, [f"<extra_id_{index}>" for index in range(num_sentinels)]).values())
+
+
 def check_task_tokens(tokenizer: PreTrainedTokenizerBase, task_token_ids: Mapping[str, int]) -> None:
     """The tokenizer's task tokens must be the compressor's.
 
@@ -45,3 +61,34 @@ def check_task_tokens(tokenizer: PreTrainedTokenizerBase, task_token_ids: Mappin
                 f"the compressor's task token {name} has the id {task_id}, in the tokenizer it is {found}: take the "
                 "tokenizer that was saved with the checkpoint"
             )
+
+
+def task_start_ids(config: Any) -> dict[str, int]:
+    """The token that the text of each task starts with, where a compressor has task tokens; else nothing.
+
+    Args:
+        config: a compressor's configuration.
+
+    Returns:
+        Task -> id: [AE] for reconstruction, [LM] for everything else. A task that is missing starts with BOS.
+    """
+    starts = dict.fromkeys(TASKS, config.continuation_token_id)
+    starts["reconstruction"] = config.reconstruction_token_id
+    return {task: token_id for task, token_id in starts.items() if token_id is not None}
+
+
+def text_starts(config: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a compressor's texts start with, as arguments of a collator.
+
+    Args:
+        config: a compressor's configuration.
+        tokenizer: the tokenizer saved with it.
+
+    Returns:
+        `task_start_ids`, `restored_ids` and `bos_before_text`, see `CompressionCollator`.
+    """
+    return {
+        "task_start_ids": task_start_ids(config),
+        "restored_ids": restored_ids(config, tokenizer),
+        "bos_before_text": config.bos_before_text,
+    }

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a file or Hub source, with the texts that its tasks read as token ids."""
+"""Rows of a file or Hub source with their texts as token ids, each text tokenized when it is first read."""
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,66 @@ import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
-from .sources import DataSource, TokenizedRows, TokenizedTexts, context_column, read_rows
+from ..modeling.parts.prompting import encode
+from .rows import context_column, read_rows
+from .sources import DataSource
+
+
+class TokenizedRows:
+    """A column of texts as integer arrays, each read and tokenized when it is asked for.
+
+    The column stays where it is, which for a data set of the Hub is a memory-mapped file. The arrays that were made
+    first are kept, up to `max_kept_tokens` tokens in all.
+
+    Args:
+        column: the texts; a missing one is empty.
+        tokenizer: makes the token ids.
+        max_kept_tokens: with 4 bytes each.
+    """
+
+    def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, max_kept_tokens: int = 2**26):
+        self._column, self._tokenizer = column, tokenizer
+        self._ids: dict[int, np.ndarray] = {}
+        self._num_free = max_kept_tokens
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        ids = self._ids.get(row)
+        if ids is None:
+            ids = np.asarray(encode(self._tokenizer, self._column[row].as_py() or ""), dtype=np.int32)
+            if len(ids) <= self._num_free:
+                self._ids[row] = ids
+                self._num_free -= len(ids)
+        return ids
+
+
+class TokenizedTexts(Sequence):
+    """Texts as integer arrays, each tokenized when it is first asked for and then kept.
+
+    Args:
+        texts: the texts.
+        tokenizer: makes the token ids.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase):
+        self._texts = list(texts)
+        self._tokenizer = tokenizer
+        self._ids: list[np.ndarray | None] = [None] * len(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        ids = self._ids[index]
+        if ids is None:
+            ids = self._ids[index] = np.asarray(encode(self._tokenizer, self._texts[index]), dtype=np.int32)
+            self._texts[index] = ""
+        return ids
+
+    def window(self, length: int, rng: random.Random) -> list[int]:
+        """A window of `length` tokens from a random offset of a random text (the whole text when it is shorter)."""
+        ids = self[rng.randrange(len(self))]
+        start = rng.randrange(max(1, len(ids) - length + 1))
+        return ids[start : start + length].tolist()
 
 
 class TextColumn:

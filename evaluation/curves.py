@@ -94,9 +94,9 @@ def read_curves(source: str, metric: str | None = None) -> list[Curve]:
     """Read the curves of a run, or of all rows of a small-scale benchmark.
 
     Args:
-        source: `trainer_state.json`, `training_summary.json`, a result file of `benchmarks/small_scale/measure.py`, or a run's
-            folder (its last state is taken), whose name the run has; `NAME=` in front gives it another name, and is
-            put in front of the names of the rows.
+        source: `trainer_state.json`, `training_summary.json`, a result file of `benchmarks/small_scale/measure.py`, or
+            a run's folder (its last state is taken), whose name the run has; `NAME=` in front gives it another name,
+            and is put in front of the names of the rows.
         metric: a value of the log's entries; that of `default_metric` when `None`.
 
     Returns:
@@ -168,7 +168,7 @@ def _curve(name: str, logs: Sequence[Sequence[Mapping[str, Any]]], metric: str, 
 
 def table(curves: Sequence[Curve], loss: float) -> str:
     """Markdown: each curve's first, last and lowest value, its steps to a loss, and how it compares with the first."""
-    from .report import markdown_table
+    from ..reporting import markdown_table
 
     faster = speed_ups(curves, loss)
     rows = []

@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..data.sources import start_token_id, task_start_ids
-from ..data.task_tokens import text_tokenizer
+from ..data.task_tokens import task_start_ids
 from ..modeling.checkpoint.fingerprints import fingerprint
+from ..modeling.parts.prompting import start_token_id, text_tokenizer
 from .bert_score import BertScorer
 from .context_limits import context_limit, within_encoder_tokens
 from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, alternative_condition, ratio_condition

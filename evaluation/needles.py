@@ -20,11 +20,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.sources import encode
 from ..data.synthetic_documents import split_of
+from ..modeling.parts.prompting import encode
+from ..reporting import markdown_table, write_json
 from .alternatives import split_sentences
 from .evaluate import evaluate_model
-from .report import EvaluationReport, markdown_table, write_json
+from .report import EvaluationReport
 from .samples import EvaluationDataset
 from .settings import EvaluationSettings
 

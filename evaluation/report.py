@@ -4,15 +4,12 @@
 import json
 import math
 import os
-import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..reporting import environment, markdown_table, write_json
 from .metrics import teacher_normalized
 
 DOMAINS = ("in", "out")
@@ -29,7 +26,6 @@ MAIN_METRICS = {
 RETENTION = "retention"
 # Name in the rows -> title in tables.
 _COSTS = {"slots": "slots", "memory_bytes": "bytes", "decoder_positions": "positions"}
-_PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "torchmetrics", "context-compressors")
 _FORMAT_VERSION = 1
 
 
@@ -52,34 +48,6 @@ def alternative_condition(selection: str, ratio: int) -> str:
 def _place_of(condition: str, kinds: Sequence[str]) -> tuple[int, int]:
     kind, _, number = condition.partition("=")
     return (kinds.index(kind), int(number)) if number.isdecimal() else (-1, 0)
-
-
-def environment() -> dict[str, Any]:
-    """Hardware and library versions that a result was measured with; never a host name, a user or a path."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "cpu": _cpu_name(),
-        "cpu_cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True)
@@ -432,27 +400,6 @@ class EvaluationReport:
         if undefined:
             lines.append(f"Without a teacher-normalised score (full context = no context): {', '.join(undefined)}.")
         return "\n".join([*lines, "", markdown_table(["condition", *(titles[name] for name in averages)], body)])
-
-
-def write_json(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write plain JSON values to a file, folders included, at once or not at all, and return its path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A long evaluation writes its results again and again, and may be stopped at any time.
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-    return path
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table that is aligned, so that it reads well as plain text, too."""
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in [header, *rows]]
-    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
 def _row_from(content: dict[str, Any]) -> EvaluationRow:

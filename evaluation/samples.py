@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS, format_prompt
-from ..data.sources import DataSource, answer_text, encode, read_rows
+from ..data.rows import answer_text, read_rows
+from ..data.sources import DataSource
 from ..data.synthetic_documents import GeneratedDocument, generate_document
-from ..data.task_tokens import prefix_ids
-from ..modeling.parts.prompting import before_answer
+from ..modeling.parts.prompting import before_answer, encode, prefix_ids
 from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
 from .report import DOMAINS
 

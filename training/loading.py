@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from transformers import (
 
 from ..configuration.methods import METHODS, config_class
 from ..configuration.nearest_names import check_choice
-from ..data.task_tokens import add_task_tokens, check_task_tokens
+from ..data.task_tokens import add_sentinel_tokens, add_task_tokens, check_task_tokens
 from ..modeling import model_class
 from ..modeling.checkpoint.gguf_files import gguf_arguments, gguf_tokenizer
 from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
 from .arguments import DataArguments, ModelArguments
-from .objectives.denoising import new_encoder_decoder
 from .resume import changed_config
 from .tokenizer import train_tokenizer
 
@@ -80,6 +80,33 @@ def new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenize
     return AutoModelForCausalLM.from_config(
         config, dtype=getattr(torch, model_args.dtype), attn_implementation=model_args.attn_implementation
     )
+
+
+def new_encoder_decoder(
+    model_class: type[PreTrainedModel],
+    model_config: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    loading: Mapping[str, Any],
+) -> PreTrainedModel:
+    """A DeCAL model that has not been trained, for a tokenizer, which gets T5's sentinels where it has none.
+
+    Args:
+        model_class: [`DeCALForConditionalGeneration`].
+        model_config: fields of its `T5Config`.
+        fields: other fields of its configuration.
+        tokenizer: its ids are the model's; the decoder starts with BOS, or with the pad where there is none, as in T5.
+        loading: `dtype` and `attn_implementation`.
+    """
+    add_sentinel_tokens(tokenizer)
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = model_class.config_class(
+        decoder_config={"vocab_size": len(tokenizer), **special, **model_config},
+        bos_token_id=tokenizer.bos_token_id,
+        decoder_start_token_id=tokenizer.bos_token_id,
+        **fields,
+    )
+    return model_class._from_config(config, **loading)
 
 
 def pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:

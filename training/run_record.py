@@ -14,7 +14,7 @@ import yaml
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from ..evaluation.report import environment
+from ..reporting import environment
 from .arguments import TrainingConfig
 from .base_trainer import StepGuard
 

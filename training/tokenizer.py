@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..data.prompts import format_prompt
-from ..data.sources import DataSource, distinct_texts, read_rows
+from ..data.rows import distinct_texts, read_rows
+from ..data.sources import DataSource
 from ..data.synthetic_documents import generate_document
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"

@@ -22,9 +22,8 @@ from ..configuration.configuration_compressor import RETRIEVAL_LOADER
 from ..configuration.methods import methods_loaded_by
 from ..configuration.nearest_names import check_choice
 from ..data.prompts import load_prompts
-from ..data.sources import text_starts
-from ..data.task_tokens import text_tokenizer
-from ..modeling.parts.prompting import context_end_ids, opening_ids
+from ..data.task_tokens import add_sentinel_tokens, text_starts
+from ..modeling.parts.prompting import context_end_ids, opening_ids, text_tokenizer
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
 from .loading import (
     DEFAULT_METHOD,
@@ -51,7 +50,7 @@ from .objectives.language_modeling import (
     LanguageModelingTrainer,
 )
 from .objectives.retrieval import RetrievalTrainer, build_retrieval_trainer
-from .objectives.span_corruption import SpanCorruptionCollator, add_sentinel_tokens
+from .objectives.span_corruption import SpanCorruptionCollator
 from .resume import check_resumed
 from .run_record import latest_checkpoint, write_summary
 from .tokenizer import leave_out_bos

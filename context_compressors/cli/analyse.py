@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from ..evaluation.analysis.slots import draw, summary, table
     from ..evaluation.evaluate import model_label
-    from ..evaluation.report import environment
+    from ..reporting import environment
     from .loading import load_compressor
 
     models = {}

@@ -34,11 +34,11 @@ from trl import SFTConfig, SFTTrainer
 
 import context_compressors
 
-from ..data.sources import text_starts
+from ..data.task_tokens import text_starts
 from ..evaluation.metrics import normalize_answer
-from ..evaluation.report import environment, markdown_table
 from ..evaluation.task_text import default_prompts
 from ..modeling.parts.prompting import context_start_ids, document_ids, full_context_ids
+from ..reporting import environment, markdown_table
 from ..training.objectives.compression_collator import CompressionCollator
 from ..training.objectives.compression_dataset import CompressionDataset
 from .precision import fastest_dtype

@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
 
-    from ..evaluation.report import markdown_table
+    from ..reporting import markdown_table
 
     base = config_of(arguments.base)
     ratios = arguments.ratios or getattr(base, "compression_ratios", (4, 8))

@@ -36,8 +36,8 @@ def load_compressor(
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from ..data.task_tokens import text_tokenizer
     from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
+    from ..modeling.parts.prompting import text_tokenizer
 
     check_device(device)
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)

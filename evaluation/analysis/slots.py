@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.parts.prompting import document_ids
-from ..report import markdown_table
+from ...reporting import markdown_table
 from .attention import context_tokenizer, has_memory_tokens
 from .pictures import plot_allocation, plot_layer_weights, plot_singular_values, plot_slot_correlation
 

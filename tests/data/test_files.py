@@ -9,7 +9,8 @@ import pytest
 
 from context_compressors.data.files import read_files
 from context_compressors.data.retrieval_sources import RetrievalTable
-from context_compressors.data.sources import DataSource, read_rows
+from context_compressors.data.rows import read_rows
+from context_compressors.data.sources import DataSource
 
 QUESTION = {"context": "c d e", "question": "When?", "answers": ["noon"]}
 # Longer than the part of a file that is read at a time.

@@ -9,8 +9,11 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from context_compressors.data.sources import DataSource, TokenizedTexts, distinct_texts, encode, read_rows
-from context_compressors.data.sources import start_token_id as find_start
+from context_compressors.data.rows import distinct_texts, read_rows
+from context_compressors.data.sources import DataSource
+from context_compressors.data.tokenized_rows import TokenizedTexts
+from context_compressors.modeling.parts.prompting import encode
+from context_compressors.modeling.parts.prompting import start_token_id as find_start
 from context_compressors.training.tokenizer import train_tokenizer
 
 

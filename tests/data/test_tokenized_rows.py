@@ -6,9 +6,10 @@ import json
 import pytest
 
 from context_compressors.data.prompts import TASKS
-from context_compressors.data.sources import DataSource, encode
+from context_compressors.data.sources import DataSource
 from context_compressors.data.tokenized_rows import FileSource
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
+from context_compressors.modeling.parts.prompting import encode
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 
 ROWS = [

@@ -23,8 +23,7 @@ from naive_twin import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from context_compressors.data.sources import task_start_ids
-from context_compressors.data.task_tokens import add_task_tokens, text_tokenizer
+from context_compressors.data.task_tokens import add_task_tokens, task_start_ids
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.report import EvaluationReport
@@ -32,6 +31,7 @@ from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.scoring import Tally
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.modeling.parts.prompting import text_tokenizer
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 
 TOKEN_TEMPLATE = "\n### Question:\n{}\n### Answer:\n"

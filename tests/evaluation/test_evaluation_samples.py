@@ -8,7 +8,8 @@ import pytest
 from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode, run
 
 from context_compressors.data.prompts import load_prompts
-from context_compressors.data.sources import DataSource, read_rows
+from context_compressors.data.rows import read_rows
+from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
 from context_compressors.evaluation.settings import EvaluationSettings

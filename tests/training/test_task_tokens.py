@@ -6,11 +6,10 @@ from context_compressors.configuration.configuration_decal import DeCALConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.data.sources import context_start_ids, encode, text_starts
-from context_compressors.data.task_tokens import add_task_tokens, check_task_tokens, text_tokenizer
+from context_compressors.data.task_tokens import add_task_tokens, check_task_tokens, text_starts
 from context_compressors.evaluation.task_text import text_ids
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
-from context_compressors.modeling.parts.prompting import restored_ids
+from context_compressors.modeling.parts.prompting import context_start_ids, encode, restored_ids, text_tokenizer
 from context_compressors.training.arguments import ModelArguments
 from context_compressors.training.tokenizer import leave_out_bos
 from context_compressors.training.train import load_compressor

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...configuration.nearest_names import check_choice
-from ...data.sources import context_start_ids as find_context_start_ids
-from ...data.sources import start_token_id as find_start_token_id
+from ...modeling.parts.prompting import context_start_ids as find_context_start_ids
+from ...modeling.parts.prompting import start_token_id as find_start_token_id
 from ..fields import CONTEXT_MODES
 
 MODES = ("compressed", "full_context", "no_context", "distillation", "joint")

@@ -15,38 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ...configuration.nearest_names import check_choice
 from ...data.prompts import format_prompt
-from ...data.sources import DataSource, encode
-from ...data.synthetic_documents import MIN_TOKENS, GeneratedDocument, generate_document
-from ...data.task_tokens import prefix_ids
+from ...data.rows import draw_document
+from ...data.sources import DataSource
 from ...data.tokenized_rows import FileSource
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ...modeling.parts.prompting import DOCUMENT_END, before_answer, prompt_ids
+from ...modeling.parts.prompting import DOCUMENT_END, before_answer, encode, prefix_ids, prompt_ids
 from ..fields import OVERLONG_CONTEXTS, PROMPT_FORMATS
 from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
 
 MAX_ATTEMPTS = 100
-
-
-def draw_document(
-    source: DataSource, max_tokens: int, rng: random.Random, tokenizer: PreTrainedTokenizerBase
-) -> GeneratedDocument:
-    """Generate a document of a random length up to `max_tokens` tokens of this tokenizer."""
-    length = rng.randint(MIN_TOKENS, max(MIN_TOKENS, max_tokens))
-    while True:
-        try:
-            return generate_document(
-                rng.randrange(10**9),
-                num_tokens=length,
-                kind=source.kind,
-                split=source.split,
-                facts_per_record=source.facts_per_record,
-                count_tokens=lambda text: len(encode(tokenizer, text)),
-            )
-        except ValueError:
-            # A few seeds start with a sentence longer than a very short limit.
-            if length >= 8 * MIN_TOKENS and length >= max_tokens:
-                raise
-            length = max_tokens if length < max_tokens else 2 * length
 
 
 class CompressionDataset(Dataset):

@@ -11,14 +11,15 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data.sources import DataSource, encode
+from ...data.rows import draw_document
+from ...data.sources import DataSource
 from ...data.tokenized_rows import FileSource
 from ...modeling.memory.compressed_context import CompressedContext
+from ...modeling.parts.prompting import encode
 from ..arguments import TrainingConfig
 from .compression import CompressionTrainer
 from .compression_collator import CompressionCollator
-from .compression_dataset import MAX_ATTEMPTS, CompressionDataset, draw_document
-from .span_corruption import add_sentinel_tokens
+from .compression_dataset import MAX_ATTEMPTS, CompressionDataset
 
 _TEXT_TASKS = {"reconstruction", "continuation"}
 _SHORTEST_TEXT = 2
@@ -100,33 +101,6 @@ class DenoisingDataset(CompressionDataset):
 
     def _text(self, ids: list[int], identifier: str) -> dict[str, Any]:
         return {"token_ids": ids[: self.max_context_tokens], "id": identifier, "num_cut": 0}
-
-
-def new_encoder_decoder(
-    model_class: type[PreTrainedModel],
-    model_config: Mapping[str, Any],
-    fields: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    loading: Mapping[str, Any],
-) -> PreTrainedModel:
-    """A DeCAL model that has not been trained, for a tokenizer, which gets T5's sentinels where it has none.
-
-    Args:
-        model_class: [`DeCALForConditionalGeneration`].
-        model_config: fields of its `T5Config`.
-        fields: other fields of its configuration.
-        tokenizer: its ids are the model's; the decoder starts with BOS, or with the pad where there is none, as in T5.
-        loading: `dtype` and `attn_implementation`.
-    """
-    add_sentinel_tokens(tokenizer)
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = model_class.config_class(
-        decoder_config={"vocab_size": len(tokenizer), **special, **model_config},
-        bos_token_id=tokenizer.bos_token_id,
-        decoder_start_token_id=tokenizer.bos_token_id,
-        **fields,
-    )
-    return model_class._from_config(config, **loading)
 
 
 class Seq2SeqCollator(CompressionCollator):

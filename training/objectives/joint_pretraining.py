@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...data.sources import DataSource, context_start_ids, encode
+from ...data.sources import DataSource
 from ...data.synthetic_documents import MAX_TOKENS, generate_document
 from ...data.tokenized_rows import FileSource
+from ...modeling.parts.prompting import context_start_ids, encode
 from .compression_dataset import MAX_ATTEMPTS, CompressionDataset
 
 _TASKS = {"reconstruction", "continuation"}

@@ -22,13 +22,15 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from ...configuration.nearest_names import check_choice
 from ...data.prompts import format_prompt, load_prompts
-from ...data.sources import DataSource, TokenizedTexts, distinct_texts, encode, read_rows, start_token_id
+from ...data.rows import distinct_texts, draw_document, read_rows
+from ...data.sources import DataSource
 from ...data.synthetic_documents import MIN_TOKENS
+from ...data.tokenized_rows import TokenizedTexts
+from ...modeling.parts.prompting import encode, start_token_id
 from ..base_trainer import StepGuard
 from ..forward_redirection import as_forward_pass
 from ..losses import logits_function
 from ..schedules import check_length_schedule, scheduled_length
-from .compression_dataset import draw_document
 
 ROW_KINDS = ("text", "copy", "generated", "question_answering")
 _SHORTEST_COPY = 16

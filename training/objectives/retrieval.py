@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import ModelOutput
 
-from ...data.retrieval_sources import RetrievalPairs
-from ...data.task_tokens import text_tokenizer
+from ...data.retrieval_sources import RetrievalCollection, RetrievalSource, TextEncoder
 from ...modeling.parts.late_interaction import chamfer
+from ...modeling.parts.prompting import text_tokenizer
 from ..arguments import DataArguments, TrainingConfig
 from ..base_trainer import StepGuard, without_metadata
 from ..forward_redirection import as_forward_pass
@@ -84,6 +85,59 @@ def gathered(vectors: Tensor, mask: Tensor, *keys: Tensor) -> tuple[Tensor, ...]
     missing = int(length) - vectors.shape[1]
     vectors, mask = pad(vectors, (0, 0, 0, missing)), pad(mask, (0, missing))
     return tuple(_GatherRows.apply(rows) for rows in (vectors, mask, *keys))
+
+
+class RetrievalPairs(Dataset):
+    """Queries, each with a document that answers it: `query_ids`, `document_ids`, the two keys, `id`, `num_cut`.
+
+    Two examples with one `query_key` have the same query, with one `document_key` the same document.
+
+    Args:
+        sources: [`RetrievalSource`] or recipe entries.
+        tokenizer: makes the token ids.
+        data_dir: folder that local paths are relative to.
+        max_query_tokens: queries are cut to so many tokens.
+        max_document_tokens: documents are cut to so many tokens.
+
+    Raises:
+        ValueError: no source, or see [`RetrievalCollection`].
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RetrievalSource | Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        data_dir: str | None = None,
+        max_query_tokens: int = 64,
+        max_document_tokens: int = 1024,
+    ):
+        if not sources:
+            raise ValueError("the recipe has no sources: give at least one {corpus, queries, relevance}")
+        self._collections = [RetrievalCollection(source, data_dir) for source in sources]
+        self._encode_query = TextEncoder(tokenizer, max_query_tokens)
+        self._encode_document = TextEncoder(tokenizer, max_document_tokens)
+        self._places: list[tuple[int, int, int]] = [
+            (number, query, document)
+            for number, collection in enumerate(self._collections)
+            for query, document in collection.pairs
+        ]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, query, document = self._places[index]
+        collection = self._collections[number]
+        query_ids, query_cut = self._encode_query(collection.query(query))
+        document_ids, document_cut = self._encode_document(collection.document(document))
+        return {
+            "query_ids": query_ids,
+            "document_ids": document_ids,
+            "query_key": query * len(self._collections) + number,
+            "document_key": document * len(self._collections) + number,
+            "id": f"{collection.query_ids[query]}-{collection.document_ids[document]}",
+            "num_cut": query_cut + document_cut,
+        }
 
 
 class RetrievalCollator:

@@ -9,29 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from .compression_collator import CompressionCollator
-
-NUM_SENTINELS = 100
-
-
-def add_sentinel_tokens(tokenizer: PreTrainedTokenizerBase, num_sentinels: int = NUM_SENTINELS) -> list[int]:
-    """Make T5's sentinels special tokens of a tokenizer; those that it has already stay as they are.
-
-    Args:
-        tokenizer: changed in place.
-        num_sentinels: how many, `<extra_id_0>` first.
-
-    Returns:
-        Their ids, in the order in which spans take them.
-    """
-    names = [f"<extra_id_{index}>" for index in range(num_sentinels)]
-    known = set(tokenizer.all_special_tokens)
-    missing = [name for name in names if name not in known]
-    if missing:
-        tokenizer.add_special_tokens({"additional_special_tokens": missing}, replace_extra_special_tokens=False)
-    return tokenizer.convert_tokens_to_ids(names)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from context_compressors.data.prompts import TASKS
-from context_compressors.data.sources import DataSource, TokenizedRows, TokenizedTexts, encode
+from context_compressors.data.sources import DataSource
 from context_compressors.data.synthetic_documents import generate_document
-from context_compressors.data.tokenized_rows import FileSource
+from context_compressors.data.tokenized_rows import FileSource, TokenizedRows, TokenizedTexts
+from context_compressors.modeling.parts.prompting import encode
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 from context_compressors.training.schedules import check_length_schedule, scheduled_length
 

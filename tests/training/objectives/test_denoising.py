@@ -15,19 +15,19 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokeniz
 
 import context_compressors.training
 from context_compressors import DeCALConfig, DeCALForConditionalGeneration
+from context_compressors.data.task_tokens import add_sentinel_tokens
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.parts.prompting import context_end_ids
 from context_compressors.training.arguments import parse_recipe
-from context_compressors.training.loading import load_compressor
+from context_compressors.training.loading import load_compressor, new_encoder_decoder
 from context_compressors.training.objectives.denoising import (
     DenoisingDataset,
     Seq2SeqCollator,
     Seq2SeqCompressionTrainer,
-    new_encoder_decoder,
 )
-from context_compressors.training.objectives.span_corruption import SpanCorruptionCollator, add_sentinel_tokens
+from context_compressors.training.objectives.span_corruption import SpanCorruptionCollator
 from context_compressors.training.resume import changed_config
 from context_compressors.training.train import main
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from context_compressors.data.sources import task_start_ids
+from context_compressors.data.task_tokens import task_start_ids
 from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM

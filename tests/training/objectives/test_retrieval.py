@@ -12,17 +12,13 @@ import yaml
 from transformers import AutoModelForTextEncoding, AutoTokenizer
 
 from context_compressors import DeCALConfig, DeCALForRetrieval
-from context_compressors.data.retrieval_sources import (
-    RetrievalCollection,
-    RetrievalPairs,
-    RetrievalSource,
-    TextEncoder,
-)
+from context_compressors.data.retrieval_sources import RetrievalCollection, RetrievalSource, TextEncoder
 from context_compressors.evaluation.retrieval import encode_texts, ndcg, score_texts
 from context_compressors.modeling.parts.late_interaction import chamfer
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.objectives.retrieval import (
     RetrievalCollator,
+    RetrievalPairs,
     RetrievalTrainer,
     contrastive_loss,
     gathered,

@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from context_compressors.training.objectives.span_corruption import (
-    SpanCorruption,
-    SpanCorruptionCollator,
-    add_sentinel_tokens,
-    corrupt,
-)
+from context_compressors.data.task_tokens import add_sentinel_tokens
+from context_compressors.training.objectives.span_corruption import SpanCorruption, SpanCorruptionCollator, corrupt
 
 SENTINELS = list(range(900, 1000))
 

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a data source, read and checked: Hub data sets, Parquet and JSONL files."""
+
+from __future__ import annotations
+
+import datetime
+import numbers
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.compute
+from transformers import PreTrainedTokenizerBase
+
+from ..configuration.nearest_names import nearest
+from ..modeling.parts.prompting import encode
+from .files import read_files, with_our_columns
+from .sources import DataSource
+from .synthetic_documents import MIN_TOKENS, GeneratedDocument, generate_document
+
+_TEXT_TASKS = ("reconstruction", "continuation")
+_NEEDED_COLUMNS = {
+    "question_answering": ("context", "question", "answers"),
+    "summarisation": ("context", "summary"),
+}
+_NO_ANSWER = '; keep only the rows with an answer, e.g. by `dataset.filter(lambda row: row["answers"])`'
+
+
+def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) -> pyarrow.Table:
+    """Read the rows of a file or Hub source, and check that its tasks have their columns.
+
+    Args:
+        source: where to read; not a generated one.
+        data_dir: folder that local paths are relative to.
+        seed: draws the rows that `max_samples` keeps.
+
+    Raises:
+        ValueError: no such file, an unknown file type, a missing column, no row, or a row that lacks a value which the
+            tasks need: no text, or a question without an answer.
+    """
+    table = read_table(source, data_dir)
+    if source.rows is not None:
+        table = table.slice(source.rows[0], source.rows[1] - source.rows[0])
+    columns = table.column_names
+    for task in source.tasks:
+        for column in _NEEDED_COLUMNS.get(task, ()):
+            if column not in columns:
+                raise ValueError(
+                    f"source {source.label!r} has no column {column!r}, which {task} needs{nearest(column, columns)}"
+                )
+        if task in _TEXT_TASKS and not {"text", "context"} & set(columns):
+            raise ValueError(
+                f"source {source.label!r} has no column 'text' or 'context', which {task} needs"
+                f"{nearest('text', columns)}"
+            )
+    if table.num_rows == 0:
+        there = "" if source.rows is None else f" among {list(source.rows)}"
+        raise ValueError(f"source {source.label!r} has no rows{there}")
+    if "question_answering" in source.tasks:
+        table = _with_answer_lists(table, source)
+    for column in _text_columns(source, columns):
+        check_texts(table, column, source)
+    if source.max_samples is not None and source.max_samples < table.num_rows:
+        kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
+        table = _rows_at(table, kept)
+    return table
+
+
+def _rows_at(table: pyarrow.Table, rows: Sequence[int]) -> pyarrow.Table:
+    """`table.take` of ascending rows, batch by batch: at once, it joins the batches and fails past 2 GiB of text."""
+    taken, start, rows = [], 0, np.asarray(rows)
+    for batch in table.to_batches():
+        first, last = np.searchsorted(rows, (start, start + batch.num_rows))
+        if first < last:
+            taken.append(batch.take(pyarrow.array(rows[first:last] - start)))
+        start += batch.num_rows
+    return pyarrow.Table.from_batches(taken, schema=table.schema)
+
+
+def read_table(source: Any, data_dir: str | None = None) -> pyarrow.Table:
+    """Read a Hub data set or files, with our names for the columns that the source maps.
+
+    Args:
+        source: a [`DataSource`], or anything with its `name`, `config`, `split`, `path`, `columns` and `label`.
+        data_dir: folder that local paths are relative to.
+
+    Raises:
+        ValueError: no such file, an unknown file type, a file that cannot be read, files that cannot be merged or a
+            missing column.
+    """
+    if source.name is not None:
+        return with_our_columns(_read_hub(source), source)
+    return read_files(source, data_dir)
+
+
+def _read_hub(source: DataSource) -> pyarrow.Table:
+    from datasets import load_dataset
+
+    return load_dataset(source.name, source.config, split=source.split).with_format("arrow")[:]
+
+
+def context_column(task: str, columns: Sequence[str]) -> str:
+    """The column that a task's contexts are in, among those of a source.
+
+    Args:
+        task: a task.
+        columns: our names of the source's columns.
+
+    Returns:
+        "context" for questions and summaries; for plain text "text", or "context" where there is none.
+    """
+    return "text" if task in _TEXT_TASKS and "text" in columns else "context"
+
+
+def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
+    """The columns whose texts the tasks of a source read."""
+    needed = [column for task in source.tasks for column in _NEEDED_COLUMNS.get(task, ()) if column != "answers"]
+    return list(dict.fromkeys([*needed, *(context_column(task, columns) for task in source.tasks)]))
+
+
+def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
+    """Raise `ValueError` naming source, column and row unless every value of a column is a text.
+
+    Args:
+        table: rows with our names for the columns.
+        column: our name of the column.
+        source: a [`DataSource`], or anything with its `columns` and `label`.
+    """
+    values = table[column]
+    _refuse_rows(values.is_null(), "is null", source, column)
+    if len(values) and not _is_text(values.type):
+        raise ValueError(f"{_place(source, column)} must hold texts, not {values.type} (row 0: {values[0].as_py()!r})")
+
+
+def _refuse_rows(wrong: pyarrow.ChunkedArray, fault: str, source: Any, column: str, advice: str = "") -> None:
+    """`ValueError` with the first of the rows that are wrong, if there is one."""
+    row = pyarrow.compute.index(wrong, True).as_py()
+    if row >= 0:
+        raise ValueError(f"{_place(source, column)} {fault} in row {row} (counted from 0){advice}")
+
+
+def _place(source: Any, column: str) -> str:
+    """Source and column, by the name that the source has for it."""
+    return f"source {source.label!r}: column {(source.columns or {}).get(column, column)!r}"
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
+
+
+def answer_text(answer: Any) -> str:
+    """A single answer as it is learned and scored.
+
+    Args:
+        answer: a text, a number, a date or time, or a truth value, which is said as "yes" or "no".
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    if not isinstance(answer, (str, numbers.Number, datetime.date, datetime.time)):
+        raise TypeError(f"answers must be texts, numbers, dates or truth values, got {answer!r}")
+    return str(answer)
+
+
+def _with_answer_lists(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
+    """Bring answers, see `answer_text`, into lists of strings, none of them empty."""
+    answers = table["answers"]
+    kind = answers.type
+    _refuse_rows(answers.is_null(), "is null", source, "answers", _NO_ANSWER)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        _check_answer_lists(answers, source)
+        return table
+    if pyarrow.types.is_nested(kind):
+        raise ValueError(
+            f"source {source.label!r}: answers must be strings or lists of strings, not {kind}; name their place with "
+            "columns, e.g. {answers: answers.text}"
+        )
+    try:
+        lists = [[answer_text(answer)] for answer in answers.to_pylist()]
+    except TypeError as error:
+        raise ValueError(f"{_place(source, 'answers')}: {error}") from error
+    return table.drop_columns(["answers"]).append_column("answers", pyarrow.array(lists))
+
+
+def _check_answer_lists(answers: pyarrow.ChunkedArray, source: DataSource) -> None:
+    """Every list has an answer, and holds texts only."""
+    lengths = pyarrow.compute.list_value_length(answers)
+    _refuse_rows(pyarrow.compute.equal(lengths, 0), "is an empty list", source, "answers", _NO_ANSWER)
+    parts = pyarrow.compute.list_flatten(answers)
+    first = pyarrow.compute.index(parts.is_null(), True).as_py()
+    if first >= 0:
+        row = pyarrow.compute.list_parent_indices(answers)[first].as_py()
+        raise ValueError(f"{_place(source, 'answers')} has a null in its list in row {row} (counted from 0)")
+    if not _is_text(parts.type):
+        raise ValueError(
+            f"{_place(source, 'answers')} must hold lists of texts, not {answers.type} (row 0: {answers[0].as_py()!r})"
+        )
+
+
+def distinct_texts(table: pyarrow.Table) -> list[str]:
+    """The distinct `text` values of a table (`context`, where a row or all of them have no `text`), in order."""
+    has_texts = "text" in table.column_names and table["text"].null_count == 0
+    return list(dict.fromkeys(table["text" if has_texts else "context"].to_pylist()))
+
+
+def draw_document(
+    source: DataSource, max_tokens: int, rng: random.Random, tokenizer: PreTrainedTokenizerBase
+) -> GeneratedDocument:
+    """Generate a document of a random length up to `max_tokens` tokens of this tokenizer."""
+    length = rng.randint(MIN_TOKENS, max(MIN_TOKENS, max_tokens))
+    while True:
+        try:
+            return generate_document(
+                rng.randrange(10**9),
+                num_tokens=length,
+                kind=source.kind,
+                split=source.split,
+                facts_per_record=source.facts_per_record,
+                count_tokens=lambda text: len(encode(tokenizer, text)),
+            )
+        except ValueError:
+            # A few seeds start with a sentence longer than a very short limit.
+            if length >= 8 * MIN_TOKENS and length >= max_tokens:
+                raise
+            length = max_tokens if length < max_tokens else 2 * length
