@@ -3,7 +3,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -21,7 +21,7 @@ from .field_checks import (
     token_id_list,
 )
 from .layer_shape import stack_flops
-from .versions import CODE_VERSION, CONFIG_SCHEMA, bring_up_to_date
+from .versions import CODE_VERSION, CONFIG_SCHEMA, Steps, bring_up_to_date
 
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
 PROMPT_FORMATS = ("plain", "chat")
@@ -114,12 +114,10 @@ class CompressorConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]
     # What a memory holds: "embeddings", or "key_values" of every layer.
     carrier = "embeddings"
-    # Learned tokens that can stand behind a chunk; `None`: as many as it takes.
-    num_memory_tokens = None
     # The method's fields that a model card names -> what it calls them.
-    card_fields = {"encoder_name_or_path": "Encoder's base model"}
+    card_fields: ClassVar[dict[str, str]] = {"encoder_name_or_path": "Encoder's base model"}
     # Schema -> what the method's own fields need, beside those of every compressor, to be those of the next one.
-    migrations = {}
+    migrations: ClassVar[Steps] = {}
 
     def __init__(
         self,
@@ -248,6 +246,10 @@ class CompressorConfig(PreTrainedConfig):
         """Name of the Auto class that loads this checkpoint whole."""
         return next(name for name in self.auto_map if name not in ("AutoConfig", "AutoModel"))
 
+    def card_rows(self) -> list[tuple[str, Any]]:
+        """The method's fields that a model card names, by what it calls them."""
+        return [(title, getattr(self, name)) for name, title in self.card_fields.items()]
+
     @property
     def default_ratio(self) -> int:
         """The ratio that `compress` takes when none is given: the first of `compression_ratios`."""
@@ -277,6 +279,11 @@ class CompressorConfig(PreTrainedConfig):
         if self.prompt_format == "chat":
             return "chat"
         return "memory_tokens" if self.task_token_ids else "default"
+
+    @property
+    def stage_parameters(self) -> tuple[str, ...] | None:
+        """Patterns of what trains in the present one of a method's stages; `None`: adapters and the method's parts."""
+        return None
 
     @property
     def compresses_questions(self) -> bool:
@@ -309,6 +316,11 @@ class CompressorConfig(PreTrainedConfig):
     def has_encoder(self) -> bool:
         """Whether a language model reads the context, which is then no longer than that has positions."""
         return True
+
+    @property
+    def num_memory_tokens(self) -> int | None:
+        """Learned tokens that can stand behind a chunk; `None`: as many as it takes."""
+        return None
 
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """Slots of a chunk of so many tokens: ceil(n / r)."""

@@ -162,6 +162,11 @@ class DeCALConfig(CompressorConfig):
         del names["AutoModelForSeq2SeqLM"]
         return {**names, RETRIEVAL_LOADER: "modeling_decal_retrieval.DeCALForRetrieval"}
 
+    def card_rows(self) -> list[tuple[str, Any]]:
+        """As for every method; without a decoder no question is placed anywhere."""
+        rows = super().card_rows()
+        return rows[:-1] if self.auto_class == RETRIEVAL_LOADER else rows
+
     @property
     def reconstruction_token_id(self) -> int:
         """The decoder's start token, with which every text begins."""

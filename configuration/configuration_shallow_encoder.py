@@ -13,6 +13,11 @@ from .field_checks import int_between, one_of
 
 AUTOENCODING, KEFT = "autoencoding", "keft"
 TRAINING_STAGES = (AUTOENCODING, KEFT)
+# W_Q, W_K and W_V of every decoder layer, one by one or in one map; their biases belong to them.
+QUERY_KEY_VALUE = (
+    r"(^|\.)language_model\.layers\.\d+\.(.+\.)?"
+    r"(q_proj|k_proj|v_proj|qkv_proj|query_key_value)\.(base_layer\.)?(weight|bias)$"
+)
 # Section 4.3 of GMSA's paper.
 _ENCODER_LAYERS = 8
 
@@ -91,6 +96,11 @@ class ShallowEncoderConfig(CompressorConfig):
     def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
         """A learned token for every slot, where they stand in for group merging."""
         return self.chunk_slots(num_tokens, ratio) if self.appended_tokens else 0
+
+    @property
+    def stage_parameters(self) -> tuple[str, ...] | None:
+        """In knowledge extraction fine-tuning W_Q, W_K and W_V of every decoder layer (GMSA, equation 6)."""
+        return (QUERY_KEY_VALUE,) if self.training_stage == KEFT else None
 
     @property
     def num_memory_tokens(self) -> int:

@@ -5,78 +5,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
-from .card_records import TASK_NAMES, Score, TrainingRecord
+from ..modeling.checkpoint.checkpoint_card import card_text, facts, hub_fields, summary_of, usage, usage_section
+from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from ..configuration.configuration_compressor import CompressorConfig
+
 _FOLDER = Path(__file__).parent
 _HUB_TASKS = {"question_answering": "question-answering", "summarisation": "summarization"}
-
-
-# Fields of some methods that the card names: field -> what the card calls it.
-_OWN_FIELDS = {
-    "memory_tokens": "Memory tokens of a chunk",
-    "token_attention": "Attention among the copies",
-    "reconstruction_trigger": "A reconstruction starts with",
-    "encoder_name_or_path": "Encoder's base model",
-    "encoder_layers": "Encoder layers",
-    "appended_tokens": "Learned tokens behind the context",
-    "lsa_layers": "Blocks of layer semantic alignment",
-    "training_stage": "Last stage of training",
-    "token_anchors": "Token anchors",
-    "slot_aggregation": "Anchors become slots by",
-    "window_size": "Longest window in tokens",
-    "transport_epsilon": "Entropic strength",
-    "transport_iterations": "Sinkhorn iterations",
-    "literal_equations": "Equations as printed",
-    "compression": "Slots are made by",
-    "question_placement": "A question is read by",
-}
 NOT_MEASURED = "Not measured."
-_USAGE = """\
-memory = model.compress(**{document_tokenizer}(document, return_tensors="pt"), ratio={ratio})  # once
-memory.save("document.safetensors")  # keep it
-answer = model.generate(**{question}, memory=memory, max_new_tokens=32)"""
-# Where a document is compressed together with its question.
-_USAGE_WITH_QUESTION = """\
-context = {document_tokenizer}(document, return_tensors="pt").input_ids
-asked = {question}  # the document is compressed together with its question
-answer = model.generate(**asked, context_input_ids=context, ratio={ratio}, max_new_tokens=32)"""
-# The template's tokens stand around the slots: the pipeline puts them there.
-_USAGE_IN_CHAT = """\
-pipe = model.question_answering(tokenizer)
-memory = pipe.compress(document, ratio={ratio})  # once
-memory.save("document.safetensors")  # keep it
-answer = pipe(question, memory=memory)["answer"]"""
-_QUESTION = 'tokenizer(question, return_tensors="pt")'
-# The task token takes BOS's place.
-_QUESTION_BEHIND_TASK_TOKEN = 'tokenizer("[LM]" + question, add_special_tokens=False, return_tensors="pt")'
 
 
-def method_text(model_type: str) -> str:
+def method_text(method: str) -> str:
     """Read a method's own part of the card, its description and its citation.
 
     Args:
-        model_type: the configuration's `model_type`.
+        method: its name, that of its files.
 
     Raises:
         ValueError: no such method has a card.
     """
-    name = model_type.removesuffix("_compressor")
-    available = sorted(path.stem for path in _FOLDER.glob("*.md") if not path.stem.endswith("_template"))
-    if name not in available:
-        raise ValueError(f"there is no card text for the method {name!r}; there are: {', '.join(available)}")
-    return (_FOLDER / f"{name}.md").read_text(encoding="utf-8").strip()
+    available = sorted(path.stem for path in _FOLDER.glob("*.md"))
+    if method not in available:
+        raise ValueError(f"there is no card text for the method {method!r}; there are: {', '.join(available)}")
+    return (_FOLDER / f"{method}.md").read_text(encoding="utf-8").strip()
 
 
 def model_card(
-    config: PreTrainedConfig,
+    config: CompressorConfig,
     training: TrainingRecord,
     scores: Sequence[Score],
     limits: Sequence[str],
@@ -108,42 +70,70 @@ def model_card(
     Raises:
         ValueError: no limits are named, the method has no card text, or a score's ratio is none of the checkpoint's.
     """
-    ratios = tuple(config.compression_ratios)
-    for score in scores:
-        if score.ratio is not None and score.ratio not in ratios:
-            raise ValueError(f"score {score.metric!r} has ratio {score.ratio}; the checkpoint has {ratios}")
-    # On the Hub the base of a fine-tuned model is the model that it was fine-tuned from.
-    base = next(
-        (name for name in (config.parent_model_name_or_path, config.base_model_name_or_path) if _is_public(name)), None
-    )
-    metadata = card_metadata(model_id, training, scores, license, language)
-    metadata.base_model = base
-    metadata.tags = ["context-compression", "soft-prompt", method_name(config).replace(" ", "-")]
-    return fill_template(
-        "compressor_template.md",
-        metadata,
+    _check_ratios(config, scores)
+    shown = [f"![{text}]({name})" for name, text in (pictures or {}).items()]
+    metadata = {**hub_fields(config), "pipeline_tag": "text-generation", "eval_results": _eval_results(scores)}
+    return _card(
+        _opening(config, model_id, summary),
+        [score_table(scores), scores_note, *shown],
         training,
-        score_table(scores),
-        "\n\n".join(filter(None, [scores_note, *(f"![{text}]({name})" for name, text in (pictures or {}).items())])),
         limits,
-        model_id=model_id,
-        summary=summary or _default_summary(config),
-        facts=checkpoint_facts(config),
-        usage=_usage(config).format(
-            document_tokenizer="tokenizer" if config.encoder_tokenizer is None else "model.encoder_tokenizer",
-            question=_QUESTION_BEHIND_TASK_TOKEN if config.task_token_ids else _QUESTION,
-            ratio=ratios[0],
-        ),
-        requirements=" and `peft`" if config.encoder_lora or config.decoder_lora else "",
-        auto_class="AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM",
-        method=method_text(config.model_type),
+        method_text(config.method),
+        license=license,
+        language=language,
+        **metadata,
     )
 
 
-def _usage(config: PreTrainedConfig) -> str:
-    if config.prompt_format == "chat":
-        return _USAGE_IN_CHAT
-    return _USAGE_WITH_QUESTION if config.compresses_questions else _USAGE
+def retrieval_card(
+    config: CompressorConfig,
+    training: TrainingRecord,
+    scores: Sequence[RetrievalScore],
+    limits: Sequence[str],
+    *,
+    model_id: str,
+    summary: str | None = None,
+    scores_note: str | None = None,
+    license: str = "apache-2.0",
+    language: str | Sequence[str] = "en",
+) -> str:
+    """Write the card of a compressor that ranks documents by several vectors each.
+
+    Args:
+        config: the configuration of a checkpoint that `AutoModelForTextEncoding` loads.
+        training, limits, model_id, summary, scores_note, license, language: as `model_card`.
+        scores: its rankings, each beside BM25's.
+
+    Returns:
+        the text of `README.md`, which starts with YAML metadata.
+
+    Raises:
+        ValueError: no limits are named, or a score's ratio is none of the checkpoint's.
+    """
+    _check_ratios(config, scores)
+    results = [
+        EvalResult(
+            task_type="text-retrieval",
+            task_name="Text retrieval",
+            dataset_type=score.dataset.lower().replace(" ", "_"),
+            dataset_name=score.dataset,
+            metric_type="ndcg_at_10",
+            metric_name=f"nDCG@10, ratio {score.ratio}",
+            metric_value=round(score.ndcg_at_10, 4),
+        )
+        for score in scores
+    ]
+    metadata = {**hub_fields(config), "pipeline_tag": "feature-extraction", "eval_results": results or None}
+    return _card(
+        _opening(config, model_id, summary),
+        [retrieval_table(scores), scores_note],
+        training,
+        limits,
+        method_text(config.method),
+        license=license,
+        language=language,
+        **metadata,
+    )
 
 
 def language_model_card(
@@ -163,15 +153,10 @@ def language_model_card(
 
     Args:
         config: the language model's configuration.
-        training: how the checkpoint was made.
+        training, limits, model_id, scores_note, license, language: as `model_card`.
         scores: what it reached; their ratio is None.
-        limits: what it cannot do, one sentence each; never empty.
-        model_id: repository or folder that the snippet loads.
         summary: what it is, in a sentence or two.
         num_parameters: number of parameters.
-        scores_note: how the scores were measured, in sentences under their table.
-        license: licence of the weights, as the Hub writes it.
-        language: ISO 639-1 code or codes.
 
     Returns:
         the text of `README.md`, which starts with YAML metadata.
@@ -179,84 +164,66 @@ def language_model_card(
     Raises:
         ValueError: no limits are named.
     """
-    facts = [
+    rows = [
         ("Architecture", config.model_type),
         ("Parameters", f"{num_parameters:,}"),
         ("Vocabulary", f"{config.vocab_size:,}"),
         ("Longest input", f"{config.max_position_embeddings:,} tokens"),
     ]
-    metadata = card_metadata(model_id, training, scores, license, language)
-    metadata.tags = ["context-compression"]
-    return fill_template(
-        "language_model_template.md",
-        metadata,
+    return _card(
+        (_title(model_id), summary, rows, usage_section("AutoModelForCausalLM", model_id)),
+        [score_table(scores), scores_note],
         training,
-        score_table(scores),
-        scores_note,
         limits,
-        model_id=model_id,
-        summary=summary,
-        facts=_table(facts),
-    )
-
-
-def card_metadata(
-    model_id: str,
-    training: TrainingRecord,
-    scores: Sequence[Score],
-    license: str,
-    language: str | Sequence[str],
-) -> ModelCardData:
-    """What the Hub reads at the top of a card."""
-    return ModelCardData(
-        datasets=[data.hub_id for data in training.data if data.hub_id] or None,
-        eval_results=_eval_results(scores),
-        model_name=_title(model_id),
-        language=language if isinstance(language, str) else list(language),
-        library_name="transformers",
         license=license,
+        language=language,
+        tags=["context-compression"],
         pipeline_tag="text-generation",
+        eval_results=_eval_results(scores),
     )
 
 
-def fill_template(
-    template: str,
-    metadata: ModelCardData,
-    training: TrainingRecord,
-    scores: str,
-    scores_note: str | None,
-    limits: Sequence[str],
-    **fields: str,
-) -> str:
-    """A card's text: its template with what all cards have, and the template's own fields.
+def _check_ratios(config: CompressorConfig, scores: Sequence[Score] | Sequence[RetrievalScore]) -> None:
+    ratios = tuple(config.compression_ratios)
+    for score in scores:
+        if score.ratio is not None and score.ratio not in ratios:
+            raise ValueError(f"the score on {score.dataset!r} has ratio {score.ratio}; the checkpoint has {ratios}")
 
-    Raises:
-        ValueError: no limits are named.
-    """
+
+def _opening(config: CompressorConfig, model_id: str, summary: str | None) -> tuple[str, str, list, str]:
+    """Title, summary, facts and use."""
+    return _title(model_id), summary or summary_of(config), facts(config), usage(config, model_id)
+
+
+def _card(
+    opening: tuple[str, str, list, str],
+    scores: Sequence[str | None],
+    training: TrainingRecord,
+    limits: Sequence[str],
+    *method: str,
+    language: str | Sequence[str],
+    **metadata: Any,
+) -> str:
+    """A card: title, summary, facts and use, then what a configuration does not know."""
     if not limits:
         raise ValueError("a card names what the checkpoint cannot do: give at least one limit")
-    text = Template((_FOLDER / template).read_text(encoding="utf-8")).substitute(
-        title=_title(fields["model_id"]),
-        scores="\n\n".join(filter(None, [scores, scores_note])),
-        training=_training(training),
-        limits="\n".join(f"- {limit}" for limit in limits),
-        **fields,
+    sections = {
+        "Scores": "\n\n".join(filter(None, scores)),
+        "Training": _training(training),
+        "Limits": "\n".join(f"- {limit}" for limit in limits),
+    }
+    data = ModelCardData(
+        datasets=[data.hub_id for data in training.data if data.hub_id] or None,
+        model_name=opening[0],
+        language=language if isinstance(language, str) else list(language),
+        library_name="transformers",
+        **metadata,
     )
-    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}"))
+    return card_text(data, *opening, *(f"## {name}\n\n{text}" for name, text in sections.items()), *method)
 
 
 def _title(model_id: str) -> str:
     return model_id.rstrip("/").rpartition("/")[2]
-
-
-def _is_public(name: str | None) -> bool:
-    """Whether a model's name is a Hub id and not a place on this machine, which the Hub refuses."""
-    return bool(name) and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
-
-
-def method_name(config: PreTrainedConfig) -> str:
-    """The method in words."""
-    return config.model_type.removesuffix("_compressor").replace("_", " ")
 
 
 def _number(value: float | None, interval: tuple[float, float] | None = None) -> str:
@@ -294,62 +261,20 @@ def score_table(scores: Sequence[Score]) -> str:
     return "\n".join(lines)
 
 
-def _default_summary(config: PreTrainedConfig) -> str:
-    base = f" on {config.base_model_name_or_path}" if config.base_model_name_or_path else ""
-    return (
-        f"A soft context compressor ({method_name(config)}){base}: it reads a long context once, keeps "
-        f"{_kept(config)} for {every(config.compression_ratios)}, and answers from those."
-    )
-
-
-def every(ratios: Sequence[int]) -> str:
-    """What there is one vector for, in words: "every 2, 4 or 8 tokens", "each token"."""
-    *first, last = map(str, ratios)
-    if not first and last == "1":
-        return "each token"
-    return "every " + (f"{', '.join(first)} or {last}" if first else last) + " tokens"
-
-
-def _kept(config: PreTrainedConfig) -> str:
-    keeps_layers = config.model_type == "five_hundred_x_compressor"
-    return "the keys and values of one memory token" if keeps_layers else "one vector"
-
-
-def checkpoint_facts(config: PreTrainedConfig, is_encoder: bool = False) -> str:
-    """A Markdown table of what a checkpoint is.
+def retrieval_table(scores: Sequence[RetrievalScore]) -> str:
+    """A Markdown table of rankings, each beside BM25's.
 
     Args:
-        config: its configuration.
-        is_encoder: whether it has no decoder, whatever its configuration says of one.
+        scores: the rows, in order.
     """
-    base = config.base_model_name_or_path or "none: trained from the start"
-    if config.base_model_revision:
-        base += f", revision {config.base_model_revision}"
-    fields = {title: getattr(config, name, None) for name, title in _OWN_FIELDS.items()}
-    if is_encoder:
-        fields.pop(_OWN_FIELDS["question_placement"], None)
-    own = [(title, value) for title, value in fields.items() if value is not None]
-    return _table(
-        [
-            ("Base model", base),
-            *([("Fine-tuned from", config.parent_model_name_or_path)] if config.parent_model_name_or_path else []),
-            ("Method", method_name(config)),
-            ("Compression ratios", ", ".join(map(str, config.compression_ratios))),
-            ("Chunk size", f"{config.chunk_size} tokens" if config.chunk_size else "none: the context is read whole"),
-            ("Position layout", config.position_layout),
-            ("Encoder", _adapters(config.encoder_lora)),
-            *([] if is_encoder else [("Decoder", _adapters(config.decoder_lora))]),
-            *own,
-        ]
-    )
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
-
-
-def _adapters(lora: dict[str, Any] | None) -> str:
-    return "no adapters" if lora is None else f"LoRA, rank {lora['rank']}, alpha {lora['alpha']:g}"
+    if not scores:
+        return NOT_MEASURED
+    lines = ["| data | ratio | nDCG@10 | BM25 | index, times smaller |", "| --- | ---: | ---: | ---: | ---: |"]
+    for score in scores:
+        numbers = [score.ndcg_at_10, score.bm25, score.storage_saving]
+        cells = [score.dataset, str(score.ratio), *("–" if n is None else f"{n:.1f}" for n in numbers)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _training(record: TrainingRecord) -> str:

@@ -101,7 +101,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     """The Auto class that loads a checkpoint with its head."""
     import transformers
 
-    return getattr(transformers, next(name for name in config.auto_map if name.startswith("AutoModelFor")))
+    return getattr(transformers, config.auto_class)
 
 
 def _convert(checkpoint: Path, target: Path, weights: str, base_model: str | None, local_files_only: bool) -> None:
@@ -157,7 +157,7 @@ def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_o
     from huggingface_hub.errors import HfHubHTTPError
 
     from ..modeling.checkpoint.base_cache import cached_base
-    from ..modeling.checkpoint.remote_code import is_hub_id
+    from ..modeling.checkpoint.checkpoint_card import is_hub_id
 
     name = base_model or config.base_model_name_or_path
     if name is not None and Path(name).is_dir():
@@ -179,9 +179,9 @@ def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_o
 def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, base: Path | None) -> None:
     from huggingface_hub import ModelCard
 
-    from ..modeling.checkpoint.remote_code import write_card
+    from ..modeling.checkpoint.checkpoint_card import write_first_card
 
-    write_card(config, folder)
+    write_first_card(config, folder)
     card = ModelCard.load(folder / "README.md")
     base_card = base / "README.md" if base is not None else None
     of_the_base = ModelCard.load(base_card).data.license if base_card is not None and base_card.is_file() else None

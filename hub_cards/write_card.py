@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from ..configuration.configuration_compressor import CompressorConfig
+from ..configuration.configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
 from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, ratio_condition
+from ..modeling.checkpoint.checkpoint_card import public_name
 from ..training.arguments import read_recipe
-from .card_records import TASK_NAMES, Score, TrainingData, TrainingRecord
-from .cards import language_model_card, model_card
-from .retrieval_cards import retrieval_card, retrieval_scores
+from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingData, TrainingRecord
+from .cards import language_model_card, model_card, retrieval_card
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ _METRICS = {
 # Condition of the evaluation -> how the card calls what the decoder's places hold instead of slots.
 _ALTERNATIVES = {"cut": "cut text", "bm25": "BM25's sentences"}
 _NOT_STATED = "not stated"
+# What benchmarks/decal/retrieval.py ranks.
+_COLLECTION = "SciFact"
 
 
 def write_card(
@@ -77,10 +79,10 @@ def write_card(
     folder = Path(folder)
     config = _read_config(folder)
     training = _training_record(folder, recipe, hardware)
-    if _is_retrieval(config):
+    compresses = isinstance(config, CompressorConfig)
+    if compresses and config.auto_class == RETRIEVAL_LOADER:
         return _write_retrieval_card(folder, config, training, reports, limits, summary, model_id, license)
     report = _merged(reports)
-    compresses = isinstance(config, CompressorConfig)
     num_parameters = _num_parameters(config)
     if report is not None and report.num_parameters not in (None, num_parameters):
         raise ValueError(
@@ -89,13 +91,11 @@ def write_card(
         )
     scores = [] if report is None else _scores(report, compresses)
     fields: dict[str, Any] = {
-        "model_id": model_id or _shown_name(str(folder)),
+        "model_id": model_id or public_name(str(folder)),
         "scores_note": None if report is None else _scores_note(report),
         "license": license,
     }
     if compresses:
-        if config.base_model_name_or_path:
-            config.base_model_name_or_path = _shown_name(config.base_model_name_or_path)
         pictures = {} if report is None else _pictures(report, folder)
         text = model_card(config, training, scores, limits, summary=summary, pictures=pictures, **fields)
     else:
@@ -115,11 +115,6 @@ def _written(folder: Path, text: str) -> Path:
     return path
 
 
-def _is_retrieval(config: PreTrainedConfig) -> bool:
-    """Whether a checkpoint ranks documents, and writes no answers."""
-    return "AutoModelForTextEncoding" in (getattr(config, "auto_map", None) or {})
-
-
 def _write_retrieval_card(
     folder: Path,
     config: PreTrainedConfig,
@@ -137,7 +132,7 @@ def _write_retrieval_card(
             raise ValueError(
                 f"{folder} is a retrieval checkpoint: its scores are a file of benchmarks/decal/retrieval.py"
             )
-        found, note = retrieval_scores(Path(file), folder.resolve().name)
+        found, note = _retrieval_scores(Path(file), folder.resolve().name)
         if {score.ratio for score in found} & {score.ratio for score in scores}:
             raise ValueError(
                 f"two of the files have scores of {folder.resolve().name!r} at one ratio: give one of them"
@@ -149,7 +144,7 @@ def _write_retrieval_card(
         training,
         scores,
         limits,
-        model_id=model_id or _shown_name(str(folder)),
+        model_id=model_id or public_name(str(folder)),
         summary=summary,
         scores_note=" ".join(dict.fromkeys(notes)) or None,
         license=license,
@@ -186,13 +181,6 @@ def _num_parameters(config: PreTrainedConfig) -> int:
         return auto_class.from_config(config).num_parameters()
 
 
-def _shown_name(name: str) -> str:
-    """A name without where it is on this machine: a Hub id, a path inside the checkout, or a path's last part."""
-    if Path(name).is_absolute() or name.startswith((".", "~")) or ".." in Path(name).parts:
-        return Path(name).expanduser().resolve().name
-    return name.rstrip("/")
-
-
 def _training_record(folder: Path, recipe: str | None, hardware: str | None) -> TrainingRecord:
     advice = "`context-compressors train` writes it"
     recipe_file, summary_file = folder / "recipe.yaml", folder / "training_summary.json"
@@ -216,7 +204,7 @@ def _training_record(folder: Path, recipe: str | None, hardware: str | None) -> 
         tokens=summary.get("input_tokens") or None,
         context_tokens=summary.get("context_tokens"),
         hours=summary.get("hours"),
-        recipe=_shown_name(recipe) if recipe else recipe_file.name,
+        recipe=public_name(recipe) if recipe else recipe_file.name,
         versions={name: summary[name] for name in ("torch", "transformers") if name in summary},
     )
 
@@ -348,3 +336,44 @@ def _scores_note(report: EvaluationReport) -> str:
     if outside:
         notes.append(f"Out of domain (no part of the data set was trained on): {', '.join(outside)}.")
     return " ".join(notes)
+
+
+def _retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:
+    """A checkpoint's rows of a result file of `benchmarks/decal/retrieval.py`, and how they were measured.
+
+    Args:
+        path: the file.
+        name: the checkpoint's folder, without where it is.
+
+    Returns:
+        The scores, and a sentence for under their table.
+
+    Raises:
+        ValueError: there is no such file, it is another one, or it has no row of the checkpoint.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}: benchmarks/decal/retrieval.py writes it")
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        rows, settings = results["rows"], results["settings"]
+        floor = next((row["ndcg_at_10"] for row in rows if row["model"] == "BM25"), None)
+        own = [row for row in rows if row["model"] == name]
+        scores = [
+            RetrievalScore(_COLLECTION, row["document_ratio"], row["ndcg_at_10"], floor, row["storage_saving"])
+            for row in own
+        ]
+        lengths = settings["max_query_tokens"], settings["max_document_tokens"]
+        queries = sorted({row["queries"] for row in own})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a result file of benchmarks/decal/retrieval.py: {error!r}") from error
+    ratios = [score.ratio for score in scores]
+    if len(set(ratios)) < len(ratios):
+        raise ValueError(f"{path} has several checkpoints of the name {name!r}: rename their folders")
+    if not own:
+        models = list(dict.fromkeys(row["model"] for row in rows))
+        raise ValueError(f"{path} has no row of {name!r}; it has {models}")
+    note = (
+        f"{', '.join(f'{number:,}' for number in queries)} test queries of at most {lengths[0]} tokens, documents of "
+        f"at most {lengths[1]}, each scored with every query; both sides at one ratio."
+    )
+    return scores, note

@@ -28,10 +28,11 @@ from .versions import CODE_VERSION, CONFIG_SCHEMA
 from .lora import initialize_lora
 from .base_cache import find_base
 from .base_weights import DECODER_BASE, ENCODER_BASE, base_entry, stored_weights
+from .checkpoint_card import write_first_card
 from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer, load_encoder_tokenizer
 from .gguf_files import gguf_arguments
 from .light_checkpoints import LightCheckpointMixin, fetching_arguments, shown_name, without_quantizer
-from .remote_code import refuse_links_out, write_card, write_code
+from .remote_code import refuse_links_out, write_code
 from .taking_over import check_base, take_tensors
 
 logger = logging.get_logger(__name__)
@@ -341,7 +342,7 @@ class CheckpointMixin(LightCheckpointMixin):
             )
         if is_main_process:
             write_code(_written_class(self), type(self.config), save_directory)
-            write_card(self.config, save_directory)
+            write_first_card(self.config, save_directory)
             if self.encoder_tokenizer is not None:
                 self.encoder_tokenizer.save_pretrained(Path(save_directory) / self.config.encoder_tokenizer)
         if push_to_hub:

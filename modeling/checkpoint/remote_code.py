@@ -13,47 +13,6 @@ import inspect
 import os
 import re
 from pathlib import Path
-from typing import Any
-
-_CARD = """---
-library_name: transformers
-tags:
-- context-compression
-- {model_type}
-{base_line}---
-
-# {title}
-
-A context compressor: a document goes once through it and becomes a few vectors ("slots"), {purpose}.
-
-- method: `{model_type}`
-- context tokens per slot: {ratios}
-- base model: {base}
-{parent_line}
-```python
-from transformers import {auto_class}, AutoTokenizer
-
-model = {auto_class}.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-
-{usage}
-```
-"""
-_GENERATION = """memory = model.compress(**tokenizer(document, return_tensors="pt"), ratio={default_ratio})
-memory.save("document.safetensors")
-answer = model.generate(**tokenizer(question, return_tensors="pt"), memory=memory, max_new_tokens=32)"""
-# `question_placement="encoder"`: there is no memory before there is a question.
-_WITH_QUESTION = """context = tokenizer(document, return_tensors="pt").input_ids
-asked = tokenizer(question, return_tensors="pt")  # the document is compressed together with its question
-answer = model.generate(**asked, context_input_ids=context, ratio={default_ratio}, max_new_tokens=32)"""
-# What `AutoModelForTextEncoding` loads has no decoder.
-_RETRIEVAL = """found = model.encode(**tokenizer(documents, padding=True, return_tensors="pt"), ratio={default_ratio})
-asked = model.encode(**tokenizer(queries, padding=True, return_tensors="pt"), ratio={default_ratio})
-scores = model.score(*asked.to_tuple(), *found.to_tuple())"""
-_PURPOSES = {
-    False: "from which the language\nmodel answers as if it had read the document",
-    True: "which are compared with\nthose of a query",
-}
 
 
 # A file is read once: a training run saves often, and goes on with the code that it has loaded.
@@ -135,46 +94,3 @@ def write_code(model_class: type, config_class: type, folder: str | os.PathLike)
         text = flatten(path)
         if not target.exists() or target.read_text(encoding="utf-8") != text:
             target.write_text(text, encoding="utf-8")
-
-
-def write_card(config: Any, folder: str | os.PathLike) -> None:
-    """Write a short model card into `folder`, unless there is one.
-
-    Args:
-        config: the compressor's configuration.
-        folder: where the weights are.
-    """
-    path = Path(folder) / "README.md"
-    if path.exists():
-        return
-    base, parent = config.base_model_name_or_path, config.parent_model_name_or_path
-    # On the Hub the base of a fine-tuned model is the model that it was fine-tuned from.
-    shown = next((name for name in (parent, base) if is_hub_id(name)), None)
-    is_retrieval = "AutoModelForTextEncoding" in config.auto_map
-    generating = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
-    usage = _WITH_QUESTION if config.compresses_questions else _GENERATION
-    card = _CARD.format(
-        purpose=_PURPOSES[is_retrieval],
-        usage=(_RETRIEVAL if is_retrieval else usage).format(default_ratio=config.default_ratio),
-        model_type=config.model_type,
-        base_line=f"base_model: {shown}\n" if shown else "",
-        parent_line=f"- fine-tuned from: `{parent}`\n" if parent else "",
-        title=type(config).__name__.removesuffix("Config") + " compressor",
-        ratios=", ".join(str(ratio) for ratio in config.compression_ratios),
-        base=_where_the_base_is(config),
-        auto_class="AutoModelForTextEncoding" if is_retrieval else generating,
-    )
-    path.write_text(card, encoding="utf-8")
-
-
-def is_hub_id(name: str | None) -> bool:
-    """Whether a model's name is a repository on the Hub; a folder on somebody's machine means nothing to a reader."""
-    return name is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not os.path.isdir(name)
-
-
-def _where_the_base_is(config: Any) -> str:
-    base = config.base_model_name_or_path
-    if not is_hub_id(base):
-        is_whole = config.external_weights is None
-        return "stored in this folder" if is_whole else "not in this folder; pass its own as `base_model` when loading"
-    return f"`{base}`" if config.external_weights is None else f"`{base}`, whose weights are fetched from there"

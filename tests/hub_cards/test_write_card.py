@@ -322,7 +322,7 @@ def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture(scope="module")
 def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a retrieval checkpoint of two steps, and a result file in the form of benchmarks/decal/retrieval.py."""
+    """A retrieval checkpoint of two steps, and a result file as benchmarks/decal/retrieval.py writes it."""
     root = tmp_path_factory.mktemp("retrieval")
     tables = {
         "corpus": [{"id": str(n), "text": f"The mill number {n} stands by the river."} for n in range(4)],

@@ -244,7 +244,7 @@ def test_a_light_checkpoint_is_trained_as_remote_code_and_its_child_loads_withou
     assert weights[0].keys() == weights[1].keys(), "the child is as light"
     assert any(not weights[1][name].equal(tensor) for name, tensor in weights[0].items())
     assert json.loads((child / "config.json").read_text())["parent_model_name_or_path"] == "parent"
-    assert "fine-tuned from: `parent`" in (child / "README.md").read_text()
+    assert "| Fine-tuned from | parent |" in (child / "README.md").read_text()
     here = AutoModelForCausalLM.from_pretrained(child)
     found = run_clean(0, [(child, tmp_path / "again", "sdpa")], inputs, cache=local_hub.folder)
     assert_same_outputs(found[0], outputs_here(here, inputs), method_case)
@@ -265,7 +265,7 @@ def test_a_child_of_a_hub_checkpoint_names_it_and_a_copy_names_nobody(method_cas
     model.save_pretrained(tmp_path / "child")
     card = huggingface_hub.ModelCard.load(tmp_path / "child" / "README.md")
     assert card.data.base_model == "me/compressor"
-    assert "fine-tuned from: `me/compressor`" in card.text
+    assert "| Fine-tuned from | me/compressor |" in card.text
     # A run that goes on from a checkpoint of its own is not that one's child.
     (tmp_path / "child" / "trainer_state.json").write_text("{}")
     resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "child")

@@ -148,7 +148,7 @@ def test_a_checkpoint_is_trained_as_remote_code_and_its_child_names_it(model, gi
     assert weights[0].keys() == weights[1].keys()
     assert all(not weights[1][name].equal(tensor) for name, tensor in weights[0].items())
     assert json.loads((child / "config.json").read_text())["parent_model_name_or_path"] == "parent"
-    assert "fine-tuned from: `parent`" in (child / "README.md").read_text()
+    assert "| Fine-tuned from | parent |" in (child / "README.md").read_text()
     here = AutoModelForSeq2SeqLM.from_pretrained(child)
     loads_alike(child, tmp_path / "grandchild", here, given, clean_python, tmp_path)
     assert not outputs_here(here, given)["logits"].allclose(outputs_here(model, given)["logits"], atol=1e-4)
