@@ -17,7 +17,7 @@ _MODULE_OF = {
     "CompressorConfig": "configuration.configuration_compressor",
     **{names[0]: f"configuration.configuration_{method}" for method, names in METHODS.items()},
     "CompressorModel": "modeling.compressor.modeling_compressor",
-    "CompressorForCausalLM": "modeling.compressor.modeling_compressor",
+    "CompressorForCausalLM": "modeling.compressor.causal_lm",
     **{name: "modeling" for names in METHODS.values() for name in names[1:]},
     "CompressedContext": "modeling.memory.compressed_context",
     "ContextCompressionQAPipeline": "modeling.compressor.context_compression_qa",

@@ -8,8 +8,8 @@ from torch.nn import functional
 from transformers import initialization as init
 
 from ..configuration.configuration_compression_tokens import CompressionTokensConfig
+from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
-from .compressor.modeling_compressor import CompressorForCausalLM
 
 
 class CompressionTokensModel(MemoryTokenModel):
@@ -21,13 +21,11 @@ class CompressionTokensModel(MemoryTokenModel):
     """
 
     config_class = CompressionTokensConfig
-    _keep_in_fp32_modules_strict = [*MemoryTokenModel._keep_in_fp32_modules_strict, "slot_projection"]
-    method_parameters = (*MemoryTokenModel.method_parameters, r"(^|\.)slot_projection\.")
+    method_parts = (*MemoryTokenModel.method_parts, "slot_projection")
 
     def __init__(self, config: CompressionTokensConfig):
         super().__init__(config)
-        self._bidirectional_memory = config.token_attention == "bidirectional"
-        self._init_memory_embeddings(1)
+        self.has_bidirectional_memory = config.token_attention == "bidirectional"
         encoder_width = config.get_encoder_config().hidden_size
         self.slot_projection = None
         if config.linear_after_encoder:
@@ -44,18 +42,19 @@ class CompressionTokensModel(MemoryTokenModel):
             init.eye_(module.weight)
             return
         super()._init_weights(module)
-        if module is self:
-            # The design's choice: the mean of the embedding matrix.
-            table = self.encoder_backbone.get_input_embeddings()
-            scale = getattr(table, "scalar_embed_scale", 1.0)
-            init.copy_(self.memory_embeddings, scale * table.weight.float().mean(dim=0, keepdim=True))
+
+    def start_memory_tokens(self) -> None:
+        # The design's choice: the mean of the embedding matrix.
+        table = self.encoder_backbone.get_input_embeddings()
+        scale = getattr(table, "scalar_embed_scale", 1.0)
+        init.copy_(self.memory_embeddings, scale * table.weight.float().mean(dim=0, keepdim=True))
 
     def memory_vectors(self, num_memory_tokens: int) -> Tensor:
         return self.memory_embeddings.expand(num_memory_tokens, -1)
 
-    def carry_over(self, rows: MemoryRows) -> list[tuple[Tensor, Tensor]]:
+    def read_memory(self, rows: MemoryRows) -> list[Tensor]:
         # Section 3: the encoder reads t_1 ... t_L, c_1 ... c_ceil(L/r); the states of the c_k are the slots.
-        return [(self._project(slots), mask) for slots, mask in rows.read(self.memory_states(rows))]
+        return [self._project(slots) for slots in rows.read(rows.hidden_states(self))]
 
     def _project(self, slots: Tensor) -> Tensor:
         # Section 5.1: a learned matrix W follows.
@@ -72,7 +71,4 @@ class CompressionTokensForCausalLM(CompressorForCausalLM):
         config ([`CompressionTokensConfig`]): the configuration.
     """
 
-    config_class = CompressionTokensConfig
     model_class = CompressionTokensModel
-    _keep_in_fp32_modules_strict = CompressionTokensModel._keep_in_fp32_modules_strict
-    method_parameters = CompressionTokensModel.method_parameters

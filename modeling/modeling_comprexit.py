@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import initialization as init
 
 from ..configuration.configuration_comprexit import GATE, LAST_LAYER, ComprExITConfig
-from .compressor.chunking import cut
-from .compressor.input_checks import check_context_length, check_mask, check_ratios, check_token_ids
-from .compressor.modeling_compressor import CompressorForCausalLM, CompressorModel, CompressorPreTrainedModel
+from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.chunking import Chunks
+from .compressor.modeling_compressor import CompressorModel
 from .parts.float32_layers import Float32LayerNorm, Float32Linear
 from .parts.layer_states import Reduction, reduce_layer_states
 from .parts.lora import ENCODER
@@ -26,8 +26,6 @@ from .parts.window_aggregation import (
     WindowMean,
     masked_softmax,
 )
-
-_PARTS = ("layer_gate", "transmission", "slot_mlp")
 
 
 class LayerGate(nn.Module):
@@ -138,20 +136,6 @@ class Transmission(WindowAggregation):
         return self.value(weights.transpose(-1, -2) @ self.value_norm(tokens))
 
 
-@dataclass
-class InformationFlow:
-    """What slots are made of.
-
-    Args:
-        layer_weights: `(batch_size, num_tokens, num_states)`, how much of each layer is in a token's anchor (alpha of
-            equation 6); `None` without a gate.
-        allocation: `(batch_size, num_slots, num_tokens)`, how much of each token is in a slot; in sum 1 for a slot.
-    """
-
-    layer_weights: Tensor | None
-    allocation: Tensor
-
-
 class ComprExITModel(CompressorModel):
     r"""
     Makes slots of a frozen language model's hidden states: a gate across its layers, and transport across its tokens.
@@ -161,8 +145,7 @@ class ComprExITModel(CompressorModel):
     """
 
     config_class = ComprExITConfig
-    _keep_in_fp32_modules_strict = [*CompressorPreTrainedModel._keep_in_fp32_modules_strict, *_PARTS]
-    method_parameters = (*CompressorPreTrainedModel.method_parameters, rf"(^|\.)({'|'.join(_PARTS)})\.")
+    method_parts = ("layer_gate", "transmission", "slot_mlp")
 
     def __init__(self, config: ComprExITConfig):
         super().__init__(config)
@@ -207,98 +190,41 @@ class ComprExITModel(CompressorModel):
         else:
             super()._init_weights(module)
 
-    def encode(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        if input_ids.shape[1] == 0:
-            return [self.no_slots(input_ids) for _ in ratios]
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
         # Section 3.2.1: token anchors.
-        anchors = self._reduce_layers(self._anchors, input_ids, attention_mask, position_ids)
-        return [self._slots(anchors, attention_mask.bool(), ratio) for ratio in ratios]
+        anchors = self.reduce_layers(self.anchors, chunks)
+        return [self._slots(anchors, chunks.attention_mask.bool(), ratio) for ratio in ratios]
 
-    def _anchors(self, hidden_states: Sequence[Tensor]) -> Tensor:
+    def anchors(self, hidden_states: Sequence[Tensor]) -> Tensor:
+        """Token anchors of the states behind all layers, `(batch_size, num_tokens, hidden_size)`."""
         if self.layer_gate is not None:
             return self.layer_gate(hidden_states)[0]
         layer = self.config.token_anchors
         return hidden_states[-1 if layer == LAST_LAYER else layer].float()
 
-    def _reduce_layers(
-        self, reduce: Reduction, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor
-    ) -> Tensor:
+    def reduce_layers(self, reduce: Reduction, chunks: Chunks) -> Tensor:
+        """The encoder's states, reduced across the layers; see [`reduce_layer_states`]."""
         segment_length = None
         if not (torch.is_grad_enabled() or self.training):
             segment_length = self.config.segment_windows * self.config.window_size
-        backbone = self.encoder_backbone
+        backbone, inputs = self.encoder_backbone, (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
         with self._adapter(backbone, ENCODER):
-            return reduce_layer_states(backbone, reduce, input_ids, attention_mask, position_ids, segment_length)
+            return reduce_layer_states(backbone, reduce, *inputs, segment_length)
 
-    def _slots(self, anchors: Tensor, mask: Tensor, ratio: int | Tensor) -> tuple[Tensor, Tensor]:
+    def _slots(self, anchors: Tensor, mask: Tensor, ratio: int | Tensor) -> Tensor:
         if isinstance(ratio, Tensor):
             return self._slots_of_each_ratio(anchors, mask, ratio)
         with torch.autocast(anchors.device.type, enabled=False):
             # Section 3.2.2: compression slots.
-            slots, slot_mask = self.transmission(anchors, mask, ratio)
+            slots = self.transmission(anchors, mask, ratio)[0]
             # Equation 13: c_k = MLP(z_k).
-            slots = self.slot_mlp(slots)
-        return slots.masked_fill(slot_mask[:, :, None] == 0, 0).to(self.dtype), slot_mask
+            return self.slot_mlp(slots).to(self.dtype)
 
-    def _slots_of_each_ratio(self, anchors: Tensor, mask: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
+    def _slots_of_each_ratio(self, anchors: Tensor, mask: Tensor, ratios: Tensor) -> Tensor:
         """`_slots` where rows have ratios of their own: those of one ratio together."""
         rows = [(ratios == value).nonzero()[:, 0] for value in ratios.unique()]
         found = [self._slots(anchors[index], mask[index], int(ratios[index[0]])) for index in rows]
-        width = max(int(slot_mask.sum(dim=1).max()) for _, slot_mask in found)
-        # A negative pad cuts off what the longest rows alone would have needed.
-        slots = [functional.pad(part, (0, 0, 0, width - part.shape[1])) for part, _ in found]
-        masks = [functional.pad(part, (0, width - part.shape[1])) for _, part in found]
-        order = torch.cat(rows).argsort()
-        return torch.cat(slots)[order], torch.cat(masks)[order]
-
-    @torch.no_grad()
-    def information_flow(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
-    ) -> InformationFlow:
-        """Which layers and which tokens the slots are made of (Figures 3 to 5 and 7).
-
-        Args:
-            input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
-            attention_mask: their mask.
-            ratio: one of the checkpoint's; its first if not given.
-
-        Returns:
-            The weights; tokens and slots stand left-aligned, and pads have zero.
-
-        Raises:
-            ValueError: a context of several chunks, or no context tokens at all; as `compress` besides.
-        """
-        config = self.config
-        attention_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
-        encoder_config = config.get_encoder_config()
-        input_ids = check_token_ids("input_ids", input_ids, attention_mask, encoder_config.vocab_size, {})
-        ratio = check_ratios([ratio], config.compression_ratios, input_ids, False)[0]
-        chunks = cut(input_ids, attention_mask, config.chunk_size, config.position_layout)
-        if chunks.chunks_per_row > 1 or chunks.input_ids.shape[1] == 0:
-            raise ValueError(
-                "the flow of information is shown for a context of one chunk, of 1 to "
-                f"{config.chunk_size or 'any number of'} tokens, got {int(attention_mask.sum(dim=1).max())}"
-            )
-        check_context_length(encoder_config, int(chunks.position_ids.max()) + 1, config.chunk_size)
-
-        def anchors_and_weights(hidden_states: Sequence[Tensor]) -> Tensor:
-            if self.layer_gate is None:
-                return self._anchors(hidden_states)
-            return torch.cat(self.layer_gate(hidden_states), dim=-1)
-
-        places = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
-        anchors, weights = self._reduce_layers(anchors_and_weights, *places).tensor_split([self._anchor_width], dim=-1)
-        mask = chunks.attention_mask.bool()
-        return InformationFlow(
-            layer_weights=None if self.layer_gate is None else weights * mask[:, :, None],
-            allocation=self.transmission.allocation(anchors, mask, ratio),
-        )
-
-    @property
-    def _anchor_width(self) -> int:
-        return self.config.get_encoder_config().hidden_size
+        return pad_sequence([slots for of_ratio in found for slots in of_ratio], True)[torch.cat(rows).argsort()]
 
 
 class ComprExITForCausalLM(CompressorForCausalLM):
@@ -309,10 +235,7 @@ class ComprExITForCausalLM(CompressorForCausalLM):
         config ([`ComprExITConfig`]): the configuration.
     """
 
-    config_class = ComprExITConfig
     model_class = ComprExITModel
-    _keep_in_fp32_modules_strict = ComprExITModel._keep_in_fp32_modules_strict
-    method_parameters = ComprExITModel.method_parameters
 
 
 def _mixed_order(is_real: Tensor) -> Tensor:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers import initialization as init
-from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5LayerNorm, T5Stack
 
 from ..configuration.configuration_decal import DeCALConfig
-from .compressor.compressing import CompressingMixin
-from .compressor.modeling_compressor import CompressorPreTrainedModel
+from .compressor.backbone import CompressorBackbone
+from .compressor.chunking import Chunks
+from .compressor.encoder_decoder_compressor import CompressorForConditionalGeneration
+from .compressor.input_checks import check_together
+from .compressor.pretrained_compressor import CompressorPreTrainedModel
 from .compressor.question_conditioning import question_fingerprints, question_in_front
-from .compressor.seq2seq_decoding import Seq2SeqDecodingMixin
-from .compressor.seq2seq_generation import Seq2SeqGenerationMixin
 from .memory.compressed_context import CompressedContext
 from .parts.pooling import mean_pool
 from .parts.relative_positions import latent_position_ids, mask_bias, relative_position_bias
@@ -52,21 +52,12 @@ class T5Base:
 
 
 class DeCALPreTrainedModel(CompressorPreTrainedModel):
-    """Saving, loading and initialisation; all weights train, in whatever type they are loaded."""
+    """Start values, and the taking of a T5's weights."""
 
     config_class = DeCALConfig
     base_auto_class = T5Base
-    method_parameters = (r".",)
     _no_split_modules = ["T5Block"]
-    _supports_flash_attn = False
-    _supports_flex_attn = False
     _keep_in_fp32_modules = ["wo"]
-    _keep_in_fp32_modules_strict: list[str] = []
-
-    def post_init(self) -> None:
-        # The base class keeps in float32 what trains beside a base of a smaller type; here nothing stands beside it.
-        PreTrainedModel.post_init(self)
-        self.apply_trainable_set()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, DeCALModel):
@@ -77,31 +68,26 @@ class DeCALPreTrainedModel(CompressorPreTrainedModel):
             # T5 v1.1's own start value of its output table; transformers' makes the first logits sqrt(d_model) larger.
             init.normal_(module.weight, std=module.in_features**-0.5)
 
-    def _remember_base(self, entries: dict[str, dict[str, str | None]]) -> None:
-        # Checkpoints are whole: there is no weight that they could leave to the base.
-        pass
-
     @torch.no_grad()
-    def _adopt(self, language_model: nn.Module, own_encoder: nn.Module | None = None) -> None:
-        """Take over the tensors of a T5 (not copies of them), and give start values to everything else."""
-        backbone = getattr(self, "model", self)
-        backbone.encoder.load_state_dict(language_model.encoder.state_dict(), assign=True)
-        if hasattr(self, "decoder"):
-            weights = language_model.decoder.state_dict()
+    def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
+        backbone = self.base_model
+        backbone.encoder.load_state_dict(base.encoder.state_dict(), assign=True)
+        if self.get_output_embeddings() is not None:
+            weights = base.decoder.state_dict()
             weights.pop("embed_tokens.weight")
             self.decoder.load_state_dict(weights, assign=True)
-            self.lm_head.weight = language_model.lm_head.weight
-            self.config.tie_word_embeddings = language_model.lm_head.weight is language_model.shared.weight
+            self.lm_head.weight = base.lm_head.weight
+            self.config.tie_word_embeddings = base.lm_head.weight is base.shared.weight
         for path, parameter in list(self.named_parameters()):
             if parameter.is_meta:
                 module, _, name = path.rpartition(".")
-                empty = torch.empty_like(parameter, device=language_model.device, dtype=language_model.dtype)
+                empty = torch.empty_like(parameter, device=base.device, dtype=base.dtype)
                 setattr(self.get_submodule(module), name, nn.Parameter(empty))
         backbone.initialize_parts()
         self.tie_weights()
         self.apply_trainable_set()
-        self.config.dtype = language_model.dtype
-        self.generation_config = copy.deepcopy(language_model.generation_config)
+        self.config.dtype = base.dtype
+        self.generation_config = copy.deepcopy(base.generation_config)
 
 
 class AttentionPooling(nn.Module):
@@ -120,15 +106,17 @@ class AttentionPooling(nn.Module):
         self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Slots `(batch_size, num_slots, hidden_size)` and their mask; arguments as [`mean_pool`]."""
-        query, slot_mask = mean_pool(hidden_states, attention_mask, ratio)
-        no_bias = hidden_states.new_zeros(1, 1, 1, hidden_states.shape[1])
-        pooled = self.attention(query, mask_bias(no_bias, attention_mask), key_value_states=hidden_states)[0]
-        return self.layer_norm(query + self.dropout(pooled)), slot_mask
+    def forward(self, hidden_states: Tensor, chunks: Chunks, ratio: int | Tensor) -> Tensor:
+        """Slots `(num_chunks, num_slots, hidden_size)` of the encoder's states."""
+        query, _ = mean_pool(hidden_states, chunks.attention_mask, ratio, chunks.lengths)
+        bias = hidden_states.new_zeros(1, 1, 1, hidden_states.shape[1])
+        if not chunks.is_full:
+            bias = mask_bias(bias, chunks.attention_mask)
+        pooled = self.attention(query, bias, key_value_states=hidden_states)[0]
+        return self.layer_norm(query + self.dropout(pooled))
 
 
-class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
+class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
     r"""
     A T5 encoder that reads l + x, latents and tokens, and lets nothing but the latents' states out.
 
@@ -136,6 +124,7 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
         config ([`DeCALConfig`]): the configuration.
     """
 
+    config_class = DeCALConfig
     _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^lm_head\."]
 
     def __init__(self, config: DeCALConfig):
@@ -175,62 +164,66 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
 
     # --- section 3 ---
 
-    def encode(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        if input_ids.shape[1] == 0:
-            return [self.no_slots(input_ids) for _ in ratios]
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
         # x = [x_1, ..., x_n]
-        embeddings = self.encoder.embed_tokens(input_ids)
+        embeddings = self.encoder.embed_tokens(chunks.input_ids)
         if self.config.compression == "latents":
-            encoded = [self._latent_states(embeddings, attention_mask, position_ids, ratio) for ratio in ratios]
-        else:
-            states = self._encoder_states(embeddings, attention_mask, position_ids)
-            encoded = [(states, attention_mask) for _ in ratios]
-            if self.attention_pooling is not None:
-                encoded = [self.attention_pooling(states, attention_mask, ratio) for ratio in ratios]
-        return [(slots.masked_fill(slot_mask[:, :, None] == 0, 0), slot_mask) for slots, slot_mask in encoded]
+            return [self._latent_states(embeddings, chunks, ratio) for ratio in ratios]
+        states = self._encoder_states(embeddings, chunks.attention_mask, chunks.position_ids, chunks.is_full)
+        if self.attention_pooling is None:
+            return [states for _ in ratios]
+        return [self.attention_pooling(states, chunks, ratio) for ratio in ratios]
 
-    def _latent_states(
-        self, embeddings: Tensor, attention_mask: Tensor, position_ids: Tensor, ratio: int | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        latents, latent_mask = self.latents(embeddings, attention_mask, ratio)
-        latent_ids = latent_position_ids(attention_mask.sum(dim=1), latent_mask, ratio)
-        parts = [(latents, latent_mask, latent_ids), (embeddings, attention_mask, position_ids)]
+    def _latent_states(self, embeddings: Tensor, chunks: Chunks, ratio: int | Tensor) -> Tensor:
+        latents, latent_mask = self.latents(embeddings, chunks.attention_mask, ratio, chunks.lengths)
+        latent_ids = latent_position_ids(chunks.attention_mask.sum(dim=1), latent_mask, ratio)
+        parts = [(latents, latent_mask, latent_ids), (embeddings, chunks.attention_mask, chunks.position_ids)]
         # l + x; CCProxy: x + l, so that a causal mask lets latents see the tokens.
         appended = self.config.latent_placement == "appended"
         sequence = (torch.cat(part, dim=1) for part in zip(*(reversed(parts) if appended else parts), strict=True))
-        states = self._encoder_states(*sequence)
+        is_full = chunks.is_full and isinstance(ratio, int)
+        states = self._encoder_states(*sequence, is_full)
         # "The encoder output is exclusively the m output embeddings corresponding to l."
         first = embeddings.shape[1] if appended else 0
-        return states[:, first : first + latent_mask.shape[1]], latent_mask
+        return states[:, first : first + latent_mask.shape[1]]
 
-    def latents(self, embeddings: Tensor, attention_mask: Tensor, ratio: int | Tensor) -> tuple[Tensor, Tensor]:
+    def latents(
+        self,
+        embeddings: Tensor,
+        attention_mask: Tensor,
+        ratio: int | Tensor,
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The latents at the encoder's input, l = LayerNorm(v + P(x)) (section 3).
 
         Args:
             embeddings: x, `(batch_size, num_tokens, hidden_size)`.
             attention_mask: `(batch_size, num_tokens)`.
             ratio: C, an int or a LongTensor `(batch_size,)`.
+            lengths: tokens of each row, if they are known and come first.
 
         Returns:
             Latents `(batch_size, num_latents, hidden_size)`, left-aligned, and their mask `(batch_size, num_latents)`.
         """
-        pooled, latent_mask = mean_pool(embeddings, attention_mask, ratio)
+        pooled, latent_mask = mean_pool(embeddings, attention_mask, ratio, lengths)
         if not self.config.latent_pooling:
             pooled = torch.zeros_like(pooled)
         return self.latent_norm(self.latent_vector + pooled), latent_mask
 
-    def _encoder_states(self, embeddings: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """T5's encoder with positions that are given, `(batch_size, length, hidden_size)`."""
+    def _encoder_states(
+        self, embeddings: Tensor, attention_mask: Tensor, position_ids: Tensor, is_full: bool = False
+    ) -> Tensor:
+        """T5's encoder with positions that are given, `(batch_size, length, hidden_size)`; full rows have the same."""
         stack, config = self.encoder, self.encoder.config
         bias = relative_position_bias(
             stack.block[0].layer[0].SelfAttention.relative_attention_bias,
-            position_ids,
+            position_ids[:1] if is_full else position_ids,
             config.relative_attention_num_buckets,
             config.relative_attention_max_distance,
         )
-        bias = mask_bias(bias, attention_mask, self.config.encoder_attention == "causal")
+        is_causal = self.config.encoder_attention == "causal"
+        if is_causal or not is_full:
+            bias = mask_bias(bias, attention_mask, is_causal)
         hidden_states = stack.dropout(embeddings)
         for block in stack.block:
             hidden_states = block(hidden_states, None, bias)[0]
@@ -248,7 +241,7 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
         question_attention_mask: Tensor | None = None,
         **unused: Any,
     ) -> CompressedContext | list[CompressedContext]:
-        """Compress contexts into slots; see [`CompressingMixin.compress`], and:
+        """Compress contexts into slots; see [`CompressorBackbone.compress`], and:
 
         Args:
             question_input_ids: `(batch_size or 1, num_question_tokens)`, for `question_placement="encoder"`: the
@@ -303,14 +296,14 @@ class DeCALModel(CompressingMixin, DeCALPreTrainedModel):
                 f"DeCALModel is an encoder and does not take {', '.join(sorted(unknown))}; DeCAL, an encoder-decoder, "
                 "trains with transformers' Seq2SeqTrainer or this package's trainers, not with TRL's SFTTrainer"
             )
-        memory = self._compress(input_ids, attention_mask, [ratio])[0]
+        context = self.context_rows(input_ids, attention_mask)
+        check_together(context)
+        memory = self.compress_rows(context, [ratio])[0]
         outputs = EncodedSlots(last_hidden_state=memory.embeddings, attention_mask=memory.attention_mask)
         return outputs if return_dict in (None, True) else outputs.to_tuple()
 
 
-class DeCALForConditionalGeneration(
-    Seq2SeqDecodingMixin, Seq2SeqGenerationMixin, DeCALPreTrainedModel, GenerationMixin
-):
+class DeCALForConditionalGeneration(CompressorForConditionalGeneration, DeCALPreTrainedModel):
     r"""
     [`DeCALModel`] and T5's decoder, whose cross-attention reads the slots; "the decoder is unchanged".
 
@@ -318,11 +311,11 @@ class DeCALForConditionalGeneration(
         config ([`DeCALConfig`]): the configuration.
     """
 
+    model_class = DeCALModel
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
 
     def __init__(self, config: DeCALConfig):
         super().__init__(config)
-        self.model = DeCALModel(config)
         decoder_config = copy.deepcopy(config.decoder_config)
         decoder_config.is_decoder = True
         decoder_config.num_layers = decoder_config.num_decoder_layers
@@ -331,35 +324,6 @@ class DeCALForConditionalGeneration(
         self.decoder.embed_tokens = None
         self.lm_head = nn.Linear(decoder_config.d_model, decoder_config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.lm_head = value
-
-    def get_encoder(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """The encoder alone, which is what `AutoModel` loads."""
-        return self.model
-
-    def get_decoder(self) -> nn.Module:
-        """T5's decoder stack."""
-        return self.decoder
-
-    @property
-    def model_id(self) -> str:
-        """Method and a fingerprint of the encoder, which is what makes memories; see [`CompressingMixin.model_id`]."""
-        return self.model.model_id
-
-    def compress(self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any):
-        """Compress contexts into slots; see [`DeCALModel.compress`]."""
-        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)
 
     def as_t5(self) -> T5ForConditionalGeneration:
         """The T5 inside: this model's own tensors, without the latents."""

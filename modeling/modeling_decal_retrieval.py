@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 from transformers.modeling_outputs import ModelOutput
 
 from ..configuration.configuration_decal import DeCALConfig
+from .compressor.backbone import CompressorHead
 from .modeling_decal import DeCALModel, DeCALPreTrainedModel
 from .parts.late_interaction import chamfer
 
@@ -28,7 +29,7 @@ class RetrievalVectors(ModelOutput):
     attention_mask: Tensor | None = None
 
 
-class DeCALForRetrieval(DeCALPreTrainedModel):
+class DeCALForRetrieval(CompressorHead, DeCALPreTrainedModel):
     r"""
     The encoder of a pretrained DeCAL, "the decoder discarded": queries and documents become their slots, compared by
     Chamfer similarity.
@@ -40,11 +41,11 @@ class DeCALForRetrieval(DeCALPreTrainedModel):
         config ([`DeCALConfig`]): the configuration; `compression="none"` is the T5 baseline, a vector for each token.
     """
 
+    model_class = DeCALModel
     _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^lm_head\."]
 
     def __init__(self, config: DeCALConfig):
         super().__init__(config)
-        self.model = DeCALModel(config)
         self.post_init()
 
     @classmethod
@@ -56,12 +57,6 @@ class DeCALForRetrieval(DeCALPreTrainedModel):
         """As for every compressor, but that no pipeline asks such a checkpoint questions."""
         self.config.custom_pipelines = {}
         super().save_pretrained(*args, **kwargs)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
 
     def encode(
         self,
@@ -79,7 +74,7 @@ class DeCALForRetrieval(DeCALPreTrainedModel):
             token_type_ids: some tokenizers add them; ignored.
 
         Raises:
-            ValueError: see [`CompressingMixin.compress`].
+            ValueError: see [`CompressorBackbone.compress`].
         """
         slots = self.model(input_ids, attention_mask, ratio)
         # In float32, where half types would square small numbers to zero.

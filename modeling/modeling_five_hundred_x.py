@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ..configuration.configuration_five_hundred_x import FiveHundredXConfig
-from .compressor.distinct_memory_tokens import DistinctMemoryTokenModel
-from .compressor.memory_token_compressor import MemoryRows
-from .compressor.modeling_compressor import CompressorForCausalLM
+from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
 from .memory.compressed_context import KeyValues
 from .memory.key_value_memory import KeyValueRecorder, key_value_shape
 from .parts.lora import linear_module_names
 
 
-class FiveHundredXModel(DistinctMemoryTokenModel):
+class FiveHundredXModel(MemoryTokenModel):
     r"""
     500xCompressor: reads `[S(i); M(i)]` with an adapted encoder and carries the memory tokens' keys and values of
     every layer over to the frozen decoder.
@@ -24,7 +21,6 @@ class FiveHundredXModel(DistinctMemoryTokenModel):
     """
 
     config_class = FiveHundredXConfig
-    carrier = "key_values"
 
     def __init__(self, config: FiveHundredXConfig):
         super().__init__(config)
@@ -43,10 +39,10 @@ class FiveHundredXModel(DistinctMemoryTokenModel):
         names = [name for name in linear_module_names(layer) if name not in ("k_proj", "v_proj", "qkv_proj")]
         return [f"{last}.{path}" for path, _ in layer.named_modules() if path.rpartition(".")[2] in names]
 
-    def carry_over(self, rows: MemoryRows) -> list[tuple[KeyValues, Tensor]]:
+    def read_memory(self, rows: MemoryRows) -> list[KeyValues]:
         # Equation 1: M~(i), KV(i) = LLM([S(i); M(i)] | theta_LoRA); 500xCompressor carries KV over.
         recorder = KeyValueRecorder(rows.places)
-        self.memory_states(rows, past_key_values=recorder)
+        rows.hidden_states(self, past_key_values=recorder)
         # Under autocast rotated keys are float32 and values are not.
         return rows.read_key_values(
             [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close()]
@@ -61,7 +57,4 @@ class FiveHundredXForCausalLM(CompressorForCausalLM):
         config ([`FiveHundredXConfig`]): the configuration.
     """
 
-    config_class = FiveHundredXConfig
     model_class = FiveHundredXModel
-    _keep_in_fp32_modules_strict = FiveHundredXModel._keep_in_fp32_modules_strict
-    method_parameters = FiveHundredXModel.method_parameters

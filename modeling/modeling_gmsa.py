@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..configuration.configuration_gmsa import GMSAConfig
-from .compressor.modeling_compressor import CompressorForCausalLM
-from .compressor.shallow_encoder import ShallowEncoderModel
+from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.chunking import Chunks
+from .compressor.memory_token_compressor import MemoryRows, first_memory_tokens, memory_rows, start_memory_tokens
+from .compressor.modeling_compressor import CompressorModel
 from .parts.float32_layers import Float32Linear
 from .parts.layer_semantic_alignment import LayerSemanticAlignment
 from .parts.pooling import mean_pool
 
 
-class GMSAModel(ShallowEncoderModel):
+class GMSAModel(CompressorModel):
     r"""
     Averages r neighbouring states of a shallow encoder, and takes them to the decoder's input through blocks like its
     lowest.
@@ -26,10 +30,15 @@ class GMSAModel(ShallowEncoderModel):
     """
 
     config_class = GMSAConfig
+    method_parts = ("memory_embeddings", "width_map")
 
     def __init__(self, config: GMSAConfig):
         super().__init__(config)
         encoder_width = config.get_encoder_config().hidden_size
+        # Table 4, "w/o Group Merging": learned tokens behind the context take the groups' place.
+        self.memory_embeddings = None
+        if config.appended_tokens:
+            self.memory_embeddings = nn.Parameter(torch.zeros(config.appended_tokens, encoder_width))
         self.width_map = None
         if encoder_width != config.hidden_size:
             self.width_map = Float32Linear(encoder_width, config.hidden_size, bias=False)
@@ -40,35 +49,41 @@ class GMSAModel(ShallowEncoderModel):
             self.layer_semantic_alignment.copy_blocks(self.language_model)
         self.post_init()
 
+    @property
+    def method_parameters(self) -> tuple[str, ...]:
+        """Blocks of layer semantic alignment train, and where they do not, they have the decoder's type."""
+        return (*super().method_parameters, r"(^|\.)layer_semantic_alignment\.")
+
     def _init_weights(self, module: nn.Module) -> None:
         if module is self.width_map:
             # It keeps the size of vectors whatever their width.
             init.normal_(module.weight, std=module.in_features**-0.5)
         else:
             super()._init_weights(module)
+        if module is self and self.memory_embeddings is not None:
+            start_memory_tokens(self)
 
     def start_from_base(self) -> None:
         if self.layer_semantic_alignment is not None:
             self.layer_semantic_alignment.start_from(self.language_model)
 
-    def encode(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        if self.config.appended_tokens:
-            # Table 4, "w/o Group Merging".
-            return super().encode(input_ids, attention_mask, position_ids, ratios)
-        if input_ids.shape[1] == 0:
-            return [self.no_slots(input_ids) for _ in ratios]
-        # Equation 2: H = Encoder_k(X).
-        hidden_states = self.encoder_states(input_ids, attention_mask, position_ids)
-        return [self._merged(hidden_states, attention_mask, ratio) for ratio in ratios]
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
+        if self.memory_embeddings is None:
+            # Equation 2: H = Encoder_k(X).
+            states = self.encoder_states(chunks.input_ids, chunks.attention_mask, chunks.position_ids)
+            # Section 3.1: H~ = [1 / L_G sum H_{G_1}, ..., 1 / L_G sum H_{G_N}], L_G = r; the last group by its length.
+            merged = [mean_pool(states, chunks.attention_mask, ratio, chunks.lengths)[0] for ratio in ratios]
+        else:
+            passes = self.memory_rows(chunks, ratios)
+            merged = [summary for rows in passes for summary in rows.read(rows.hidden_states(self))]
+        return [self.align(summary).to(self.dtype) for summary in merged]
 
-    def _merged(self, hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor) -> tuple[Tensor, Tensor]:
-        # Section 3.1: H~ = [1 / L_G sum H_{G_1}, ..., 1 / L_G sum H_{G_N}], L_G = r; the last group by its own length.
-        merged, mask = mean_pool(hidden_states, attention_mask, ratio)
-        return self.soft_tokens(merged, mask), mask
+    def memory_rows(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Iterator[MemoryRows]:
+        """What the encoder reads without group merging; see [`memory_rows`]."""
+        return memory_rows(self, chunks, ratios, partial(first_memory_tokens, self))
 
     def align(self, summary: Tensor) -> Tensor:
+        """Slots of merged states, `(num_chunks, num_slots, hidden_size)`."""
         if self.width_map is not None:
             summary = self.width_map(summary)
         if self.layer_semantic_alignment is None:
@@ -91,7 +106,4 @@ class GMSAForCausalLM(CompressorForCausalLM):
         config ([`GMSAConfig`]): the configuration.
     """
 
-    config_class = GMSAConfig
     model_class = GMSAModel
-    _keep_in_fp32_modules_strict = GMSAModel._keep_in_fp32_modules_strict
-    method_parameters = GMSAModel.method_parameters

@@ -6,12 +6,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..configuration.configuration_icae import ICAEConfig
-from .compressor.distinct_memory_tokens import DistinctMemoryTokenModel
-from .compressor.memory_token_compressor import MemoryRows
-from .compressor.modeling_compressor import CompressorForCausalLM
+from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
 
 
-class ICAEModel(DistinctMemoryTokenModel):
+class ICAEModel(MemoryTokenModel):
     r"""
     In-context autoencoder: reads `[S(i); M(i)]` with an adapted encoder and carries the memory tokens' last hidden
     states over to the frozen decoder.
@@ -29,9 +28,9 @@ class ICAEModel(DistinctMemoryTokenModel):
             raise ValueError(f"ICAE has no map between widths: the encoder has {widths[0]}, the decoder {widths[1]}")
         self.post_init()
 
-    def carry_over(self, rows: MemoryRows) -> list[tuple[Tensor, Tensor]]:
+    def read_memory(self, rows: MemoryRows) -> list[Tensor]:
         # Equation 1: M~(i), KV(i) = LLM([S(i); M(i)] | theta_LoRA); ICAE carries M~ over.
-        return rows.read(self.memory_states(rows))
+        return rows.read(rows.hidden_states(self))
 
 
 class ICAEForCausalLM(CompressorForCausalLM):
@@ -42,7 +41,4 @@ class ICAEForCausalLM(CompressorForCausalLM):
         config ([`ICAEConfig`]): the configuration.
     """
 
-    config_class = ICAEConfig
     model_class = ICAEModel
-    _keep_in_fp32_modules_strict = ICAEModel._keep_in_fp32_modules_strict
-    method_parameters = ICAEModel.method_parameters

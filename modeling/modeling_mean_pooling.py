@@ -10,7 +10,9 @@ from torch.nn import functional
 from transformers import initialization as init
 
 from ..configuration.configuration_mean_pooling import MeanPoolingConfig
-from .compressor.modeling_compressor import CompressorForCausalLM, CompressorModel, CompressorPreTrainedModel
+from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.chunking import Chunks
+from .compressor.modeling_compressor import CompressorModel
 from .parts.pooling import mean_pool, window_sizes
 
 
@@ -23,16 +25,10 @@ class MeanPoolingModel(CompressorModel):
     """
 
     config_class = MeanPoolingConfig
-    _keep_in_fp32_modules_strict = [
-        *CompressorPreTrainedModel._keep_in_fp32_modules_strict,
-        "slot_projection",
-        "slot_perceptron",
-    ]
-    method_parameters = (*CompressorPreTrainedModel.method_parameters, r"(^|\.)slot_(projection|perceptron)\.")
+    method_parts = ("slot_projection", "slot_perceptron")
 
     def __init__(self, config: MeanPoolingConfig):
         super().__init__(config)
-        self._has_encoder = config.encoder_type == "language_model"
         encoder_width = config.get_encoder_config().hidden_size
         self.slot_projection = None
         if config.linear_after_pooling:
@@ -57,36 +53,34 @@ class MeanPoolingModel(CompressorModel):
         else:
             super()._init_weights(module)
 
-    def encode(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
         # Section 4.1: h_1 ... h_L, with full self-attention; the ablation "No Encoder" pools token embeddings.
-        if self.config.encoder_type == "embeddings":
-            hidden_states = self._embed_text(input_ids)
-        else:
+        embeddings = None
+        if self.config.encoder_type == "embeddings" or self.config.embedding_residual:
+            embeddings = self._embed_text(chunks.input_ids)
+        hidden_states = embeddings
+        if self.config.encoder_type == "language_model":
+            inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
             is_causal = self.config.encoder_attention == "causal"
-            hidden_states = self.encoder_states(input_ids, attention_mask, position_ids, is_causal=is_causal)
-        embeddings = self._embed_text(input_ids) if self.config.embedding_residual else None
-        return [self._slots(hidden_states, attention_mask, ratio, embeddings) for ratio in ratios]
+            hidden_states = self.encoder_states(*inputs, is_causal=is_causal)
+        return [self._slots(hidden_states, embeddings, chunks, ratio) for ratio in ratios]
 
-    def _slots(
-        self, hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor, embeddings: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _slots(self, hidden_states: Tensor, embeddings: Tensor | None, chunks: Chunks, ratio: int | Tensor) -> Tensor:
         # Equations 3 and 4: S_k = {(k-1)r + 1, ..., min(kr, L)},  z_k = 1 / |S_k| sum_{i in S_k} h_i.
-        slots, slot_mask = mean_pool(hidden_states, attention_mask, ratio)
+        tokens = (chunks.attention_mask, ratio, chunks.lengths)
+        slots = mean_pool(hidden_states, *tokens)[0]
         # Section 5.1: a learned matrix W is applied to f_c(T, r).
         if self.slot_projection is not None:
             pooled = slots.float()
             slots = functional.linear(pooled, self.slot_projection.weight.float())
             if self.slot_perceptron is not None:
-                # Its biases would make something of padding slots.
-                slots = slots + self.slot_perceptron(pooled) * slot_mask[:, :, None]
-            if embeddings is not None:
+                slots = slots + self.slot_perceptron(pooled)
+            if self.config.embedding_residual:
                 # A sum of |S_k| vectors over sqrt(|S_k|) is about as large as one of them.
-                sizes = window_sizes(attention_mask.sum(dim=1), ratio, slots.shape[1])
-                slots = slots + mean_pool(embeddings.float(), attention_mask, ratio)[0] * sizes.sqrt()[:, :, None]
+                sizes = window_sizes(chunks.attention_mask.sum(dim=1), ratio, slots.shape[1])
+                slots = slots + mean_pool(embeddings.float(), *tokens)[0] * sizes.sqrt()[:, :, None]
             slots = slots.to(hidden_states.dtype)
-        return slots, slot_mask
+        return slots
 
 
 class MeanPoolingForCausalLM(CompressorForCausalLM):
@@ -97,7 +91,4 @@ class MeanPoolingForCausalLM(CompressorForCausalLM):
         config ([`MeanPoolingConfig`]): the configuration.
     """
 
-    config_class = MeanPoolingConfig
     model_class = MeanPoolingModel
-    _keep_in_fp32_modules_strict = MeanPoolingModel._keep_in_fp32_modules_strict
-    method_parameters = MeanPoolingModel.method_parameters

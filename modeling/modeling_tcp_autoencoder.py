@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
-from .compressor.modeling_compressor import CompressorForCausalLM
-from .compressor.shallow_encoder import ShallowEncoderModel
+from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
 from .parts.float32_layers import Float32Linear
 
 
-class TCPAutoencoderModel(ShallowEncoderModel):
+class TCPAutoencoderModel(MemoryTokenModel):
     r"""
     A shallow encoder reads the context and then learned tokens, whose last hidden states go through a multilayer
     perceptron.
@@ -22,6 +22,7 @@ class TCPAutoencoderModel(ShallowEncoderModel):
     """
 
     config_class = TCPAutoencoderConfig
+    method_parts = (*MemoryTokenModel.method_parts, "slot_mlp")
 
     def __init__(self, config: TCPAutoencoderConfig):
         super().__init__(config)
@@ -39,9 +40,9 @@ class TCPAutoencoderModel(ShallowEncoderModel):
         else:
             super()._init_weights(module)
 
-    def align(self, summary: Tensor) -> Tensor:
-        # Figure 7: coarse-grained semantic alignment.
-        return self.slot_mlp(summary)
+    def read_memory(self, rows: MemoryRows) -> list[Tensor]:
+        # Figure 7: the learned tokens' states, and coarse-grained semantic alignment.
+        return [self.slot_mlp(states).to(self.dtype) for states in rows.read(rows.hidden_states(self))]
 
 
 class TCPAutoencoderForCausalLM(CompressorForCausalLM):
@@ -52,7 +53,4 @@ class TCPAutoencoderForCausalLM(CompressorForCausalLM):
         config ([`TCPAutoencoderConfig`]): the configuration.
     """
 
-    config_class = TCPAutoencoderConfig
     model_class = TCPAutoencoderModel
-    _keep_in_fp32_modules_strict = TCPAutoencoderModel._keep_in_fp32_modules_strict
-    method_parameters = TCPAutoencoderModel.method_parameters

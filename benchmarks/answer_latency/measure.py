@@ -207,7 +207,7 @@ def _rooflines(
     hardware = hardware_of(device_of(arguments), dtype)
     embeddings = language_model.get_input_embeddings()
     weights = module_bytes(language_model, without=None if config.tie_word_embeddings else embeddings)
-    is_cached = compressor.model.carrier == "key_values"
+    is_cached = compressor.config.carrier == "key_values"
     slots, question = row["slots"], arguments.question_tokens
 
     def answer(prefill: int, num_cached: int) -> list[ForwardPass]:

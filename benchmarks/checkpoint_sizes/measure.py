@@ -45,7 +45,7 @@ def cache_values(base: PreTrainedConfig) -> int:
 
 def slot_values(model: PreTrainedModel, base: PreTrainedConfig) -> int:
     """Numbers in one slot: a vector, or keys and values of every layer."""
-    return cache_values(base) if getattr(model, "model", model).carrier == "key_values" else base.hidden_size
+    return cache_values(base) if model.config.carrier == "key_values" else base.hidden_size
 
 
 def row_of(method: str, base_shape: str, ratios: Sequence[int]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint
 
 
 def check_ids(name: str, ids: Tensor) -> None:
-    """Token ids must be rows of int64 or int32; whether the vocabulary has them is for [`check_token_ids`].
+    """Token ids must be rows of int64 or int32; whether the vocabulary has them is for [`check_together`].
 
     Raises:
         TypeError: no tensor, or one of another type.
@@ -42,28 +43,75 @@ def check_ids(name: str, ids: Tensor) -> None:
         raise ValueError(f"`{name}` is an empty batch, of shape {tuple(ids.shape)}: give at least one row")
 
 
-def check_mask(name: str, mask: Tensor | None, ids_name: str, ids: Tensor) -> Tensor:
-    """The mask of `ids` as a LongTensor; all ones where none is given.
+@dataclass
+class TokenRows:
+    """Token ids with their mask; `lengths` and checked values come with [`check_together`].
 
-    Its values are checked by [`check_text`] or [`check_token_ids`], which wait for the device anyway: what is neither
-    one nor zero is -1 in the result.
+    Args:
+        name: what errors call the ids.
+        input_ids: `(batch_size, num_tokens)`.
+        attention_mask: same shape, int64; -1 where the caller's mask held neither one nor zero.
+        vocab_size: ids below it are known; `None` leaves the ids unchecked.
+        task_token_ids: the method's own special tokens, which are known, too.
+        needs_tokens: whether every row must have a token.
+        lengths: number of real tokens of each row.
+    """
+
+    name: str
+    input_ids: Tensor
+    attention_mask: Tensor
+    vocab_size: int | None = None
+    task_token_ids: Mapping[str, int] = field(default_factory=dict)
+    needs_tokens: bool = False
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are no pads."""
+        return all(length == self.input_ids.shape[1] for length in self.lengths)
+
+    def unknown(self) -> Tensor:
+        """Where a real token is neither in the vocabulary nor a task token, bool of the ids' shape."""
+        ids = self.input_ids
+        if self.vocab_size is None:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        unknown = ((ids < 0) | (ids >= self.vocab_size)) & self.attention_mask.bool()
+        for task_id in self.task_token_ids.values():
+            unknown = unknown & (ids != task_id)
+        return unknown
+
+
+def token_rows(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    name: str = "input_ids",
+    *,
+    vocab_size: int | None = None,
+    task_token_ids: Mapping[str, int] | None = None,
+    needs_tokens: bool = False,
+) -> TokenRows:
+    """Check types and shapes of ids and mask; a mask of ones where none is given.
 
     Raises:
         TypeError: as [`check_ids`], or the mask is no tensor of real numbers.
         ValueError: as [`check_ids`], or the mask has another shape.
     """
-    check_ids(ids_name, ids)
+    check_ids(name, input_ids)
+    mask, mask_name = attention_mask, name.replace("input_ids", "attention_mask")
     if mask is None:
-        return torch.ones_like(ids, dtype=torch.long)
-    if not isinstance(mask, Tensor) or mask.is_complex():
+        mask = torch.ones_like(input_ids, dtype=torch.long)
+    elif not isinstance(mask, Tensor) or mask.is_complex():
         found = getattr(mask, "dtype", type(mask).__name__)
-        raise TypeError(f"`{name}` must be a tensor of ones and zeros, got {found}")
-    if tuple(mask.shape) != tuple(ids.shape):
-        raise ValueError(f"`{name}` must have the shape of `{ids_name}`, {tuple(ids.shape)}, got {tuple(mask.shape)}")
-    ones = (mask == 1).long()
-    if mask.dtype != torch.bool:
-        ones = torch.where((mask == 0) | (mask == 1), ones, -1)
-    return ones.to(device=ids.device)
+        raise TypeError(f"`{mask_name}` must be a tensor of ones and zeros, got {found}")
+    elif tuple(mask.shape) != tuple(input_ids.shape):
+        raise ValueError(
+            f"`{mask_name}` must have the shape of `{name}`, {tuple(input_ids.shape)}, got {tuple(mask.shape)}"
+        )
+    elif mask.dtype == torch.bool:
+        mask = mask.long().to(input_ids.device)
+    else:
+        mask = torch.where((mask == 0) | (mask == 1), (mask == 1).long(), -1).to(input_ids.device)
+    return TokenRows(name, input_ids, mask, vocab_size, task_token_ids or {}, needs_tokens)
 
 
 def check_cached_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -> Tensor:
@@ -92,38 +140,54 @@ def check_cached_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -
     return (mask != 0).long()
 
 
-def _refuse_mask(ids_name: str) -> None:
-    raise ValueError(
-        f"`{ids_name.replace('input_ids', 'attention_mask')}` must hold ones for real tokens and zeros for pads, and "
-        "it holds other values (an additive mask, with -inf at pads, is none of these)"
-    )
+def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]:
+    """Check the values of all inputs by one wait for the device, and note the lengths of their rows.
 
+    Every real id must be in the vocabulary, or one of the task tokens. Afterwards ids are 0 at pads: a tokenizer's pad
+    id may lie outside the model's table.
 
-def check_token_ids(
-    name: str, ids: Tensor, mask: Tensor, vocab_size: int, task_token_ids: Mapping[str, int]
-) -> Tensor:
-    """Every real id must be in the vocabulary, or one of the method's own task tokens.
+    Args:
+        inputs: ids and masks.
+        also: further integers or truth values to be read by the same wait, each a tensor without dimensions.
 
     Returns:
-        The ids with 0 at pads: a tokenizer's pad id may lie outside the model's table.
+        the values of `also`.
 
     Raises:
-        ValueError: with the first id that is not, or a mask of other values than ones and zeros.
+        ValueError: a mask of other values than ones and zeros, a row without tokens that needs one, or the first
+            unknown id.
     """
-    unknown = ((ids < 0) | (ids >= vocab_size)) & mask.bool()
-    for task_id in task_token_ids.values():
-        unknown = unknown & (ids != task_id)
-    # Together, so that one wait for the device tells of both.
-    if bool((unknown | (mask < 0)).any()):
-        if bool((mask < 0).any()):
-            _refuse_mask(name)
-        found = int(ids[unknown][0])
-        also = f" or one of the task tokens {dict(task_token_ids)}" if task_token_ids else ""
-        raise ValueError(
-            f"`{name}` has the token id {found}, which is outside the vocabulary of {vocab_size} tokens{also}; is the "
-            "tokenizer the one of this checkpoint?"
-        )
-    return ids.masked_fill(mask == 0, 0)
+    device = inputs[0].input_ids.device
+    facts = [tensor for rows in inputs for tensor in _facts(rows)] + [tensor[None] for tensor in also]
+    values = torch.cat([tensor.to(device=device, dtype=torch.long) for tensor in facts]).tolist()
+    for rows in inputs:
+        rows.lengths, (has_unknown, is_wrong) = values[: len(rows.input_ids)], values[len(rows.input_ids) :][:2]
+        values = values[len(rows.input_ids) + 2 :]
+        if is_wrong:
+            raise ValueError(
+                f"`{rows.name.replace('input_ids', 'attention_mask')}` must hold ones for real tokens and zeros for "
+                "pads, and it holds other values (an additive mask, with -inf at pads, is none of these)"
+            )
+        if rows.needs_tokens and 0 in rows.lengths:
+            raise ValueError(
+                f"`{rows.name}` has no token in row {rows.lengths.index(0)}: the text needs at least one token, such "
+                "as BOS"
+            )
+        if has_unknown:
+            found, own = int(rows.input_ids[rows.unknown()][0]), dict(rows.task_token_ids)
+            also_known = f" or one of the task tokens {own}" if own else ""
+            raise ValueError(
+                f"`{rows.name}` has the token id {found}, which is outside the vocabulary of {rows.vocab_size} tokens"
+                f"{also_known}; is the tokenizer the one of this checkpoint?"
+            )
+        rows.input_ids = rows.input_ids.masked_fill(rows.attention_mask == 0, 0)
+    return values
+
+
+def _facts(rows: TokenRows) -> tuple[Tensor, ...]:
+    """Lengths of the rows, whether there are unknown ids, and whether there are wrong values in the mask."""
+    mask = rows.attention_mask
+    return mask.sum(dim=1), rows.unknown().any()[None], (mask < 0).any()[None]
 
 
 def check_ratios(
@@ -187,10 +251,24 @@ def check_context_length(encoder_config: PreTrainedConfig, num_positions: int, c
         )
 
 
-def warn_about_positions(decoder_config: PreTrainedConfig, num_positions: int) -> None:
-    """Say once that slots and text reach further than the decoder's positions, where it may have learned nothing."""
+def warn_about_positions(
+    decoder_config: PreTrainedConfig, memory: CompressedContext, offset: Tensor, num_text_tokens: int
+) -> None:
+    """Say once that slots and text reach further than the decoder's positions, where it may have learned nothing.
+
+    Args:
+        decoder_config: the decoder's.
+        memory: the slots in front of the text.
+        offset: `(batch_size,)`, position of each row's first text token.
+        num_text_tokens: of the longest text.
+    """
     limit = getattr(decoder_config, "max_position_embeddings", None)
-    if limit is not None and num_positions > limit:
+    # Under the enhanced layout a text stands behind all tokens of the context, how many only the device knows.
+    if limit is None or (
+        memory.position_layout != "enhanced" and memory.attention_mask.shape[1] + num_text_tokens <= limit
+    ):
+        return
+    if int(offset.max()) + num_text_tokens > limit:
         logger.warning_once(
             f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
             "may not read what lies behind them: take a higher ratio, or join fewer memories"
@@ -207,8 +285,8 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
 
     Raises:
         TypeError: it is no `CompressedContext`.
-        ValueError: it comes from another model, has another width or carrier, another number of rows, values that are
-            not finite, or such that the model's floating-point type cannot hold.
+        ValueError: it comes from another model, has another width or carrier, another number of rows, or values
+            such as the model's floating-point type cannot hold. That they are finite is for `value_flags`.
     """
     if not is_memory(memory):
         raise TypeError(f"`memory` must be a CompressedContext, as `compress` returns it, got {type(memory).__name__}")
@@ -216,9 +294,6 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
     if not model.made(memory):
         maker = f"the model {memory.model_id}" if memory.model_id else "another model, in training mode"
         raise ValueError(f"`memory` was made by {maker}, not by this one, {model.model_id}")
-    if not model.training:
-        # A run of training stops at its loss, and names the batch.
-        memory.validate(finite=True)
     if memory.batch_size == 1 and input_ids.shape[0] > 1:
         memory = memory.repeat_interleave(input_ids.shape[0])
     if memory.batch_size != input_ids.shape[0]:
@@ -230,8 +305,8 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
 
 
 def _check_carrier(memory: CompressedContext, model: Any) -> None:
-    if memory.carrier != model.carrier:
-        raise ValueError(f"`memory` holds {memory.carrier}, {type(model).__name__} reads {model.carrier}")
+    if memory.carrier != model.config.carrier:
+        raise ValueError(f"`memory` holds {memory.carrier}, {type(model).__name__} reads {model.config.carrier}")
     if memory.carrier == "embeddings":
         width = model.config.hidden_size
         if memory.embeddings.shape[-1] != width:
@@ -285,22 +360,3 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
         nearest = difflib.get_close_matches(name, _OWN_KEYWORDS, n=1, cutoff=0.8)
         if nearest:
             raise TypeError(f"unexpected argument {name!r}; did you mean {nearest[0]!r}?")
-
-
-def check_text(mask: Tensor, name: str = "input_ids") -> None:
-    """Every row of the text must have a token.
-
-    Args:
-        mask: `(batch_size, num_text_tokens)`.
-        name: what the error calls the text.
-
-    Raises:
-        ValueError: with the first empty row, or a mask of other values than ones and zeros.
-    """
-    empty = mask.eq(0).all(dim=1)
-    wrong = (mask < 0).any(dim=1)
-    if bool((empty | wrong).any()):
-        if bool(wrong.any()):
-            _refuse_mask(name)
-        row = int(empty.nonzero()[0])
-        raise ValueError(f"`{name}` has no token in row {row}: the text needs at least one token, such as BOS")

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files whose every byte is covered by a checksum, for compressed contexts."""
+"""Compressed contexts as bytes: safetensors files with a checksum over every byte, and tensors as text."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import os
 import re
@@ -98,6 +100,18 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         # Whoever alters a file may put the right checksum in it.
         raise ValueError(f"{path} is not a memory file: {error}") from error
+
+
+def tensor_as_base64(embeds: Tensor) -> str:
+    """A tensor as text: the file that `torch.save` writes, in base64.
+
+    Args:
+        embeds: `(num_places, hidden_size)`.
+    """
+    file = io.BytesIO()
+    # A copy: `torch.save` writes the whole storage that a slice is taken from.
+    torch.save(embeds.detach().cpu().contiguous().clone(), file)
+    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def _check_is_file(path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ def is_memory(value: Any) -> bool:
     return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
 
 
-def check_memory_fields(memory: Any, finite: bool = False) -> None:
+def check_memory_fields(memory: Any, finite: bool = False, values: bool = True) -> None:
     """Check types, shapes and values of a memory's fields.
 
     Args:
         memory: a `CompressedContext`. Its file imports this one, so this one cannot name the class.
         finite: Refuse NaN and infinite values in what carries the memory, too.
+        values: Check values beside types and shapes, which waits for the device.
 
     Raises:
         TypeError: A field has the wrong type or dtype.
@@ -49,7 +51,13 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
         raise ValueError(
             f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
         )
-    _check_values(memory, finite)
+    integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
+    integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
+    devices = {tensor.device for tensor in memory._carrier_tensors() + integers}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
+    if values and not memory.attention_mask.is_meta:
+        refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
 
 
 def _carrier_of_embeddings(memory: Any) -> tuple[int, int]:
@@ -88,23 +96,29 @@ def _check_integers(memory: Any, name: str, tensor: Tensor, shape: tuple[int, ..
         )
 
 
-def _check_values(memory: Any, finite: bool) -> None:
-    integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
-    integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
-    devices = {tensor.device for tensor in memory._carrier_tensors() + integers}
-    if len(devices) > 1:
-        raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
-    if memory.attention_mask.is_meta:
-        return
+def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
+    """What may be wrong with the values of a memory's fields, without a wait for the device.
+
+    Args:
+        memory: a `CompressedContext`.
+        finite: look for NaN and infinite values in what carries the memory, too.
+
+    Returns:
+        truth values, tensors without dimensions, for [`refuse_values`].
+    """
     mask = memory.attention_mask.long()
-    # One device synchronisation for all of them.
-    is_not_binary = ((mask != 0) & (mask != 1)).any()
-    has_gap = (mask[:, 1:] > mask[:, :-1]).any()
-    is_negative = (memory.num_context_tokens < 0).any()
-    is_ratio_low = (torch.as_tensor(memory.ratio, device=mask.device) < 1).any()
     carrier = memory._carrier_tensors() if finite else []
-    is_not_finite = ~torch.stack([mask.new_ones((), dtype=torch.bool), *(t.isfinite().all() for t in carrier)]).all()
-    flags = torch.stack([is_not_binary, has_gap, is_negative, is_ratio_low, is_not_finite]).tolist()
+    return [
+        ((mask != 0) & (mask != 1)).any(),
+        (mask[:, 1:] > mask[:, :-1]).any(),
+        (memory.num_context_tokens < 0).any(),
+        (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
+        ~torch.stack([mask.new_ones((), dtype=torch.bool), *(tensor.isfinite().all() for tensor in carrier)]).all(),
+    ]
+
+
+def refuse_values(memory: Any, flags: Sequence[int]) -> None:
+    """Raise a `ValueError` for the first of [`value_flags`] that is true."""
     reasons = (
         "attention_mask must hold ones and zeros",
         "attention_mask must have the real slots of each row first, the padding slots after them",

@@ -16,14 +16,14 @@ from torch import Tensor
 
 
 @dataclass
-class SplicedSequence:
+class PackedSequence:
     """A batch of `[pads, slots, text]` rows.
 
     Args:
         attention_mask: `(batch_size, num_slots + num_text_tokens)`, one for real places.
         order: Same shape; the place in `[slots, text]` that each place of a row is taken from. `None`: as it is.
         text_places: `(batch_size, num_text_tokens)`, the place whose state belongs to each text token.
-        pad_in_front: whether every row starts with one more pad, see `splice`.
+        pad_in_front: whether every row starts with one more pad, see `pack`.
     """
 
     attention_mask: Tensor
@@ -63,10 +63,14 @@ def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:
     return states.gather(dim, places.reshape(shape).expand(sizes))
 
 
-def splice(
-    slot_mask: Tensor, text_mask: Tensor, moves_first: Tensor | None = None, pad_in_front: bool = False
-) -> SplicedSequence:
-    """Order slots and text into rows.
+def pack(
+    slot_mask: Tensor,
+    text_mask: Tensor,
+    moves_first: Tensor | None = None,
+    pad_in_front: bool = False,
+    is_full: bool = False,
+) -> PackedSequence:
+    """Order slots and text into rows, without a wait for the device.
 
     Text tokens that move in front of the slots (a BOS, the opening of a chat's user turn) are the first of their row.
     The last of them is followed by slots, so the state that predicts the next text token is the last slot's:
@@ -77,6 +81,7 @@ def splice(
         text_mask: `(batch_size, num_text_tokens)`, one for real tokens.
         moves_first: `(batch_size, num_text_tokens)` bool, the text tokens that move in front of the slots.
         pad_in_front: whether one more pad stands in front of every row, see `reads_falling_ids_as_packed`.
+        is_full: whether both masks are known to hold ones alone; rows in which nothing moves then stay as they are.
 
     Returns:
         The arrangement.
@@ -85,20 +90,20 @@ def splice(
         slot_mask = torch.nn.functional.pad(slot_mask, (1, 0))
     joined_mask = torch.cat([slot_mask, text_mask], dim=1)
     num_slots = slot_mask.shape[1]
-    moves = moves_first is not None and bool(moves_first.any())
-    if not moves and bool(joined_mask.all()):
+    if is_full and moves_first is None and not pad_in_front:
         places = torch.arange(joined_mask.shape[1], device=joined_mask.device)[num_slots:]
-        return SplicedSequence(joined_mask, None, places.expand(joined_mask.shape[0], -1))
-    rank = torch.cat([torch.full_like(slot_mask, 2), torch.full_like(text_mask, 3)], dim=1)
-    if moves:
-        rank[:, num_slots:][moves_first] = 1
+        return PackedSequence(joined_mask, None, places.expand(joined_mask.shape[0], -1))
+    text_rank = torch.full_like(text_mask, 3)
+    if moves_first is not None:
+        text_rank = text_rank.masked_fill(moves_first, 1)
+    rank = torch.cat([torch.full_like(slot_mask, 2), text_rank], dim=1)
     order = (rank * joined_mask).argsort(dim=1, stable=True)
     places = order.argsort(dim=1)
     text_places = places[:, num_slots:]
-    if moves:
+    if moves_first is not None:
         last_moved = moves_first & (moves_first.flip(1).cumsum(dim=1).flip(1) == 1)
         text_places = text_places + last_moved * slot_mask.sum(dim=1, keepdim=True)
-    return SplicedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front)
+    return PackedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front)
 
 
 def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:

@@ -4,9 +4,14 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...modeling.compressor.memory_token_compressor import MemoryTokenModel
+from ...modeling.modeling_gmsa import GMSAModel
+from ...modeling.parts.call_views import twin
 from ...modeling.parts.prompting import document_ids, text_tokenizer
+from .one_chunk import one_chunk
 
 
 def memory_attention(
@@ -47,5 +52,47 @@ def attention_of_ids(model: PreTrainedModel, ids: Sequence[int], ratio: int | No
     backbone = model.base_model
     if not has_memory_tokens(backbone):
         raise ValueError(f"{type(model).__name__} has no memory tokens in its encoder whose attention could be drawn")
-    layers = backbone.memory_attention(torch.tensor([list(ids)], device=backbone.device), ratio=ratio)
+    layers = attention_by_head(backbone, torch.tensor([list(ids)], device=backbone.device), ratio=ratio)
     return torch.stack([weights[0].float().mean(dim=0).cpu() for weights in layers])
+
+
+@torch.no_grad()
+def attention_by_head(
+    backbone: MemoryTokenModel | GMSAModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    ratio: int | None = None,
+) -> tuple[Tensor, ...]:
+    """How much each memory token attends to each context token, by layer (EPL, Figures 6 and 7).
+
+    Args:
+        backbone: a compressor's whose encoder reads memory tokens.
+        input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
+        attention_mask: their mask.
+        ratio: one of the checkpoint's; its first if not given.
+
+    Returns:
+        For each layer `(batch_size, num_heads, num_memory_tokens, num_tokens)`; context tokens stand left-aligned,
+        and pads have zero.
+
+    Raises:
+        ValueError: a context of several chunks, or no context tokens at all; as `compress` besides.
+    """
+    chunks, ratio = one_chunk(backbone, input_ids, attention_mask, ratio, "attention is drawn")
+    # Only this implementation gives its weights away.
+    alone = twin(backbone)
+    alone.encoder_backbone.set_attn_implementation("eager")
+    (rows,) = alone.memory_rows(chunks, [ratio])
+    attentions = alone.encoder_outputs(**rows.inputs, output_attentions=True).attentions
+    memory_mask = rows.groups[0][1]
+    lengths = chunks.attention_mask.sum(dim=1)
+    pads = rows.inputs_embeds.shape[1] - lengths - memory_mask.sum(dim=1)
+    columns = torch.arange(max(chunks.lengths), device=lengths.device)
+    is_real = (columns < lengths[:, None])[:, None, None] & memory_mask.bool()[:, None, :, None]
+    columns = (pads[:, None] + columns).clamp(max=rows.inputs_embeds.shape[1] - 1)
+    return tuple(
+        weights.take_along_dim(rows.places[:, None, :, None], dim=2)
+        .take_along_dim(columns[:, None, None], dim=3)
+        .masked_fill(~is_real, 0)
+        for weights in attentions
+    )

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.parts.prompting import document_ids
 from ...reporting import markdown_table
-from .attention import context_tokenizer, has_memory_tokens
+from .attention import attention_by_head, context_tokenizer, has_memory_tokens
+from .information_flow import has_information_flow, information_flow
 from .pictures import plot_allocation, plot_layer_weights, plot_singular_values, plot_slot_correlation
 
 ALLOCATION, SLOTS = "allocation", "slots"
@@ -156,14 +157,14 @@ def analyse_ids(
     allocation = layer_weights = None
     first_layer = 0
     # Refused here, a document of several chunks has cost nothing yet.
-    if callable(getattr(backbone, "information_flow", None)):
-        flow = backbone.information_flow(input_ids, ratio=ratio)
+    if has_information_flow(backbone):
+        flow = information_flow(backbone, input_ids, ratio=ratio)
         allocation = flow.allocation[0].float().cpu()
         if flow.layer_weights is not None:
             layer_weights = flow.layer_weights[0].float().cpu()
             first_layer = model.config.get_encoder_config().num_hidden_layers + 1 - layer_weights.shape[1]
     elif has_memory_tokens(backbone):
-        attention = backbone.memory_attention(input_ids, ratio=ratio)[-1][0].float().mean(dim=0).cpu()
+        attention = attention_by_head(backbone, input_ids, ratio=ratio)[-1][0].float().mean(dim=0).cpu()
         allocation = attention / attention.sum(dim=1, keepdim=True)
     memory = model.compress(input_ids, ratio=ratio)
     return SlotAnalysis(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ class Chunks:
         attention_mask: Same shape.
         position_ids: Same shape; positions of the context tokens by the layout.
         starts: `(batch_size * chunks_per_row,)`, context tokens in front of each chunk.
+        lengths: Real tokens of each chunk, known on the host.
         chunks_per_row: Number of chunks of the longest row; shorter rows have empty ones.
     """
 
@@ -31,20 +33,24 @@ class Chunks:
     attention_mask: Tensor
     position_ids: Tensor
     starts: Tensor
+    lengths: list[int]
     chunks_per_row: int
 
     @property
-    def lengths(self) -> Tensor:
-        """Real tokens of each chunk, `(batch_size * chunks_per_row,)`."""
-        return self.attention_mask.sum(dim=1)
+    def is_full(self) -> bool:
+        """Whether there are no pads."""
+        return min(self.lengths) == self.input_ids.shape[1]
 
 
-def cut(input_ids: Tensor, attention_mask: Tensor, chunk_size: int | None, layout: str) -> Chunks:
+def cut(
+    input_ids: Tensor, attention_mask: Tensor, lengths: Sequence[int], chunk_size: int | None, layout: str
+) -> Chunks:
     """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row may be short.
 
     Args:
         input_ids: `(batch_size, num_tokens)`, padded anywhere.
         attention_mask: Same shape.
+        lengths: Real tokens of each row.
         chunk_size: Tokens per chunk, `None` for one chunk whatever the length.
         layout: "default" restarts the positions in each chunk at 0; "uniform" and "enhanced" count on from 1 (EPL,
             Tables 1 and 12).
@@ -52,10 +58,10 @@ def cut(input_ids: Tensor, attention_mask: Tensor, chunk_size: int | None, layou
     Returns:
         The chunks.
     """
-    if not bool(attention_mask.all()):
-        input_ids, attention_mask = (right_padded(tensor, attention_mask) for tensor in (input_ids, attention_mask))
     batch_size, num_tokens = input_ids.shape
-    longest = int(attention_mask.sum(dim=1).max()) if num_tokens else 0
+    if any(length != num_tokens for length in lengths):
+        input_ids, attention_mask = (right_padded(tensor, attention_mask) for tensor in (input_ids, attention_mask))
+    longest = max(lengths)
     length = min(chunk_size or longest, longest)
     chunks_per_row = -(-longest // length) if length else 1
     pad = chunks_per_row * length - num_tokens
@@ -66,27 +72,44 @@ def cut(input_ids: Tensor, attention_mask: Tensor, chunk_size: int | None, layou
     position_ids = torch.arange(length, device=input_ids.device).expand(input_ids.shape)
     if layout != "default":
         position_ids = position_ids + starts[:, None] + 1
-    return Chunks(input_ids, attention_mask, position_ids, starts, chunks_per_row)
+    in_chunks = [max(0, min(length, row - start * length)) for row in lengths for start in range(chunks_per_row)]
+    return Chunks(input_ids, attention_mask, position_ids, starts, in_chunks, chunks_per_row)
 
 
-def join(slots: Slots, slot_mask: Tensor, chunks_per_row: int) -> tuple[Slots, Tensor]:
+def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
+    """The mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
+    places = torch.arange(max(counts), device=device)
+    return (places < torch.tensor(counts, device=device)[:, None]).long()
+
+
+def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
     """Join the chunks' slots row by row, without gaps.
 
     Args:
         slots: `(batch_size * chunks_per_row, slots_per_chunk, hidden_size)`, left-aligned; or for each layer keys and
             values `(batch_size * chunks_per_row, num_heads, slots_per_chunk, head_dim)`.
-        slot_mask: `(batch_size * chunks_per_row, slots_per_chunk)`.
+        counts: Slots of each chunk.
         chunks_per_row: Number of chunks of each row.
 
     Returns:
-        Slots `(batch_size, num_slots, hidden_size)`, left-aligned, or keys and values likewise, and their mask
-        `(batch_size, num_slots)`.
+        Slots `(batch_size, num_slots, hidden_size)`, left-aligned, or keys and values likewise, zeros at padding
+        slots, and their mask `(batch_size, num_slots)`.
     """
+    device = slots.device if isinstance(slots, Tensor) else slots[0][0].device
+    slot_mask = first_places(counts, device)
+    if isinstance(slots, Tensor):
+        slots = slots[:, : max(counts)]
+    if min(counts) != max(counts):
+        pads = slot_mask == 0
+        if isinstance(slots, Tensor):
+            slots = slots.masked_fill(pads[:, :, None], 0)
+        else:
+            slots = tuple(tuple(part.masked_fill(pads[:, None, :, None], 0) for part in pair) for pair in slots)
     if chunks_per_row == 1:
         return slots, slot_mask
     batch_size = slot_mask.shape[0] // chunks_per_row
     slot_mask = slot_mask.reshape(batch_size, -1)
-    num_slots = int(slot_mask.sum(dim=1).max())
+    num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
     order = slot_mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
     if isinstance(slots, Tensor):
         joined = take_places(slots.reshape(batch_size, -1, slots.shape[-1]), order)
@@ -102,13 +125,13 @@ def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
     return take_places(rows.reshape(batch_size, heads, -1, head_dim), order, dim=2)
 
 
-def memory_position_ids(slot_mask: Tensor, chunks: Chunks, slot_counts: Tensor, layout: str, carrier: str) -> Tensor:
+def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int], layout: str, carrier: str) -> Tensor:
     """Positions of the slots in the decoder (EPL, Tables 2, 3 and 13 to 15).
 
     Args:
         slot_mask: `(batch_size, num_slots)`, left-aligned.
         chunks: The chunks that the slots come from.
-        slot_counts: `(batch_size * chunks_per_row,)`, slots of each chunk.
+        counts: Slots of each chunk.
         layout: "default", "uniform" or "enhanced".
         carrier: "embeddings" or "key_values".
 
@@ -116,15 +139,11 @@ def memory_position_ids(slot_mask: Tensor, chunks: Chunks, slot_counts: Tensor, 
         `(batch_size, num_slots)`; padding slots have position 0.
     """
     if carrier == "embeddings" and layout != "enhanced":
-        return text_like_positions(slot_mask)
+        return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
     ids = torch.zeros_like(slot_mask)
-    rows = zip(chunks.lengths.split(chunks.chunks_per_row), slot_counts.split(chunks.chunks_per_row), strict=True)
-    for row, (lengths, counts) in enumerate(rows):
-        memory_ids, _ = decoder_position_ids(lengths.tolist(), counts.tolist(), 0, layout, carrier, "continuation")
-        ids[row, : len(memory_ids)] = memory_ids.to(ids.device)
+    for row in range(len(slot_mask)):
+        span = slice(row * chunks.chunks_per_row, (row + 1) * chunks.chunks_per_row)
+        spread = (chunks.lengths[span], counts[span], 0, layout, carrier, "continuation")
+        memory_ids, _ = decoder_position_ids(*spread, device=ids.device)
+        ids[row, : len(memory_ids)] = memory_ids
     return ids
-
-
-def text_like_positions(slot_mask: Tensor) -> Tensor:
-    """Running positions 0, 1, ... of the real slots."""
-    return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask

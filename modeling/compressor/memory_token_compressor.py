@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
+from ..memory.compressed_context import KeyValues
 from ..memory.key_value_memory import sliding_window
-from ..parts.call_views import twin
-from ..parts.lora import ENCODER
-from ..parts.packing import SplicedSequence, reads_falling_ids_as_packed, splice, take_places
+from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, take_places
 from ..parts.position_layout import encoder_memory_ids
-from .chunking import cut
-from .input_checks import check_context_length, check_mask, check_ratios, check_token_ids
-from .modeling_compressor import CompressorModel, CompressorPreTrainedModel
+from .backbone import slot_counts
+from .chunking import Chunks, Slots, first_places
+from .input_checks import check_context_length
+from .modeling_compressor import CompressorModel
 
 # Implementations that take a mask with a value for every pair of places.
 _PAIRWISE_MASKS = ("eager", "sdpa")
@@ -41,238 +42,152 @@ class MemoryRows:
     places: Tensor
     groups: list[tuple[int, Tensor]]
 
-    def read(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The memory tokens' states of each ratio, `(num_chunks, num_slots, hidden_size)`, and their mask."""
+    def hidden_states(self, model: CompressorModel, **kwargs: Any) -> Tensor:
+        """Last hidden states of a model's encoder over the rows, `(num_chunks, num_places, hidden_size)`."""
+        return model.encoder_states(**self.inputs, **kwargs)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the encoder reads."""
+        return {
+            "inputs_embeds": self.inputs_embeds,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+
+    def read(self, states: Tensor) -> list[Tensor]:
+        """The memory tokens' states of each ratio, `(num_chunks, num_slots, hidden_size)`; zeros for none."""
         states = take_places(states, self.places)
         return [
-            (states[:, first : first + mask.shape[1]].masked_fill(mask[:, :, None] == 0, 0), mask)
+            states[:, first : first + mask.shape[1]].masked_fill(mask[:, :, None] == 0, 0)
             for first, mask in self.groups
         ]
 
-    def read_key_values(self, layers: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[tuple, Tensor]]:
-        """The memory tokens' keys and values of each ratio, by layer, and their mask."""
-        found = []
-        for first, mask in self.groups:
-            hidden, span = mask[:, None, :, None] == 0, slice(first, first + mask.shape[1])
-            found.append((tuple(tuple(t[:, :, span].masked_fill(hidden, 0) for t in pair) for pair in layers), mask))
-        return found
+    def read_key_values(self, layers: Sequence[tuple[Tensor, Tensor]]) -> list[KeyValues]:
+        """The memory tokens' keys and values of each ratio, by layer."""
+        spans = [slice(first, first + mask.shape[1]) for first, mask in self.groups]
+        return [tuple(tuple(part[:, :, span] for part in pair) for pair in layers) for span in spans]
 
 
-class MemoryTokenModel(CompressorModel):
-    r"""
-    A compressor whose encoder reads `[S(i); M(i)]`: the context of a chunk, then learned memory tokens (EPL, equation
-    1). A method says how many there are, and what is carried over.
+def memory_rows(
+    model: CompressorModel,
+    chunks: Chunks,
+    ratios: Sequence[int | Tensor],
+    vectors: Callable[[int], Tensor],
+    bidirectional: bool = False,
+) -> Iterator[MemoryRows]:
+    """`[S(i); M(i)]` for each pass of the encoder, with the memory tokens of all its ratios behind one context.
+
+    Causal memory tokens under the default layout are nested: those of a higher ratio are the first ones of a lower
+    ratio (the remark on Matryoshka representations in "Simple Context Compression"), and stand there once. Elsewhere
+    each ratio has its own tokens, which do not see those of another; an attention that cannot keep them apart takes a
+    pass for each ratio.
 
     Args:
-        config: the configuration.
+        model: whose encoder reads the rows.
+        chunks: the context.
+        ratios: an int or a LongTensor `(num_chunks,)` each.
+        vectors: gives the first memory tokens, as many as it is asked for, `(num_memory_tokens, hidden_size)`.
+        bidirectional: whether a memory token sees the ones behind it, too.
+
+    Raises:
+        ValueError: memory tokens beyond the encoder's positions, or an attention implementation that cannot take the
+            mask.
     """
+    config = model.encoder_backbone.config
+    # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
+    are_nested = not bidirectional and model.config.position_layout == "default"
+    counts = [slot_counts(model.config, chunks.lengths, ratio) for ratio in ratios]
+    is_together = are_nested or config._attn_implementation in _PAIRWISE_MASKS
+    for group in [counts] if is_together else [[count] for count in counts]:
+        yield _joined_rows(model, chunks, group, vectors, are_nested, bidirectional)
 
-    _keep_in_fp32_modules_strict = [*CompressorPreTrainedModel._keep_in_fp32_modules_strict, "memory_embeddings"]
-    method_parameters = (*CompressorPreTrainedModel.method_parameters, r"(^|\.)memory_embeddings$")
-    # Whether a memory token sees the ones behind it, too.
-    _bidirectional_memory = False
 
-    def _init_memory_embeddings(self, num_vectors: int) -> None:
-        width = self.config.get_encoder_config().hidden_size
-        self.memory_embeddings = nn.Parameter(torch.zeros(num_vectors, width))
+def _joined_rows(
+    model: CompressorModel,
+    chunks: Chunks,
+    counts: Sequence[Sequence[int]],
+    vectors: Callable[[int], Tensor],
+    are_nested: bool,
+    bidirectional: bool,
+) -> MemoryRows:
+    """The rows of one pass; `counts` has for each ratio the memory tokens of each chunk."""
+    layout, config, device = model.config.position_layout, model.encoder_backbone.config, chunks.input_ids.device
+    lengths = torch.tensor(chunks.lengths, device=device)
+    blocks = [[max(of_chunk) for of_chunk in zip(*counts, strict=True)]] if are_nested else counts
+    widths = [max(block) for block in blocks]
+    if layout == "default":
+        places = [n + m for block in blocks for n, m in zip(chunks.lengths, block, strict=True) if m]
+        check_context_length(config, max(places), model.config.chunk_size)
+    memory_ids = [
+        encoder_memory_ids(lengths, torch.tensor(block, device=device), chunks.starts, layout, width)
+        for block, width in zip(blocks, widths, strict=True)
+    ]
+    memory_mask = torch.cat([first_places(block, device) for block in blocks], dim=1)
+    is_full = chunks.is_full and all(min(b) == max(b) for b in blocks)
+    pad = layout != "default" and reads_falling_ids_as_packed(config, len(lengths))
+    sequence = pack(chunks.attention_mask, memory_mask, pad_in_front=pad, is_full=is_full)
+    context = model.encoder_backbone.get_input_embeddings()(chunks.input_ids)
+    tokens = torch.cat([vectors(width) for width in widths]).to(context.dtype)
+    mask: Tensor | dict[str, Tensor] = sequence.attention_mask
+    if len(blocks) > 1 or bidirectional:
+        mask = _block_mask(config, sequence, lengths, widths, bidirectional, context.dtype)
+    firsts = [0] * len(counts) if are_nested else [sum(widths[:i]) for i in range(len(widths))]
+    joined = torch.cat([context, tokens.expand(len(lengths), -1, -1)], dim=1)
+    positions = sequence.arrange(torch.cat([chunks.position_ids, *memory_ids], dim=1))
+    return MemoryRows(
+        inputs_embeds=sequence.arrange(joined),
+        attention_mask=mask,
+        position_ids=positions * sequence.attention_mask,
+        places=sequence.text_places,
+        groups=[(first, first_places(count, device)) for first, count in zip(firsts, counts, strict=True)],
+    )
 
-    def memory_vectors(self, num_memory_tokens: int) -> Tensor:
-        """The first `num_memory_tokens` memory tokens, `(num_memory_tokens, hidden_size)`."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its memory tokens are")
 
-    def carry_over(self, rows: MemoryRows) -> list[tuple[Any, Tensor]]:
-        """Run the encoder over the rows and read the memory of each ratio, with its mask."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what is carried over to the decoder")
+def _block_mask(
+    config: Any,
+    sequence: PackedSequence,
+    lengths: Tensor,
+    widths: Sequence[int],
+    bidirectional: bool,
+    dtype: torch.dtype,
+) -> Tensor | dict[str, Tensor]:
+    """Who sees whom, where that is not simply "everything before".
 
-    def encode(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
-    ) -> list[tuple[Any, Tensor]]:
-        memories = []
-        for together in self.memory_passes(ratios):
-            rows = self.memory_rows(input_ids, attention_mask, position_ids, together)
-            memories += [self.no_slots(input_ids) for _ in together] if rows is None else self.carry_over(rows)
-        return memories
-
-    def memory_states(self, rows: MemoryRows, **kwargs: Any) -> Tensor:
-        """Last hidden states of the encoder over the rows, `(num_chunks, num_places, hidden_size)`."""
-        return self.encoder_states(
-            inputs_embeds=rows.inputs_embeds,
-            attention_mask=rows.attention_mask,
-            position_ids=rows.position_ids,
-            **kwargs,
+    Args:
+        config: the encoder's.
+        sequence: the rows' arrangement.
+        lengths: `(num_chunks,)`, context tokens of each row.
+        widths: number of memory tokens of each block.
+        bidirectional: whether memory tokens see the ones of their block behind them.
+        dtype: of the encoder's hidden states.
+    """
+    if config._attn_implementation not in _PAIRWISE_MASKS:
+        raise ValueError(
+            "memory tokens that see each other need one of the attention implementations "
+            f"{list(_PAIRWISE_MASKS)}, not {config._attn_implementation!r}"
         )
-
-    def memory_counts(self, lengths: Tensor, ratio: int | Tensor) -> Tensor:
-        """Number of memory tokens of each chunk: ceil(n / r).
-
-        Args:
-            lengths: `(num_chunks,)`, context tokens.
-            ratio: an int or a LongTensor `(num_chunks,)`.
-
-        Returns:
-            `(num_chunks,)`.
-        """
-        return (lengths + ratio - 1) // ratio
-
-    def memory_passes(self, ratios: Sequence[int | Tensor]) -> list[list[int | Tensor]]:
-        """Which ratios share a pass of the encoder: all, where its attention can keep them apart."""
-        attention = self.encoder_backbone.config._attn_implementation
-        if attention in _PAIRWISE_MASKS or self._are_nested:
-            return [list(ratios)]
-        return [[ratio] for ratio in ratios]
-
-    @property
-    def _are_nested(self) -> bool:
-        # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
-        return not self._bidirectional_memory and self.config.position_layout == "default"
-
-    def memory_rows(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
-    ) -> MemoryRows | None:
-        """`[S(i); M(i)]`, with the memory tokens of all ratios behind one context.
-
-        Causal memory tokens under the default layout are nested: those of a higher ratio are the first ones of a lower
-        ratio (the remark on Matryoshka representations in "Simple Context Compression"), and stand there once.
-        Elsewhere each ratio has its own tokens, which do not see those of another.
-
-        Args:
-            input_ids: `(num_chunks, num_tokens)`, right-padded.
-            attention_mask: Same shape.
-            position_ids: Same shape.
-            ratios: an int or a LongTensor `(num_chunks,)` each.
-
-        Returns:
-            The rows; `None` if there is nothing to compress.
-
-        Raises:
-            ValueError: memory tokens beyond the encoder's positions, or an attention implementation that cannot take
-                the mask.
-        """
-        lengths = attention_mask.sum(dim=1)
-        counts = [self.memory_counts(lengths, ratio) for ratio in ratios]
-        if not any(bool(count.any()) for count in counts):
-            return None
-        blocks = [torch.stack(counts).amax(dim=0)] if self._are_nested else counts
-        widths = [int(block.max()) for block in blocks]
-        layout, encoder_config = self.config.position_layout, self.encoder_backbone.config
-        starts = position_ids[:, 0] - 1
-        memory_ids = torch.cat([encoder_memory_ids(lengths, block, starts, layout) for block in blocks], dim=1)
-        check_context_length(encoder_config, int(memory_ids.max()) + 1, self.config.chunk_size)
-        memory_mask = torch.cat([_filled(block) for block in blocks], dim=1)
-        pad = layout != "default" and reads_falling_ids_as_packed(encoder_config, len(input_ids))
-        sequence = splice(attention_mask, memory_mask, pad_in_front=pad)
-        context = self.encoder_backbone.get_input_embeddings()(input_ids)
-        vectors = torch.cat([self.memory_vectors(width) for width in widths]).to(context.dtype)
-        mask: Tensor | dict[str, Tensor] = sequence.attention_mask
-        if len(blocks) > 1 or self._bidirectional_memory:
-            mask = self._block_mask(sequence, lengths, widths, context.dtype)
-        firsts = [0] * len(ratios) if self._are_nested else [sum(widths[:i]) for i in range(len(widths))]
-        joined = torch.cat([context, vectors.expand(len(input_ids), -1, -1)], dim=1)
-        return MemoryRows(
-            inputs_embeds=sequence.arrange(joined),
-            attention_mask=mask,
-            position_ids=sequence.arrange(torch.cat([position_ids, memory_ids], dim=1)) * sequence.attention_mask,
-            places=sequence.text_places,
-            groups=list(zip(firsts, map(_filled, counts), strict=True)),
-        )
-
-    def _block_mask(
-        self, sequence: SplicedSequence, lengths: Tensor, widths: Sequence[int], dtype: torch.dtype
-    ) -> Tensor | dict[str, Tensor]:
-        """Who sees whom, where that is not simply "everything before".
-
-        Args:
-            sequence: the rows' arrangement.
-            lengths: `(num_chunks,)`, context tokens of each row.
-            widths: number of memory tokens of each block.
-            dtype: of the encoder's hidden states.
-        """
-        config = self.encoder_backbone.config
-        if config._attn_implementation not in _PAIRWISE_MASKS:
-            raise ValueError(
-                "memory tokens that see each other need one of the attention implementations "
-                f"{list(_PAIRWISE_MASKS)}, not {config._attn_implementation!r}"
-            )
-        device, num_tokens = lengths.device, sequence.attention_mask.shape[1] - sum(widths) - sequence.pad_in_front
-        block_sizes = torch.tensor([num_tokens, *widths], device=device)
-        blocks = torch.arange(len(block_sizes), device=device).repeat_interleave(block_sizes)
-        # A place as it would be if its block stood alone behind the context.
-        context_places = torch.arange(num_tokens, device=device).expand(len(lengths), -1)
-        behind = torch.cat([torch.arange(width, device=device) for width in widths])
-        places = sequence.arrange(torch.cat([context_places, lengths[:, None] + behind], dim=1))
-        blocks = sequence.arrange(blocks.expand(len(lengths), -1))
-        place, other_place, block, other = places[:, :, None], places[:, None], blocks[:, :, None], blocks[:, None]
-        visible = ((other == 0) | (other == block)) & (other_place <= place)
-        if self._bidirectional_memory:
-            visible = visible | ((other == block) & (other > 0))
-        visible = visible & sequence.attention_mask.bool()[:, None]
-        window = sliding_window(config)
-        near = visible if window is None else visible & ((place - other_place).abs() < window)
-        # A pad that saw nothing would become NaN.
-        itself = torch.eye(visible.shape[1], dtype=torch.bool, device=device)
-        full, near = (_attention_bias(mask | itself, config, dtype) for mask in (visible, near))
-        if getattr(config, "layer_types", None):
-            return {"full_attention": full, "sliding_attention": near}
-        return full if window is None else near
-
-    @torch.no_grad()
-    def memory_attention(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
-    ) -> tuple[Tensor, ...]:
-        """How much each memory token attends to each context token, by layer (EPL, Figures 6 and 7).
-
-        Args:
-            input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
-            attention_mask: their mask.
-            ratio: one of the checkpoint's; its first if not given.
-
-        Returns:
-            For each layer `(batch_size, num_heads, num_memory_tokens, num_tokens)`; context tokens stand left-aligned,
-            and pads have zero.
-
-        Raises:
-            ValueError: a context of several chunks, or no context tokens at all; as `compress` besides.
-        """
-        attention_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
-        input_ids = check_token_ids(
-            "input_ids", input_ids, attention_mask, self.encoder_backbone.config.vocab_size, {}
-        )
-        ratios = check_ratios([ratio], self.config.compression_ratios, input_ids, False)
-        chunks = cut(input_ids, attention_mask, self.config.chunk_size, self.config.position_layout)
-        longest = int(attention_mask.sum(dim=1).max()) if attention_mask.numel() else 0
-        if chunks.chunks_per_row > 1 or longest == 0:
-            raise ValueError(
-                f"attention is drawn for a context of 1 to {self.config.chunk_size} tokens (one chunk), got {longest}"
-            )
-        # Only this implementation gives its weights away.
-        alone = twin(self)
-        alone.encoder_backbone.set_attn_implementation("eager")
-        rows = alone.memory_rows(chunks.input_ids, chunks.attention_mask, chunks.position_ids, ratios)
-        with alone._adapter(alone.encoder_backbone, ENCODER):
-            attentions = alone.encoder_backbone(
-                inputs_embeds=rows.inputs_embeds,
-                attention_mask=rows.attention_mask,
-                position_ids=rows.position_ids,
-                use_cache=False,
-                output_attentions=True,
-            ).attentions
-        memory_mask = rows.groups[0][1]
-        lengths = chunks.lengths
-        pads = rows.inputs_embeds.shape[1] - lengths - memory_mask.sum(dim=1)
-        columns = torch.arange(longest, device=lengths.device)
-        is_real = (columns < lengths[:, None])[:, None, None] & memory_mask.bool()[:, None, :, None]
-        columns = (pads[:, None] + columns).clamp(max=rows.inputs_embeds.shape[1] - 1)
-        return tuple(
-            weights.take_along_dim(rows.places[:, None, :, None], dim=2)
-            .take_along_dim(columns[:, None, None], dim=3)
-            .masked_fill(~is_real, 0)
-            for weights in attentions
-        )
-
-
-def _filled(counts: Tensor) -> Tensor:
-    """The mask `(num_chunks, counts.max())` of so many tokens in each row."""
-    return (torch.arange(int(counts.max()), device=counts.device) < counts[:, None]).long()
+    device, num_tokens = lengths.device, sequence.attention_mask.shape[1] - sum(widths) - sequence.pad_in_front
+    sizes = [num_tokens, *widths]
+    blocks = torch.cat([torch.full((size,), block, device=device) for block, size in enumerate(sizes)])
+    # A place as it would be if its block stood alone behind the context.
+    context_places = torch.arange(num_tokens, device=device).expand(len(lengths), -1)
+    behind = torch.cat([torch.arange(width, device=device) for width in widths])
+    places = sequence.arrange(torch.cat([context_places, lengths[:, None] + behind], dim=1))
+    blocks = sequence.arrange(blocks.expand(len(lengths), -1))
+    place, other_place, block, other = places[:, :, None], places[:, None], blocks[:, :, None], blocks[:, None]
+    visible = ((other == 0) | (other == block)) & (other_place <= place)
+    if bidirectional:
+        visible = visible | ((other == block) & (other > 0))
+    visible = visible & sequence.attention_mask.bool()[:, None]
+    window = sliding_window(config)
+    near = visible if window is None else visible & ((place - other_place).abs() < window)
+    # A pad that saw nothing would become NaN.
+    itself = torch.eye(visible.shape[1], dtype=torch.bool, device=device)
+    full, near = (_attention_bias(mask | itself, config, dtype) for mask in (visible, near))
+    if getattr(config, "layer_types", None):
+        return {"full_attention": full, "sliding_attention": near}
+    return full if window is None else near
 
 
 def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
@@ -282,3 +197,69 @@ def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
         return visible
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     return torch.where(visible, zero, torch.finfo(dtype).min)
+
+
+def first_memory_tokens(model: CompressorModel, num_memory_tokens: int) -> Tensor:
+    """The first of a model's `memory_embeddings`, which each have a vector of their own (EPL, section 3.1.1).
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    available = len(model.memory_embeddings)
+    if num_memory_tokens > available:
+        raise ValueError(
+            f"the context needs {num_memory_tokens} memory tokens, the checkpoint has {available}: take a ratio "
+            f"of {min(model.config.compression_ratios)} or higher"
+        )
+    return model.memory_embeddings[:num_memory_tokens]
+
+
+def start_memory_tokens(model: CompressorModel) -> None:
+    """Give `memory_embeddings` the start values of the configuration's `memory_start`."""
+    if model.config.memory_start == "standard_normal":
+        init.normal_(model.memory_embeddings)
+    else:
+        model._init_like_embeddings(model.memory_embeddings, model.encoder_backbone)
+
+
+class MemoryTokenModel(CompressorModel):
+    r"""
+    A compressor whose encoder reads `[S(i); M(i)]`: the context of a chunk, then learned memory tokens, the same for
+    all chunks (EPL, equation 1 and section 3.1.1). A method says what is carried over (`read_memory`).
+
+    Args:
+        config ([`CompressorConfig`]): the configuration; one token is learned where `num_memory_tokens` is `None`.
+    """
+
+    method_parts = ("memory_embeddings",)
+    # Whether a memory token sees the ones behind it, too.
+    has_bidirectional_memory = False
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        width = config.get_encoder_config().hidden_size
+        self.memory_embeddings = nn.Parameter(torch.zeros(config.num_memory_tokens or 1, width))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            self.start_memory_tokens()
+
+    def start_memory_tokens(self) -> None:
+        """Give the memory tokens their start values."""
+        start_memory_tokens(self)
+
+    def memory_vectors(self, num_memory_tokens: int) -> Tensor:
+        """The first `num_memory_tokens` memory tokens, `(num_memory_tokens, hidden_size)`."""
+        return first_memory_tokens(self, num_memory_tokens)
+
+    def memory_rows(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Iterator[MemoryRows]:
+        """What the encoder reads; see [`memory_rows`]."""
+        return memory_rows(self, chunks, ratios, self.memory_vectors, self.has_bidirectional_memory)
+
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Slots]:
+        return [slots for rows in self.memory_rows(chunks, ratios) for slots in self.read_memory(rows)]
+
+    def read_memory(self, rows: MemoryRows) -> Sequence[Slots]:
+        """Run the encoder over the rows and read the memory of each ratio."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what is carried over to the decoder")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..memory.compressed_context import CompressedContext
 from ..parts.packing import left_padded
-from .input_checks import check_mask, check_text
+from .input_checks import check_together, token_rows
 
 
 def own_tokens(input_ids: Tensor, attention_mask: Tensor, config: Any) -> Tensor:
@@ -53,15 +53,15 @@ def question_in_front(
     Raises:
         ValueError: a mask of the wrong shape, an empty question, or another number of questions.
     """
-    context_mask = check_mask("attention_mask", attention_mask, "input_ids", input_ids)
     name = "question_input_ids"
-    mask = check_mask("question_attention_mask", question_attention_mask, name, question_input_ids)
-    check_text(mask, name)
+    context = token_rows(input_ids, attention_mask)
+    asked = token_rows(question_input_ids, question_attention_mask, name, needs_tokens=True)
+    check_together(asked)
     if question_input_ids.shape[0] not in (1, input_ids.shape[0]):
         raise ValueError(f"`{name}` has {question_input_ids.shape[0]} rows, `input_ids` has {input_ids.shape[0]}")
-    mask = own_tokens(question_input_ids, mask, config)
+    mask = own_tokens(question_input_ids, asked.attention_mask, config)
     question, mask = (tensor.expand(input_ids.shape[0], -1) for tensor in (question_input_ids, mask))
-    joined, joined_mask = torch.cat([question, input_ids], dim=1), torch.cat([mask, context_mask], dim=1)
+    joined, joined_mask = torch.cat([question, input_ids], dim=1), torch.cat([mask, context.attention_mask], dim=1)
     return joined, joined_mask, (question, mask)
 
 

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import base64
 import copy
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ..parts.lora import DECODER, merge_lora
 from ..parts.prompting import message_ids
-from .input_checks import check_memory
+from .input_checks import check_memory, check_together
 
 if TYPE_CHECKING:
     from ..memory.compressed_context import CompressedContext
@@ -36,8 +34,11 @@ def prompt_embeds(
     backbone = model.base_model
     _check_servable(memory, model)
     ids = message_ids(model.config, tokenizer, messages)
-    text = torch.tensor([ids], device=model.device)
-    inputs, _ = backbone._first_inputs(text, None, None, check_memory(memory, backbone, text), None)
+    text = backbone.text_rows(torch.tensor([ids], device=model.device), None)
+    check_together(text)
+    memory = check_memory(memory, backbone, text.input_ids)
+    memory.validate(finite=True)
+    inputs, _ = backbone.first_inputs(text, None, memory, None)
     real = inputs["attention_mask"][0].bool()
     positions = inputs["position_ids"][0, real].tolist()
     if positions != list(range(len(positions))):
@@ -65,18 +66,6 @@ def _check_servable(memory: CompressedContext, model: Any) -> None:
             f"the decoder {model.config.decoder_config.model_type!r} multiplies token embeddings by {scale:.4g}; "
             "servers do so with embeddings that they are given, and these would be multiplied twice"
         )
-
-
-def as_base64(embeds: Tensor) -> str:
-    """A tensor as text: the file that `torch.save` writes, in base64.
-
-    Args:
-        embeds: `(num_places, hidden_size)`.
-    """
-    file = io.BytesIO()
-    # A copy: `torch.save` writes the whole storage that a slice is taken from.
-    torch.save(embeds.detach().cpu().contiguous().clone(), file)
-    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 @torch.no_grad()

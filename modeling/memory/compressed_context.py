@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .memory_concatenation import concatenate_memories
-from .memory_file import read_memory_file, write_memory_file
+from .memory_file import read_memory_file, tensor_as_base64, write_memory_file
 from .memory_validation import check_memory_fields, is_memory
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class CompressedContext:
         question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
             `None` for memories that serve any question.
         maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
+        check_values: Whether to check values beside types and shapes, which waits for the device.
 
     Raises:
         TypeError: A field has the wrong type or dtype.
@@ -62,11 +63,12 @@ class CompressedContext:
     inverse_frequencies: Tensor | None = None
     question_fingerprints: Tensor | None = None
     maker: weakref.ref | None = field(default=None, repr=False)
+    check_values: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, check_values: bool) -> None:
         if isinstance(self.key_values, Sequence):
             self.key_values = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in self.key_values)
-        self.validate()
+        check_memory_fields(self, values=check_values)
         self.attention_mask = self.attention_mask.long()
         self.position_ids = self.position_ids.long()
         self.num_context_tokens = self.num_context_tokens.long()
@@ -349,9 +351,6 @@ class CompressedContext:
             ValueError: No model, more than one row, another model's memory, key/values, positions that are not
                 contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
         """
-        # Most readers of memories never serve.
-        from ..compressor.serving import as_base64, prompt_embeds
-
         if encoding not in (None, "base64"):
             raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
         if model is None:
@@ -362,8 +361,8 @@ class CompressedContext:
                 "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
                 f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
             )
-        embeds = prompt_embeds(self, tokenizer, messages, model)
-        return embeds if encoding is None else as_base64(embeds)
+        embeds = model.prompt_embeds(self, tokenizer, messages)
+        return embeds if encoding is None else tensor_as_base64(embeds)
 
     @classmethod
     def _from_file_parts(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> CompressedContext:
@@ -400,7 +399,9 @@ class CompressedContext:
         names = ["attention_mask", "position_ids", "num_context_tokens"]
         names += ["ratio"] if isinstance(self.ratio, Tensor) else []
         names += [] if self.question_fingerprints is None else ["question_fingerprints"]
-        return replace(self, **fields, **{name: function(getattr(self, name)) for name in names})
+        others = {name: function(getattr(self, name)) for name in names}
+        # What is taken from a memory is as right as that is.
+        return replace(self, check_values=False, **fields, **others)
 
     def _check_range(self, dtype: torch.dtype) -> None:
         for tensor in self._carrier_tensors():

@@ -100,11 +100,11 @@ def keep_caches_under_checkpointing(model: nn.Module, enable: bool) -> None:
             layer._can_checkpoint_with_cache = enable
 
 
-def aligned_right(memory: CompressedContext) -> KeyValues:
-    """The memory's keys and values with its padding slots in front."""
-    mask = memory.attention_mask
-    if bool(mask.all()):
+def aligned_right(memory: CompressedContext, is_full: bool) -> KeyValues:
+    """The memory's keys and values with its padding slots in front; as they are where all slots are real."""
+    if is_full:
         return memory.key_values
+    mask = memory.attention_mask
     order = mask.argsort(dim=1, stable=True)
     return tuple(tuple(take_places(part, order, dim=2) for part in pair) for pair in memory.key_values)
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,9 @@ def num_slots(num_tokens: int | Tensor, ratio: int | Tensor) -> int | Tensor:
     return (num_tokens + ratio - 1) // ratio
 
 
-def mean_pool(hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor) -> tuple[Tensor, Tensor]:
+def mean_pool(
+    hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor, lengths: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """Average each window of `ratio` neighbouring real tokens into one slot (mean pooling, equations 3 and 4).
 
     Windows count real tokens only, wherever the pads stand, so a row gives the same slots alone, in a batch, padded
@@ -39,6 +43,8 @@ def mean_pool(hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor
         hidden_states: Token vectors of shape `(batch_size, num_tokens, hidden_size)`, floating point.
         attention_mask: Shape `(batch_size, num_tokens)`, bool or integer, nonzero for real tokens.
         ratio: Tokens per slot, one int for all rows or a LongTensor of shape `(batch_size,)`, each at least 1.
+        lengths: Number of real tokens of each row, where all rows are known to be right-padded. One ratio for all rows
+            then needs no wait for the device.
 
     Returns:
         The slots of shape `(batch_size, num_slots, hidden_size)` in the dtype of `hidden_states`, left-aligned,
@@ -54,7 +60,11 @@ def mean_pool(hidden_states: Tensor, attention_mask: Tensor, ratio: int | Tensor
     ratio = _checked_ratio(ratio, hidden_states)
     counts = mask.sum(dim=1)
     slot_counts = (counts + ratio - 1) // ratio
-    total_slots, is_left_aligned, is_full = _shape_facts(mask, counts, slot_counts)
+    if lengths is not None and isinstance(ratio, int):
+        total_slots, is_left_aligned = -(-max(lengths) // ratio), True
+        is_full = min(lengths) == mask.shape[1]
+    else:
+        total_slots, is_left_aligned, is_full = _shape_facts(mask, counts, slot_counts)
     slot_index = torch.arange(total_slots, device=mask.device)
     slot_mask = slot_index < slot_counts[:, None]
 

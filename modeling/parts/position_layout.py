@@ -88,7 +88,9 @@ def encoder_position_ids(
     return context_ids, uniform_memory_ids(chunk_start + 1, num_tokens, num_memory_tokens, device)
 
 
-def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: str) -> Tensor:
+def encoder_memory_ids(
+    lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int | None = None
+) -> Tensor:
     """The memory ids of `encoder_position_ids` for many chunks at once.
 
     Args:
@@ -96,15 +98,17 @@ def encoder_memory_ids(lengths: Tensor, counts: Tensor, starts: Tensor, layout: 
         counts: Number of its memory tokens, `(num_chunks,)`.
         starts: Number of context tokens before it, `(num_chunks,)`; ignored by the default layout.
         layout: "default", "uniform" or "enhanced".
+        width: The largest of `counts`; looked up if not given.
 
     Returns:
-        A LongTensor `(num_chunks, counts.max())`; places behind a chunk's own memory tokens hold 0.
+        A LongTensor `(num_chunks, width)`; places behind a chunk's own memory tokens hold 0.
 
     Raises:
         ValueError: An unknown layout.
     """
     _check_choice("layout", layout, POSITION_LAYOUTS)
-    width = int(counts.max()) if counts.numel() else 0
+    if width is None:
+        width = int(counts.max()) if counts.numel() else 0
     steps = torch.arange(width, device=counts.device)
     lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
     spread = _spread(starts + 1, lengths, counts.clamp(min=1), steps)

@@ -40,7 +40,7 @@ def relative_position_bias(
     Returns:
         `(batch_size, num_heads, length, length)`; a batch size of 1 if all rows have the same positions.
     """
-    if bool((position_ids == position_ids[:1]).all()):
+    if len(position_ids) > 1 and bool((position_ids == position_ids[:1]).all()):
         position_ids = position_ids[:1]
     relative_position = position_ids[:, None, :] - position_ids[:, :, None]
     buckets = T5Attention._relative_position_bucket(

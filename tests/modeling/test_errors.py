@@ -336,7 +336,7 @@ def test_a_memory_that_is_not_finite_is_refused(method_case):
 
 
 def test_the_memory_of_another_width_is_refused(method_case):
-    if method_case.model.model.carrier == "key_values":
+    if method_case.model.config.carrier == "key_values":
         memory = method_case.build(decoder_config={"num_hidden_layers": 3}).compress(CONTEXT)
         parts = ("(3, 2, 8)", "(2, 2, 8)")
     else:

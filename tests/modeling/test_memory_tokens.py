@@ -7,8 +7,9 @@ from tiny_models import AE, BOS, ids_of
 from torch.nn import functional
 from transformers import DynamicCache
 
-from context_compressors.modeling.compressor import decoding
+from context_compressors.evaluation.analysis.attention import attention_by_head
 from context_compressors.modeling.compressor import memory_token_compressor as memory_tokens
+from context_compressors.modeling.compressor import modeling_compressor as decoding
 from context_compressors.modeling.parts.position_layout import encoder_position_ids
 
 layouts = pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
@@ -244,7 +245,7 @@ def test_memory_attention_is_the_encoders_own(memory_case, layout):
     settings = {"encoder_lora": None, "decoder_lora": None, "position_layout": layout}
     model = memory_case.build(**settings)
     ids = ids_of(9)
-    found = model.model.memory_attention(ids, ratio=3)
+    found = attention_by_head(model.model, ids, ratio=3)
     assert [tuple(weights.shape) for weights in found] == [(1, 4, 3, 9)] * 2
     naive = memory_case.on(attention="eager").build(**settings)
     backbone = naive.model.language_model
@@ -263,9 +264,9 @@ def test_memory_attention_is_the_encoders_own(memory_case, layout):
 def test_memory_attention_of_a_padded_batch(memory_case, random_rows, pad_rows):
     model = memory_case.model.model
     rows = random_rows([9, 4])
-    together = model.memory_attention(*pad_rows(rows, "left"), ratio=3)
+    together = attention_by_head(model, *pad_rows(rows, "left"), ratio=3)
     for i, row in enumerate(rows):
-        alone = model.memory_attention(row[None], ratio=3)
+        alone = attention_by_head(model, row[None], ratio=3)
         for batched, single in zip(together, alone, strict=True):
             slots, tokens = single.shape[2:]
             torch.testing.assert_close(batched[i, :, :slots, :tokens], single[0], atol=1e-5, rtol=0)
@@ -277,4 +278,4 @@ def test_memory_attention_wants_one_chunk(icae):
     model = icae.build(chunk_size=6).model
     for length in (0, 7):
         with pytest.raises(ValueError, match=f"1 to 6 tokens.*got {length}"):
-            model.memory_attention(ids_of(length))
+            attention_by_head(model, ids_of(length))

@@ -19,7 +19,7 @@ def five_hundred_x(method_cases):
 @layouts
 @torch.no_grad()
 def test_text_behind_keys_and_values_equals_a_plain_cache(backbone_case, layout):
-    if backbone_case.method.model_class.carrier != "key_values":
+    if backbone_case.method.config_class.carrier != "key_values":
         pytest.skip("the method carries embeddings")
     model = backbone_case.build(position_layout=layout, chunk_size=6)
     memory, text = model.compress(ids_of(15), ratio=2), torch.tensor([[LM, 9, 44, 17]])

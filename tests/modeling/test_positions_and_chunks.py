@@ -49,7 +49,7 @@ def test_vectors_are_taken_from_the_places_of_each_row(dim, shape):
 
 
 def needs_embeddings(case):
-    if case.method.model_class.carrier != "embeddings":
+    if case.method.config_class.carrier != "embeddings":
         pytest.skip("the method carries no embeddings; test_memory_tokens_key_values.py has its own test")
 
 

@@ -16,7 +16,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from context_compressors import CompressedContext, DeCALForConditionalGeneration, DeCALForRetrieval
 from context_compressors.configuration.configuration_compressor import CompressorConfig
-from context_compressors.modeling.compressor.modeling_compressor import CompressorForCausalLM
+from context_compressors.modeling.compressor.causal_lm import CompressorForCausalLM
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 

@@ -12,6 +12,7 @@ from tiny_models import METHODS, Case
 from transformers import TextIteratorStreamer
 
 from context_compressors.configuration.configuration_decal import DeCALConfig
+from context_compressors.evaluation.analysis.attention import attention_by_head
 from context_compressors.modeling.modeling_decal import DeCALForConditionalGeneration
 from context_compressors.modeling.parts.lora import use_adapter
 from context_compressors.modeling.parts.prompting import encode
@@ -226,7 +227,7 @@ def test_a_call_leaves_no_mark_on_shared_modules_while_it_runs(name):
     model.compress(CONTEXT)
     model(input_ids=TEXT, context_input_ids=CONTEXT)
     if name != "mean_pooling":
-        model.model.memory_attention(CONTEXT)
+        attention_by_head(model.model, CONTEXT)
     assert len(marks) >= 3
     assert all(mark == before for mark in marks)
 

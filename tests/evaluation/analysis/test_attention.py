@@ -12,7 +12,7 @@ from context_compressors import cli
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.evaluation.analysis.attention import memory_attention
+from context_compressors.evaluation.analysis.attention import attention_by_head, memory_attention
 from context_compressors.evaluation.plots import plot_memory_attention
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
@@ -71,26 +71,17 @@ def figures(monkeypatch):
     return saved
 
 
-class Backbone:
-    """Gives two layers of two heads away, and notes what it was asked."""
+def test_heads_are_averaged_layer_by_layer(model, tokenizer, monkeypatch):
+    asked = []
 
-    device = torch.device("cpu")
-    memory_embeddings = torch.zeros(1, 2)
-
-    def memory_attention(self, input_ids, attention_mask=None, ratio=None):
-        self.asked = input_ids.tolist(), ratio
+    def two_layers_of_two_heads(backbone, input_ids, ratio):
+        asked.append((input_ids.tolist(), ratio))
         heads = torch.tensor([[[[0.1, 0.2, 0.3]], [[0.3, 0.4, 0.7]]]])
         return heads, heads / 2
 
-
-class Stub:
-    base_model = Backbone()
-    config = ICAEConfig()
-
-
-def test_heads_are_averaged_layer_by_layer(tokenizer):
-    attention = memory_attention(Stub(), tokenizer, "abc", ratio=3)
-    assert Stub.base_model.asked == ([tokenizer("abc").input_ids], 3)
+    monkeypatch.setattr("context_compressors.evaluation.analysis.attention.attention_by_head", two_layers_of_two_heads)
+    attention = memory_attention(model, tokenizer, "abc", ratio=3)
+    assert asked == [([tokenizer("abc").input_ids], 3)]
     torch.testing.assert_close(attention, torch.tensor([[[0.2, 0.3, 0.5]], [[0.1, 0.15, 0.25]]]))
 
 
@@ -101,7 +92,7 @@ def test_a_document_gives_a_row_for_each_memory_token(model, tokenizer):
         # The rest of a row is attention to memory tokens, of which each sees itself at least.
         sums = attention.sum(dim=-1)
         assert ((sums > 0) & (sums < 1)).all()
-    heads = model.base_model.memory_attention(tokenizer(TEXT, return_tensors="pt").input_ids, ratio=8)
+    heads = attention_by_head(model.base_model, tokenizer(TEXT, return_tensors="pt").input_ids, ratio=8)
     torch.testing.assert_close(attention, torch.stack([layer[0].mean(dim=0) for layer in heads]))
 
 

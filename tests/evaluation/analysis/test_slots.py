@@ -17,7 +17,8 @@ from context_compressors.configuration.configuration_five_hundred_x import FiveH
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.evaluation.analysis.attention import memory_attention
+from context_compressors.evaluation.analysis.attention import attention_by_head, memory_attention
+from context_compressors.evaluation.analysis.information_flow import information_flow
 from context_compressors.evaluation.analysis.pictures import (
     plot_allocation,
     plot_layer_weights,
@@ -163,7 +164,7 @@ def test_a_transmission_plan_and_its_gate_are_the_models_own(comprexit, tokenize
     for ratio, num_slots in ((None, 13), (8, 7)):
         analysis = analyse_slots(comprexit, tokenizer, TEXT, ratio)
         inputs = tokenizer(TEXT, return_tensors="pt")
-        flow = comprexit.model.information_flow(**inputs, ratio=ratio)
+        flow = information_flow(comprexit.model, **inputs, ratio=ratio)
         assert "".join(analysis.tokens) == TEXT
         assert analysis.allocation.shape == (num_slots, len(TEXT))
         torch.testing.assert_close(analysis.allocation, flow.allocation[0])
@@ -189,7 +190,7 @@ def test_an_ablation_without_a_gate_shows_its_allocation_alone(llama, tokenizer)
 def test_memory_tokens_show_their_last_layers_attention_in_sum_1(icae, tokenizer):
     analysis = analyse_slots(icae, tokenizer, TEXT, 8)
     inputs = tokenizer(TEXT, return_tensors="pt")
-    last = icae.model.memory_attention(**inputs, ratio=8)[-1][0].mean(dim=0)
+    last = attention_by_head(icae.model, **inputs, ratio=8)[-1][0].mean(dim=0)
     assert analysis.allocation.shape == (7, len(TEXT))
     torch.testing.assert_close(analysis.allocation, last / last.sum(dim=1, keepdim=True))
     torch.testing.assert_close(analysis.slots, icae.compress(**inputs, ratio=8).embeddings[0])
@@ -224,7 +225,7 @@ def test_a_document_is_read_in_the_encoders_tokens(llama, tokenizer):
     analysis = analyse_slots(model, tokenizer, TEXT)
     assert "".join(analysis.tokens) == TEXT
     torch.testing.assert_close(analysis.slots, model.compress(**inputs).embeddings[0])
-    last = model.model.memory_attention(**inputs)[-1][0].mean(dim=0)
+    last = attention_by_head(model.model, **inputs)[-1][0].mean(dim=0)
     torch.testing.assert_close(analysis.allocation, last / last.sum(dim=1, keepdim=True))
     torch.testing.assert_close(memory_attention(model, tokenizer, TEXT)[-1], last)
 

@@ -8,6 +8,7 @@ from context_compressors.data.synthetic_documents import generate_document
 from context_compressors.modeling.compressor.chunking import cut
 from context_compressors.modeling.parts.position_layout import decoder_position_ids, encoder_position_ids
 from context_compressors.modeling.parts.prompting import encode
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.joint_pretraining import JointDataset
 
@@ -24,9 +25,10 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def make(tokenizer, folder, *sources, num_examples=30, **fields):
+def make(tokenizer, folder, *sources, num_examples=30, seed=0, batch_size=1, **fields):
     fields = {"min_document_tokens": 40, "max_document_tokens": 120, **fields}
-    return JointDataset(list(sources), tokenizer, num_examples, data_dir=folder, **fields)
+    data = DataArguments(sources=list(sources), data_dir=folder, **fields)
+    return JointDataset(data, tokenizer, num_examples, seed=seed, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("source", [GENERATED, TEXT])
@@ -64,7 +66,7 @@ def test_context_and_completion_split(tokenizer, tmp_path, length, p, num_chunks
     assert batch["context_input_ids"].shape == (1, p)
     assert batch["reconstruction_labels"].ne(-100).sum() == p  # without [AE] it starts with BOS; EOS is learned
     assert batch["continuation_labels"].ne(-100).sum() == length - p + 1
-    chunks = cut(batch["context_input_ids"], torch.ones(1, p, dtype=torch.long), 510, "enhanced")
+    chunks = cut(batch["context_input_ids"], torch.ones(1, p, dtype=torch.long), [p], 510, "enhanced")
     assert chunks.chunks_per_row == num_chunks
 
 
@@ -134,7 +136,7 @@ def test_the_length_limit_grows_and_groups_are_of_like_length(tokenizer, folder)
     # Context, context again, completion, two EOS.
     assert max(growing[:10]) <= 1.5 * 55 + 2
     assert max(growing[60:]) > 1.5 * 90
-    plain, grouped = lengths(), lengths(group_size=40, batch_size=4)
+    plain, grouped = lengths(), lengths(group_batches=10, batch_size=4)
     assert sorted(plain) == sorted(grouped)
     assert plain != grouped
     spread = [max(grouped[i : i + 4]) - min(grouped[i : i + 4]) for i in range(0, 80, 4)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts in, memories out: what every compressor's backbone does around its method."""
+"""Contexts in, memories out: what every compressor's backbone does around its method, and models that hold one."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from .fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
 from .compressed_context import CompressedContext
 from .key_value_memory import inverse_frequencies, key_value_shape
-from .chunking import Slots, cut, join, memory_position_ids
-from .input_checks import check_context_length, check_mask, check_ratios, check_token_ids
+from .chunking import Chunks, Slots, cut, join, memory_position_ids
+from .input_checks import TokenRows, check_context_length, check_ratios, check_together, token_rows
+from .pretrained_compressor import CompressorPreTrainedModel
 
 logger = logging.get_logger(__name__)
 
 
-class CompressingMixin:
-    """`compress` of every compressor's backbone; a method adds `encode`."""
+class CompressorBackbone(CompressorPreTrainedModel):
+    """`compress` of every compressor; a method adds `encode`."""
 
-    # False where no language model encodes: the context may be longer than it has positions.
-    _has_encoder = True
-    # What the slots are: "embeddings", or "key_values" of every layer.
-    carrier = "embeddings"
     memory_class = CompressedContext
     # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
     warns_of_no_context = True
@@ -46,33 +43,25 @@ class CompressingMixin:
             )
         return super().__call__(*args, **kwargs)
 
-    def encode(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, ratios: Sequence[int | Tensor]
-    ) -> list[tuple[Slots, Tensor]]:
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Slots]:
         """The method itself: slots of every ratio from one pass over the context.
 
         Args:
-            input_ids: `(num_chunks, num_tokens)`, right-padded.
-            attention_mask: Same shape.
-            position_ids: Same shape.
+            chunks: right-padded `input_ids`, `attention_mask` and `position_ids`, each `(num_chunks, num_tokens)`, and
+                `lengths`, the number of tokens of each chunk; at least one of them has a token.
             ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`.
 
         Returns:
-            For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned, and their mask; where the
-            carrier is key/values, for each layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`.
+            For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned: as many for each chunk as the
+            configuration's `chunk_slots` says, and behind them anything. Where the carrier is key/values, for each
+            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
 
-    def no_slots(self, input_ids: Tensor) -> tuple[Slots, Tensor]:
-        """What `encode` returns for a ratio when there is no context token at all."""
-        num_chunks, weight = len(input_ids), self.get_input_embeddings().weight
-        if self.carrier == "embeddings":
-            slots: Slots = weight.new_zeros(num_chunks, 0, self.config.hidden_size)
-        else:
-            layers, heads, head_dim = key_value_shape(self.config.decoder_config)
-            empty = weight.new_zeros(num_chunks, heads, 0, head_dim)
-            slots = tuple((empty, empty) for _ in range(layers))
-        return slots, input_ids.new_zeros(num_chunks, 0)
+    @property
+    def encoder_backbone(self) -> nn.Module:
+        """What encodes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what encodes")
 
     def compress(
         self,
@@ -109,7 +98,9 @@ class CompressingMixin:
             raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
             ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
-            memories = self._compress(input_ids, attention_mask, ratios, allow_untrained_ratio)
+            context = self.context_rows(input_ids, attention_mask)
+            check_together(context)
+            memories = self.compress_rows(context, ratios, allow_untrained_ratio)
         for memory in memories:
             memory.maker = weakref.ref(self)
         if not self.training:
@@ -118,47 +109,62 @@ class CompressingMixin:
                 memory.model_id = self.model_id
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
-    def _compress(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        ratios: list,
-        allow_untrained_ratio: bool = False,
-        prefix: str = "",
+    def context_rows(self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids") -> TokenRows:
+        """Contexts for [`check_together`]; task tokens belong to the text, and the encoder does not know them."""
+        return token_rows(input_ids, attention_mask, name, vocab_size=self.config.get_encoder_config().vocab_size)
+
+    def compress_rows(
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False
     ) -> list[CompressedContext]:
-        config = self.config
-        attention_mask = check_mask(f"{prefix}attention_mask", attention_mask, f"{prefix}input_ids", input_ids)
-        # Task tokens belong to the text: the encoder has no embeddings for them.
-        vocab_size = config.get_encoder_config().vocab_size
-        input_ids = check_token_ids(f"{prefix}input_ids", input_ids, attention_mask, vocab_size, {})
-        ratios = check_ratios(ratios, config.compression_ratios, input_ids, allow_untrained_ratio)
-        num_context_tokens = attention_mask.sum(dim=1)
-        chunks = cut(input_ids, attention_mask, config.chunk_size, config.position_layout)
-        if self._has_encoder and chunks.position_ids.numel():
-            last = int((chunks.position_ids * chunks.attention_mask).max())
-            check_context_length(config.get_encoder_config(), last + 1, config.chunk_size)
+        """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device.
+
+        Args:
+            context: of `context_rows`.
+            ratios: as in `compress`, one for each memory.
+            allow_untrained_ratio: as in `compress`.
+        """
+        config, layout = self.config, self.config.position_layout
+        ids, mask = context.input_ids, context.attention_mask
+        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio)
+        if config.has_encoder:
+            # Chunks count from 0 again, or on from 1.
+            longest = max(context.lengths)
+            positions = min(longest, config.chunk_size or longest) if layout == "default" else longest + 1
+            check_context_length(config.get_encoder_config(), positions, config.chunk_size)
+        chunks = cut(ids, mask, context.lengths, config.chunk_size, layout)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
-        encoded = self.encode(chunks.input_ids, chunks.attention_mask, chunks.position_ids, chunk_ratios)
+        if chunks.input_ids.shape[1]:
+            encoded = self.encode(chunks, chunk_ratios)
+        else:
+            encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
         memories = []
-        for ratio, (slots, slot_mask) in zip(ratios, encoded, strict=True):
-            slot_counts = slot_mask.sum(dim=1)
-            slots, slot_mask = join(slots, slot_mask, chunks.chunks_per_row)
-            is_key_values = self.carrier == "key_values"
+        for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
+            counts = slot_counts(config, chunks.lengths, chunk_ratio)
+            slots, slot_mask = join(slots, counts, chunks.chunks_per_row)
+            is_key_values = config.carrier == "key_values"
             memories.append(
                 CompressedContext(
                     embeddings=None if is_key_values else slots,
                     key_values=slots if is_key_values else None,
                     inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
                     attention_mask=slot_mask,
-                    position_ids=memory_position_ids(
-                        slot_mask, chunks, slot_counts, config.position_layout, self.carrier
-                    ),
-                    num_context_tokens=num_context_tokens,
+                    position_ids=memory_position_ids(slot_mask, chunks, counts, layout, config.carrier),
+                    num_context_tokens=mask.sum(dim=1),
                     ratio=ratio,
-                    position_layout=config.position_layout,
+                    position_layout=layout,
+                    check_values=False,
                 )
             )
         return memories
+
+    def _no_slots(self, num_chunks: int) -> Slots:
+        """What `encode` would return where there is no context token at all."""
+        weight = self.get_input_embeddings().weight
+        if self.config.carrier == "embeddings":
+            return weight.new_zeros(num_chunks, 0, self.config.hidden_size)
+        layers, heads, head_dim = key_value_shape(self.config.decoder_config)
+        empty = weight.new_zeros(num_chunks, heads, 0, head_dim)
+        return tuple((empty, empty) for _ in range(layers))
 
     @property
     def model_id(self) -> str:
@@ -195,3 +201,50 @@ class CompressingMixin:
     def _old_model_id(self) -> str:
         found = fingerprint(self)
         return f"{self.config.model_type}:{self._stored_fingerprints.get(found, found)}"
+
+
+def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> list[int]:
+    """Slots of each chunk; a chunk without tokens has none.
+
+    Args:
+        config: the compressor's.
+        lengths: tokens of each chunk.
+        ratio: an int or a LongTensor `(num_chunks,)`.
+    """
+    ratios = [ratio] * len(lengths) if isinstance(ratio, int) else ratio.tolist()
+    return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
+
+
+class CompressorHead(CompressorPreTrainedModel):
+    r"""
+    A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    model_class: type[CompressorBackbone]
+
+    def __init_subclass__(cls, **kwargs: Any):
+        if hasattr(cls, "model_class"):
+            cls.config_class = cls.model_class.config_class
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.model_class(config)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorBackbone.model_id`]."""
+        return self.model.model_id
+
+    def compress(self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any):
+        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate` with a memory: the context is compressed once, and its slots stand in the cache in front of the text."""
+"""A compressor with the decoder's LM head: training loss, and `generate` behind slots."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.generation import LogitsProcessorList
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin, LogitsProcessorList
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ...configuration.configuration_compressor import CompressorConfig
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import num_cached_slots
+from ..parts.base_precision import as_head_takes
 from ..parts.packing import left_padded
-from .input_checks import check_ids, check_mask, check_memory, check_memory_ratio, check_text
+from .backbone import CompressorHead
+from .input_checks import check_ids, check_memory, check_memory_ratio, check_together, token_rows
+from .modeling_compressor import CompressorModel, DecoderOnlyPreTrainedModel
+from .serving import decoder_language_model
 
 
 class _TaskTokensAsBOS(LogitsProcessorList):
@@ -24,8 +33,105 @@ class _TaskTokensAsBOS(LogitsProcessorList):
         return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
 
 
-class MemoryGenerationMixin:
-    """The overrides of `GenerationMixin` that a memory needs; everything else is the library's."""
+class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, GenerationMixin):
+    r"""
+    A compressor with the decoder's LM head: training loss and `generate`.
+
+    A method's class only names its backbone in `model_class`.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    model_class: type[CompressorModel] = CompressorModel
+    _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+
+    def __init__(self, config: CompressorConfig):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    def base_language_model(self) -> AbstractContextManager[None]:
+        """See [`CompressorModel.base_language_model`]."""
+        return self.model.base_language_model()
+
+    def merge_adapters(self) -> None:
+        """See [`CompressorModel.merge_adapters`]."""
+        self.model._merge_adapters(lambda: [name for name, _ in self.named_parameters()])
+        self.apply_trainable_set()
+
+    def decoder_language_model(self) -> PreTrainedModel:
+        """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server.
+
+        Where nothing of the decoder trains it is the base, and the server may as well load that.
+        """
+        return decoder_language_model(self)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        ratio: int | Tensor | None = None,
+        use_cache: bool | None = None,
+        text_position_offset: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        r"""
+        Read slots and text and predict the text's next tokens; arguments as [`CompressorModel.forward`], and:
+
+        Args:
+            labels: `(batch_size, num_text_tokens)`, -100 where no loss is wanted; shifted inside.
+            logits_to_keep: Compute only the last so many logits, or those at these indices; 0 for all.
+
+        Returns:
+            `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, and the cache.
+        """
+        return_dict = kwargs.pop("return_dict", None)
+        loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            context_input_ids=context_input_ids,
+            context_attention_mask=context_attention_mask,
+            memory=memory,
+            ratio=ratio,
+            use_cache=use_cache,
+            text_position_offset=text_position_offset,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(as_head_takes(self.lm_head, outputs.last_hidden_state[:, keep, :]))
+        cap = getattr(self.config.decoder_config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return result if return_dict in (None, True) else result.to_tuple()
+
+    # --- `GenerationMixin` with a memory ---
 
     @torch.no_grad()
     def generate(
@@ -71,14 +177,17 @@ class MemoryGenerationMixin:
         if attention_mask is None:
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
-            attention_mask = check_mask("attention_mask", attention_mask, "input_ids", question)
-            check_text(attention_mask)
-            self._check_chunks(attention_mask, kwargs)
+            rows = token_rows(question, attention_mask, needs_tokens=True)
+            check_together(rows)
+            attention_mask = rows.attention_mask
+            self._check_chunks(rows.is_full, kwargs)
             if kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
-            memory = self.model._compress(context_input_ids, context_attention_mask, [ratio], prefix="context_")[0]
+            context = self.model.context_rows(context_input_ids, context_attention_mask, "context_input_ids")
+            check_together(context)
+            memory = self.model.compress_rows(context, [ratio])[0]
         else:
             check_memory_ratio(memory, ratio, context_attention_mask)
         # The library would cut the question by the cache's length, which counts the slots.
@@ -114,9 +223,9 @@ class MemoryGenerationMixin:
             return None
         return (question != pad).long()
 
-    def _check_chunks(self, attention_mask: Tensor, arguments: dict[str, Any]) -> None:
+    def _check_chunks(self, is_full: bool, arguments: dict[str, Any]) -> None:
         size = self._setting("prefill_chunk_size", arguments)
-        if size and not bool(attention_mask.all()):
+        if size and not is_full:
             raise ValueError(
                 f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
                 "generate row by row"

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressors whose decoder looks at slots by cross-attention: `forward` and `generate` behind a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+)
+
+from ..memory.compressed_context import CompressedContext
+from ..memory.memory_validation import refuse_values, value_flags
+from ..parts.packing import left_padded, pack
+from .backbone import CompressorHead
+from .input_checks import (
+    TokenRows,
+    check_cached_mask,
+    check_keywords,
+    check_memory,
+    check_memory_ratio,
+    check_together,
+    token_rows,
+)
+from .question_conditioning import check_question, question_in_front, with_start
+
+
+def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
+    """Slots and mask for cross-attention, in which each row has something to look at.
+
+    A row without slots gets one of zeros. T5's key and value maps have no bias, so nothing comes of it: the row reads
+    as if there were no cross-attention, alone as in a batch.
+
+    Args:
+        memory: slots in `embeddings`.
+
+    Returns:
+        Slots `(batch_size, num_slots, hidden_size)` and mask `(batch_size, num_slots)`, at least one place wide.
+    """
+    slots, mask = memory.embeddings, memory.attention_mask
+    if mask.shape[1] == 0:
+        slots, mask = (torch.nn.functional.pad(x, (0,) * 2 * (x.dim() - 2) + (0, 1)) for x in (slots, mask))
+    mask = mask.clone()
+    mask[:, 0] = 1
+    return slots, mask
+
+
+class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
+    """A backbone that compresses (`model`), a decoder stack with cross-attention (`decoder`) and an `lm_head`.
+
+    A method builds these three; encoder and decoder share a table of token embeddings, which is the encoder's.
+    """
+
+    decoder: nn.Module
+    lm_head: nn.Linear
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """The encoder alone, which is what `AutoModel` loads."""
+        return self.model
+
+    def get_decoder(self) -> nn.Module:
+        """The decoder stack."""
+        return self.decoder
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """The labels one place to the right, behind the start token; what has no label becomes a pad."""
+        shifted = labels.roll(1, dims=-1)
+        shifted[:, 0] = self.config.decoder_start_token_id
+        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
+
+    def text_states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """The decoder's states behind a memory, as they go into the LM head.
+
+        Args:
+            input_ids: Text `(batch_size, num_text_tokens)`, the decoder's start token first.
+            attention_mask: its mask; pads may stand anywhere. With a cache it covers the text in the cache, too.
+            memory: one row for each text, or one for all of them.
+            past_key_values: the decoder's cache.
+            kwargs: handed to T5's decoder stack.
+
+        Returns:
+            `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
+
+        Raises:
+            ValueError: a text row without tokens, unknown token ids, a mask of the wrong shape, or a memory of another
+                model, width or batch size.
+        """
+        cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        sequence = None
+        if cached:
+            # The cache holds a row's pads in front.
+            mask = check_cached_mask(attention_mask, input_ids, cached).sort(dim=1).values
+            memory = check_memory(memory, self.model, input_ids)
+        else:
+            text = self._text_rows(input_ids, attention_mask)
+            memory = self._checked_memory(memory, text)
+            # Relative positions count places: no pad may stand between two tokens.
+            sequence = pack(text.attention_mask[:, :0], text.attention_mask, is_full=text.is_full)
+            input_ids, mask = sequence.arrange(text.input_ids), sequence.attention_mask
+        outputs = self._decode(input_ids, mask, *readable_slots(memory), past_key_values=past_key_values, **kwargs)
+        if sequence is not None:
+            outputs.last_hidden_state = sequence.text_states(outputs.last_hidden_state)
+            if outputs.hidden_states is not None:
+                outputs.hidden_states = tuple(sequence.text_states(states) for states in outputs.hidden_states)
+        return outputs
+
+    def _text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
+        return token_rows(input_ids, attention_mask, vocab_size=self.config.vocab_size, needs_tokens=True)
+
+    def _checked_memory(self, memory: CompressedContext, text: TokenRows) -> CompressedContext:
+        """Check text and memory by one wait for the device; the memory, one row for each text."""
+        memory = check_memory(memory, self.model, text.input_ids)
+        flags = [] if self.training else value_flags(memory, finite=True)
+        refuse_values(memory, check_together(text, also=flags) or [False] * 5)
+        return memory
+
+    def _decode(
+        self, input_ids: Tensor, attention_mask: Tensor | None, slots: Tensor, slot_mask: Tensor, **kwargs: Any
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        if kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = self.config.use_cache and not self.training
+        outputs = self.decoder(
+            inputs_embeds=self.get_input_embeddings()(input_ids),
+            attention_mask=attention_mask,
+            encoder_hidden_states=slots,
+            encoder_attention_mask=slot_mask,
+            **kwargs,
+        )
+        if self.config.decoder_config.scale_decoder_outputs:
+            # T5 before v1.1, whose output table is the input's.
+            outputs.last_hidden_state = outputs.last_hidden_state * self.config.hidden_size**-0.5
+        return outputs
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Sequence[Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        ratio: int | Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        r"""
+        Predict a text from a context, in one of two forms.
+
+        As any encoder-decoder: `input_ids` are the context, and `labels` the decoder's next tokens. Or, as every
+        compressor here, with `memory` or `context_input_ids`: `input_ids` are the decoder's text, its start token
+        first, and `labels` are aligned with it and shifted inside.
+
+        Args:
+            input_ids: `(batch_size, num_tokens)`, the context, or in the second form the text.
+            attention_mask: same shape; beside `encoder_outputs` the mask of their slots.
+            decoder_input_ids: `(batch_size, num_text_tokens)`, first form; the labels, shifted, if not given.
+            decoder_attention_mask: same shape.
+            encoder_outputs: first form, in place of `input_ids`: slots `(batch_size, num_slots, hidden_size)` first.
+            past_key_values: the decoder's cache.
+            labels: `(batch_size, num_text_tokens)`, -100 where no loss is wanted.
+            context_input_ids: second form, contexts `(batch_size, num_context_tokens)` to compress first.
+            context_attention_mask: their mask.
+            memory: second form, contexts that are already compressed; one row serves any number of texts.
+            ratio: ratio for the contexts, as in `compress`; beside a memory, its own or none.
+            use_cache: whether to return the cache; in evaluation mode as the configuration says if not given.
+            logits_to_keep: compute only the last so many logits, or those at these indices; 0 for all.
+
+        Returns:
+            `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, the cache, and
+            the slots as `encoder_last_hidden_state`.
+
+        Raises:
+            ValueError: no context, two of them, no text, or what `compress` and `text_states` refuse.
+        """
+        check_keywords(kwargs)
+        return_dict = kwargs.pop("return_dict", None)
+        loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        decoding = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+        if memory is not None or context_input_ids is not None:
+            if decoder_input_ids is not None or input_ids is None:
+                raise ValueError("with `memory` or `context_input_ids` the decoder's text is `input_ids`")
+            if context_input_ids is None:
+                check_memory_ratio(memory, ratio, context_attention_mask)
+            elif memory is not None:
+                raise ValueError("give either `context_input_ids` or `memory`, not both")
+            else:
+                memory = self._compress(context_input_ids, context_attention_mask, ratio, "context_input_ids")
+            outputs = self.text_states(input_ids, attention_mask, memory, **decoding)
+            slots = memory.embeddings
+        else:
+            check_memory_ratio(None, None if encoder_outputs is None else ratio, context_attention_mask)
+            slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio)
+            if decoder_input_ids is None:
+                if labels is None:
+                    raise ValueError("give `decoder_input_ids` or `labels`: the decoder has nothing to read")
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            loss_arguments["shift_labels"] = None if labels is None else labels.contiguous()
+            outputs = self._decode(decoder_input_ids, decoder_attention_mask, slots, slot_mask, **decoding)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
+        result = Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.hidden_states,
+            decoder_attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=slots,
+        )
+        return result if return_dict in (None, True) else result.to_tuple()
+
+    def _compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None, ratio: int | Tensor | None, name: str = "input_ids"
+    ) -> CompressedContext:
+        context = self.model.context_rows(input_ids, attention_mask, name)
+        check_together(context)
+        return self.model.compress_rows(context, [ratio])[0]
+
+    def _slots(
+        self,
+        encoder_outputs: Sequence[Tensor] | None,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        ratio: int | Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Slots and mask, from the encoder or as they come."""
+        if encoder_outputs is not None:
+            slots = encoder_outputs[0]
+            return slots, slots.new_ones(slots.shape[:2]) if attention_mask is None else attention_mask
+        if input_ids is None:
+            raise ValueError("give a context: `input_ids`, `context_input_ids`, `memory` or `encoder_outputs`")
+        return readable_slots(self._compress(input_ids, attention_mask, ratio))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        ratio: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate from a context: either as any encoder-decoder does, or a question's answer behind slots.
+
+        With `memory` or `context_input_ids`, `input_ids` are the question; the decoder reads it behind its start
+        token, unless the configuration places questions in the encoder. A start token in front of a question and an
+        EOS behind it, as T5's tokenizers add it, are not read. Without them `input_ids` are the context.
+
+        Args:
+            inputs: The question, or the context, `(batch_size, num_tokens)`; also accepted as `input_ids`. With a
+                memory or context it may be left out, if there is nothing to ask.
+            input_ids: The same.
+            attention_mask: Its mask; pads may stand on either side.
+            memory: A compressed context; one row serves any number of questions.
+            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
+            context_attention_mask: Their mask.
+            ratio: Ratio for the contexts, as in `compress`; beside a memory, its own or none.
+            kwargs: Arguments of `transformers.GenerationMixin.generate`.
+
+        Returns:
+            As `GenerationMixin.generate`: the question and new tokens; or, of a context alone, as for any
+            encoder-decoder, the start token and new tokens.
+
+        Raises:
+            ValueError: neither memory nor context, both of them, a ratio or mask of contexts where there is none to
+                compress, a question without tokens, another question than the memory was compressed with, or
+                `decoder_input_ids` beside a memory or context; see also `compress`.
+        """
+        if inputs is not None and input_ids is not None:
+            raise ValueError("give the tokens either as `inputs` or as `input_ids`, not both")
+        input_ids = inputs if input_ids is None else input_ids
+        # Some tokenizers add it; T5 has no use for it.
+        kwargs.pop("token_type_ids", None)
+        if memory is not None or context_input_ids is not None:
+            context = (context_input_ids, context_attention_mask)
+            return self._answer(input_ids, attention_mask, memory, context, ratio, kwargs)
+        check_memory_ratio(None, None, context_attention_mask)
+        if input_ids is None:
+            if "encoder_outputs" in kwargs:
+                check_memory_ratio(None, ratio, None)
+                return super().generate(attention_mask=attention_mask, **kwargs)
+            raise ValueError("give a context, as `input_ids` or `context_input_ids`, or a `memory`")
+        memory = self._compress(input_ids, attention_mask, ratio)
+        return self._generate_from(memory, kwargs)
+
+    def _generate_from(self, memory: CompressedContext, kwargs: dict[str, Any]) -> Any:
+        slots, slot_mask = readable_slots(memory)
+        encoder_outputs = BaseModelOutput(last_hidden_state=slots)
+        return super().generate(encoder_outputs=encoder_outputs, attention_mask=slot_mask, **kwargs)
+
+    def _answer(
+        self,
+        question: Tensor | None,
+        question_mask: Tensor | None,
+        memory: CompressedContext | None,
+        context: tuple[Tensor | None, Tensor | None],
+        ratio: int | Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Question and new tokens."""
+        if memory is not None and context[0] is not None:
+            raise ValueError("give either `context_input_ids` or `memory`, not both")
+        if given := [n for n in ("decoder_input_ids", "decoder_attention_mask") if kwargs.get(n) is not None]:
+            raise ValueError(
+                f"with `memory` or `context_input_ids` the decoder's text is `input_ids`; leave out {', '.join(given)}"
+            )
+        if memory is not None:
+            check_memory_ratio(memory, ratio, context[1])
+        start, in_encoder = self.config.decoder_start_token_id, self.config.compresses_questions
+        has_question = question is not None
+        if not has_question:
+            num_rows = memory.batch_size if memory is not None else len(context[0])
+            question, question_mask = torch.full((num_rows, 1), start, device=self.device), None
+        rows = self._text_rows(question, question_mask)
+        check_together(rows)
+        question, question_mask = rows.input_ids, rows.attention_mask
+        if memory is None:
+            if in_encoder:
+                context = question_in_front(*context, question, question_mask, self.config)[:2]
+            memory = self._compress(*context, ratio, "context_input_ids")
+        elif in_encoder:
+            memory = check_memory(memory, self.model, question)
+            check_question(memory, question, question_mask, self.config)
+        memory = self._checked_memory(memory, rows)
+        ids, mask = with_start(question, question_mask, self.config)
+        if in_encoder:
+            ids, mask = question.new_full((len(question), 1), start), question_mask.new_ones(len(question), 1)
+        output = self._generate_from(memory, {**kwargs, "decoder_input_ids": ids, "decoder_attention_mask": mask})
+        shown = left_padded(question, question_mask)[:, : question.shape[1] if has_question else 0]
+        return _with_question(output, shown, ids.shape[1])
+
+
+def _with_question(output: Any, question: Tensor, width: int) -> Any:
+    """The output with the question in the place of the first `width` tokens, which the decoder started from."""
+    sequences = output if isinstance(output, Tensor) else output.sequences
+    question = question.repeat_interleave(len(sequences) // len(question), dim=0)
+    sequences = torch.cat([question, sequences[:, width:]], dim=1)
+    if isinstance(output, Tensor):
+        return sequences
+    output.sequences = sequences
+    return output
