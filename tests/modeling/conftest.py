@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The test matrix of all methods, `METHODS` in tiny_models.py, and the fixtures that their tests share.
 
-A test asks for what it needs by the name of its argument: `method_case` (each method as it comes), `backbone_case` (on
-every base architecture and attention), `variant_case` (with every hard setting), `case` (both of them).
+A test asks for what it can fail on by the name of its argument:
+
+- `method_case`: each method as it comes; `form_case`: one of each memory form, for what all methods share,
+- `backbone_case`: on base architectures and attentions,
+- `place_case`: with hard settings that move slots or text,
+- `weights_case`: with each one that changes what is stored; `adapter_case`: what is adapted,
+- `case`: on all bases and with all hard settings.
+
+What else differs, as paddings, ratios and types, is looped inside a test. A test of some cases only is marked
+`@pytest.mark.only(condition)`.
 """
 
 import string
@@ -35,9 +43,15 @@ hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "only(condition): of the matrix, the cases that meet it")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    conditions = [mark.args[0] for mark in metafunc.definition.iter_markers("only")]
     for name, cases in CASES.items():
         if name in metafunc.fixturenames:
+            cases = [case for case in cases if all(condition(case) for condition in conditions)]
             metafunc.parametrize(name, [pytest.param(case, marks=case.marks, id=str(case)) for case in cases])
 
 

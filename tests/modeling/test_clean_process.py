@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import ON_EVERY_BASE
 from transformers import AutoModelForCausalLM
 
 from context_compressors import DeCALConfig, DeCALForConditionalGeneration
@@ -140,96 +141,85 @@ def files(folder):
 
 
 @pytest.mark.slow
-def test_folders_load_without_this_package_save_again_and_load_again(method_case, inputs, run_clean, tmp_path):
-    """Every base and every hard setting of a method, two rounds, each in a process of its own."""
-    cases = method_case.all_of_its_method
-    folders = [[tmp_path / name / str(case) for case in cases] for name in ("first", "second", "third")]
-    expected = []
-    for case, folder in zip(cases, folders[0], strict=True):
-        case.model.save_pretrained(folder)
-        expected.append(outputs_here(case.model, inputs))
-    attentions = [case.attention for case in cases]
-    for number, (sources, targets) in enumerate(itertools.pairwise(folders)):
-        found = run_clean(number, list(zip(sources, targets, attentions, strict=True)), inputs)
-        for one, other, case, first, target in zip(found, expected, cases, folders[0], targets, strict=True):
-            assert_same_outputs(one, other, case)
-            assert files(target) == files(first), case
-    for case, folder, other in zip(cases, folders[2], expected, strict=True):
-        here = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=case.attention)
-        assert_same_outputs(outputs_here(here, inputs), other, case)
-
-
-@pytest.mark.slow
-def test_a_merged_model_loads_without_this_package(method_case, inputs, run_clean, tmp_path):
-    model = method_case.build()
-    model.merge_adapters()
-    model.save_pretrained(tmp_path / "first")
-    found = run_clean(0, [(tmp_path / "first", tmp_path / "second", "sdpa")], inputs)
-    assert_same_outputs(found[0], outputs_here(model, inputs), method_case)
-
-
-@pytest.mark.slow
-def test_a_light_checkpoint_loads_without_this_package(
-    method_case, inputs, run_clean, tmp_path, local_hub, start_light
+def test_folders_load_without_this_package_save_again_and_load_again(
+    method_cases, inputs, run_clean, tmp_path, local_hub, start_light
 ):
-    """On its base in the cache, and its copy, which it saves there, again."""
-    model = start_light(method_case, local_hub)
-    model.save_pretrained(tmp_path / "first")
-    attention = method_case.attention
+    """Of every method a whole and a light checkpoint, and merged ones, two rounds, each in a process of its own."""
+    models = {}
+    for name, case in method_cases.items():
+        models[f"{name} whole"] = case.on(variant="enhanced").model
+        models[f"{name} light"] = start_light(case, local_hub)
+    for name in ON_EVERY_BASE:
+        models[f"{name} gemma2"] = method_cases[name].on(architecture="gemma2", attention="eager").model
+        models[f"{name} merged"] = method_cases[name].build()
+        models[f"{name} merged"].merge_adapters()
+    expected = {name: outputs_here(model, inputs) for name, model in models.items()}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / "first" / name)
+        assert (tmp_path / "first" / name / "base_weights.py").is_file(), name
+    attention = {name: model.config._attn_implementation for name, model in models.items()}
     for number, (source, target) in enumerate(itertools.pairwise(["first", "second", "third"])):
-        jobs = [(tmp_path / source, tmp_path / target, attention)]
-        found = run_clean(number, jobs, inputs, cache=local_hub.folder)
-        assert_same_outputs(found[0], outputs_here(model, inputs), method_case)
-        assert files(tmp_path / target) == files(tmp_path / "first")
-    assert (tmp_path / "first" / "base_weights.py").is_file()
+        jobs = [(tmp_path / source / name, tmp_path / target / name, attention[name]) for name in models]
+        for name, found in zip(models, run_clean(number, jobs, inputs, cache=local_hub.folder), strict=True):
+            assert_same_outputs(found, expected[name], name)
+            assert files(tmp_path / target / name) == files(tmp_path / "first" / name), name
+    for name in models:
+        here = AutoModelForCausalLM.from_pretrained(tmp_path / "third" / name, attn_implementation=attention[name])
+        assert_same_outputs(outputs_here(here, inputs), expected[name], name)
 
 
 TRAIN = """
-import sys
+import json, sys
 
-source, target, kind = sys.argv[1:]
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # Before this package is imported, so that its own classes are not yet known.
-model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
-assert type(model).__module__.startswith("transformers_modules."), type(model)
-tokenizer = AutoTokenizer.from_pretrained(source)
+jobs = []
+for source, target, kind in json.load(open(sys.argv[1])):
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    jobs.append((model, AutoTokenizer.from_pretrained(source), target, kind))
 
 from trl import SFTConfig, SFTTrainer
 from context_compressors import CompressionCollator, DistillationTrainer
 from context_compressors.training.arguments import TrainingConfig
 
 rows = [{"context_ids": [*range(5, 14 + i)], "prompt_ids": [1, 9], "target_ids": [20 + i, 2]} for i in range(8)]
-arguments = {
-    "output_dir": target, "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "use_cpu": True,
-    "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-    "remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True},
-}
-distils = kind == "distillation"
-trainer_class, config_class = (DistillationTrainer, TrainingConfig) if distils else (SFTTrainer, SFTConfig)
-trainer = trainer_class(
-    model=model,
-    args=config_class(**arguments),
-    train_dataset=Dataset.from_list(rows),
-    data_collator=CompressionCollator.from_tokenizer(tokenizer, **({"mode": "distillation"} if distils else {})),
-    processing_class=tokenizer,
-)
-trainer.train()
-model.save_pretrained(target)
-tokenizer.save_pretrained(target)
+for model, tokenizer, target, kind in jobs:
+    arguments = {
+        "output_dir": target, "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True,
+        "save_strategy": "no", "remove_unused_columns": False, "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
+    distils = kind == "distillation"
+    trainer_class, config_class = (DistillationTrainer, TrainingConfig) if distils else (SFTTrainer, SFTConfig)
+    trainer = trainer_class(
+        model=model,
+        args=config_class(**arguments),
+        train_dataset=Dataset.from_list(rows),
+        data_collator=CompressionCollator.from_tokenizer(tokenizer, **({"mode": "distillation"} if distils else {})),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "distillation"])
-def test_a_light_checkpoint_is_trained_as_remote_code_and_its_child_loads_without_this_package(
-    method_case, inputs, run_clean, tmp_path, local_hub, start_light, tiny_tokenizer, kind
+def test_light_checkpoints_are_trained_as_remote_code_and_their_children_load_without_this_package(
+    method_cases, inputs, run_clean, tmp_path, local_hub, start_light, tiny_tokenizer
 ):
-    parent, child = tmp_path / "parent", tmp_path / "child"
-    model = start_light(method_case, local_hub)
-    model.save_pretrained(parent)
-    tiny_tokenizer.save_pretrained(parent)
+    models = {name: start_light(case, local_hub) for name, case in method_cases.items()}
+    parents = {}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name / "parent")
+        tiny_tokenizer.save_pretrained(tmp_path / name / "parent")
+        for kind in ("sft", "distillation") if name in ON_EVERY_BASE else ("sft",):
+            parents[tmp_path / name / kind] = model
+    jobs = [(str(child.parent / "parent"), str(child), child.name) for child in parents]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     environment = {
         **os.environ,
         "HF_HOME": str(tmp_path / "empty"),
@@ -237,22 +227,24 @@ def test_a_light_checkpoint_is_trained_as_remote_code_and_its_child_loads_withou
         "HF_HUB_CACHE": str(local_hub.folder),
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
-    command = [sys.executable, "-c", TRAIN, parent, child, kind]
+    command = [sys.executable, "-c", TRAIN, tmp_path / "jobs.json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    weights = [load_file(folder / "model.safetensors") for folder in (parent, child)]
-    assert weights[0].keys() == weights[1].keys(), "the child is as light"
-    assert any(not weights[1][name].equal(tensor) for name, tensor in weights[0].items())
-    assert json.loads((child / "config.json").read_text())["parent_model_name_or_path"] == "parent"
-    assert "| Fine-tuned from | parent |" in (child / "README.md").read_text()
-    here = AutoModelForCausalLM.from_pretrained(child)
-    found = run_clean(0, [(child, tmp_path / "again", "sdpa")], inputs, cache=local_hub.folder)
-    assert_same_outputs(found[0], outputs_here(here, inputs), method_case)
-    assert not found[0]["logits"].allclose(outputs_here(model, inputs)["logits"], atol=1e-4)
+    jobs = [(child, child / "again", "sdpa") for child in parents]
+    outputs = run_clean(0, jobs, inputs, cache=local_hub.folder)
+    for (child, model), found in zip(parents.items(), outputs, strict=True):
+        weights = [load_file(folder / "model.safetensors") for folder in (child.parent / "parent", child)]
+        assert weights[0].keys() == weights[1].keys(), f"{child}: the child is as light"
+        assert any(not weights[1][name].equal(tensor) for name, tensor in weights[0].items()), child
+        assert json.loads((child / "config.json").read_text())["parent_model_name_or_path"] == "parent"
+        assert "| Fine-tuned from | parent |" in (child / "README.md").read_text()
+        here = AutoModelForCausalLM.from_pretrained(child)
+        assert_same_outputs(found, outputs_here(here, inputs), child)
+        assert not found["logits"].allclose(outputs_here(model, inputs)["logits"], atol=1e-4), child
 
 
-def test_a_child_of_a_hub_checkpoint_names_it_and_a_copy_names_nobody(method_case, tmp_path, local_hub, start_light):
-    start_light(method_case, local_hub).save_pretrained(tmp_path / "first")
+def test_a_child_of_a_hub_checkpoint_names_it_and_a_copy_names_nobody(form_case, tmp_path, local_hub, start_light):
+    start_light(form_case, local_hub).save_pretrained(tmp_path / "first")
     repository = local_hub.folder / "models--me--compressor"
     shutil.copytree(tmp_path / "first", repository / "snapshots" / f"{9:040x}")
     (repository / "refs").mkdir()
@@ -301,8 +293,8 @@ def hub(monkeypatch):
     return hub
 
 
-def test_pushing_uploads_what_saving_writes(method_case, tmp_path, hub):
-    model = method_case.model
+def test_pushing_uploads_what_saving_writes(form_case, tmp_path, hub):
+    model = form_case.model
     model.save_pretrained(tmp_path / "saved")
     saved = files(tmp_path / "saved")
     assert model.push_to_hub("me/compressor", private=True).endswith("/commit/1")
@@ -316,16 +308,16 @@ def test_pushing_uploads_what_saving_writes(method_case, tmp_path, hub):
     assert hub.calls[-1][1] == "by_folder"
 
 
-def test_pushing_keeps_the_card_that_is_there(method_case, hub):
+def test_pushing_keeps_the_card_that_is_there(form_case, hub):
     hub.existing.add("README.md")
-    method_case.model.push_to_hub("me/compressor", revision="v2")
+    form_case.model.push_to_hub("me/compressor", revision="v2")
     assert "README.md" not in hub.files
     assert "model.safetensors" in hub.files
     assert ("create_branch", "me/compressor", "v2") in hub.calls
 
 
-def test_pushing_adds_tags_to_a_new_card_and_stores_another_type(method_case, hub, tmp_path):
-    method_case.model.push_to_hub("me/compressor", tags=["rag"], save_dtype="bfloat16")
+def test_pushing_adds_tags_to_a_new_card_and_stores_another_type(form_case, hub, tmp_path):
+    form_case.model.push_to_hub("me/compressor", tags=["rag"], save_dtype="bfloat16")
     card = huggingface_hub.ModelCard(hub.files["README.md"].decode())
     assert "rag" in card.data.tags
     assert "context-compression" in card.data.tags
@@ -333,20 +325,18 @@ def test_pushing_adds_tags_to_a_new_card_and_stores_another_type(method_case, hu
     assert {tensor.dtype for tensor in load_file(tmp_path / "weights").values()} == {torch.bfloat16}
 
 
-def test_the_code_of_a_folder_imports_siblings_only(variant_case, tmp_path):
+def test_the_code_of_a_folder_imports_siblings_only(method_case, tmp_path):
     """What stands at the top of a remote file must be there for everybody: torch, transformers, safetensors."""
-    variant_case.model.save_pretrained(tmp_path)
+    method_case.model.save_pretrained(tmp_path)
     allowed = {"torch", "transformers", "safetensors", "numpy", *sys.stdlib_module_names}
     siblings = {path.stem for path in tmp_path.glob("*.py")}
     for path in tmp_path.glob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
-            words = line.split()
-            if not line.startswith(("import ", "from ")):
-                continue
-            if words[1].startswith("."):
-                assert words[1][1:] in siblings, f"{path.name}: {line}"
-            else:
-                assert words[1].split(".")[0] in allowed, f"{path.name}: {line}"
+            # Of a function's own imports, those of siblings alone: a hard setting may be the only one to reach it.
+            if line.lstrip().startswith("from ."):
+                assert line.split()[1][1:] in siblings, f"{path.name}: {line}"
+            elif line.startswith(("import ", "from ")):
+                assert line.split()[1].split(".")[0] in allowed, f"{path.name}: {line}"
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"]
 
 
@@ -355,48 +345,54 @@ import json, sys, torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
-source, target, inputs_file, outputs_file = sys.argv[1:]
-inputs = load_file(inputs_file)
-config = AutoConfig.from_pretrained(source, trust_remote_code=True)
-encoder = AutoModel.from_pretrained(source, trust_remote_code=True)
-model = AutoModelForSeq2SeqLM.from_pretrained(source, trust_remote_code=True)
-for thing in (config, encoder, model):
-    assert type(thing).__module__.startswith("transformers_modules."), type(thing)
-with torch.no_grad():
-    memory = encoder.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
-    greedy = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    outputs = {
-        "slots": memory.embeddings,
-        "logits": model(inputs["input_ids"], memory=memory).logits,
-        "greedy": model.generate(inputs["input_ids"], memory=memory, **greedy),
-    }
-save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, outputs_file)
-model.save_pretrained(target)
+folder = sys.argv[1]
+inputs = load_file(f"{folder}/inputs.safetensors")
+for name in sys.argv[2:]:
+    source = f"{folder}/first/{name}"
+    config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+    encoder = AutoModel.from_pretrained(source, trust_remote_code=True)
+    model = AutoModelForSeq2SeqLM.from_pretrained(source, trust_remote_code=True)
+    for thing in (config, encoder, model):
+        assert type(thing).__module__.startswith("transformers_modules."), type(thing)
+    with torch.no_grad():
+        memory = encoder.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
+        greedy = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        outputs = {
+            "slots": memory.embeddings,
+            "logits": model(inputs["input_ids"], memory=memory).logits,
+            "greedy": model.generate(inputs["input_ids"], memory=memory, **greedy),
+        }
+    save_file({part: tensor.contiguous() for part, tensor in outputs.items()}, f"{folder}/{name}.safetensors")
+    model.save_pretrained(f"{folder}/second/{name}")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compression", ["latents", "attention_pooling", "none"])
-def test_an_encoder_decoder_loads_without_this_package_and_saves_again(compression, inputs, clean_python, tmp_path):
+def test_an_encoder_decoder_loads_without_this_package_and_saves_again(inputs, clean_python, tmp_path):
     torch.manual_seed(0)
     shape = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    model = DeCALForConditionalGeneration(DeCALConfig(decoder_config=shape, compression=compression)).eval()
-    model.save_pretrained(tmp_path / "first")
+    compressions = ("latents", "attention_pooling", "none")
+    models = [
+        DeCALForConditionalGeneration(DeCALConfig(decoder_config=shape, compression=compression)).eval()
+        for compression in compressions
+    ]
+    for model, compression in zip(models, compressions, strict=True):
+        model.save_pretrained(tmp_path / "first" / compression)
     save_file(inputs, tmp_path / "inputs.safetensors")
-    paths = [tmp_path / name for name in ("first", "second", "inputs.safetensors", "outputs.safetensors")]
     environment = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1", "PATH": os.environ.get("PATH", "")}
     environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    command = [clean_python, "-I", "-c", ENCODER_DECODER_SCRIPT, *paths]
+    command = [clean_python, "-I", "-c", ENCODER_DECODER_SCRIPT, tmp_path, *compressions]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "second") == files(tmp_path / "first")
-    with torch.no_grad():
-        memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
-        expected = {
-            "slots": memory.embeddings,
-            "logits": model(inputs["input_ids"], memory=memory).logits,
-            "greedy": model.generate(
-                inputs["input_ids"], memory=memory, max_new_tokens=6, min_new_tokens=6, do_sample=False
-            ),
-        }
-    assert_same_outputs(load_file(paths[3]), expected, compression)
+    for model, compression in zip(models, compressions, strict=True):
+        assert files(tmp_path / "second" / compression) == files(tmp_path / "first" / compression)
+        with torch.no_grad():
+            memory = model.compress(inputs["context_input_ids"], inputs["context_attention_mask"])
+            expected = {
+                "slots": memory.embeddings,
+                "logits": model(inputs["input_ids"], memory=memory).logits,
+                "greedy": model.generate(
+                    inputs["input_ids"], memory=memory, max_new_tokens=6, min_new_tokens=6, do_sample=False
+                ),
+            }
+        assert_same_outputs(load_file(tmp_path / f"{compression}.safetensors"), expected, compression)

@@ -18,8 +18,8 @@ def raises(error, *parts):
 
 
 @pytest.fixture
-def model(method_case):
-    return method_case.model
+def model(form_case):
+    return form_case.model
 
 
 # --- ratios ---
@@ -62,10 +62,10 @@ def test_an_untrained_ratio_lists_the_ones_there_are(model):
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("allow", [False, True], ids=["trained", "allow_untrained"])
-def test_impossible_ratios_are_refused_even_if_untrained_ones_are_allowed(model, ratio, error, parts, allow):
-    with raises(error, *parts):
-        model.compress(CONTEXT, ratio=ratio, allow_untrained_ratio=allow)
+def test_impossible_ratios_are_refused_even_if_untrained_ones_are_allowed(model, ratio, error, parts):
+    for allow in (False, True):
+        with raises(error, *parts):
+            model.compress(CONTEXT, ratio=ratio, allow_untrained_ratio=allow)
 
 
 # --- lengths ---
@@ -88,9 +88,8 @@ def test_a_context_beyond_the_bases_positions_names_both_lengths(method_case):
     assert chunked.compress(context).num_slots.tolist() == [9]
 
 
+@pytest.mark.only(lambda case: case.method.memory_tokens)
 def test_memory_tokens_beyond_the_bases_positions_are_refused(method_case):
-    if not method_case.method.memory_tokens:
-        pytest.skip("the method has no memory tokens")
     model = method_case.build(decoder_config={"max_position_embeddings": 16})
     with raises(ValueError, "17", "16"):
         model.compress(torch.full((1, 11), 9))
@@ -110,8 +109,8 @@ def test_a_chunk_longer_than_the_positions_is_refused(method_case):
         model.compress(torch.full((1, 18), 9))
 
 
-def test_memories_beyond_the_decoders_positions_are_read_with_a_warning(method_case, caplog, monkeypatch):
-    model = method_case.build(decoder_config={"max_position_embeddings": 16}, chunk_size=8)
+def test_memories_beyond_the_decoders_positions_are_read_with_a_warning(form_case, caplog, monkeypatch):
+    model = form_case.build(decoder_config={"max_position_embeddings": 16}, chunk_size=8)
     memory = model.compress(CONTEXT[:, :8])
     # A warning that is given once in a process would be gone in the second test.
     monkeypatch.setattr(inputs.logger, "warning_once", inputs.logger.warning, raising=False)
@@ -272,8 +271,8 @@ def test_ids_outside_the_vocabulary_are_refused(model, wrong):
             call()
 
 
-def test_other_ids_than_the_task_tokens_are_refused(method_case):
-    model = method_case.build(task_token_ids={"[AE]": 128})
+def test_other_ids_than_the_task_tokens_are_refused(form_case):
+    model = form_case.build(task_token_ids={"[AE]": 128})
     model(torch.tensor([[128, 9]]))
     with raises(ValueError, "129", "[AE]", "128"):
         model(torch.tensor([[129, 9]]))
@@ -305,16 +304,16 @@ def test_unknown_arguments_of_compress_are_refused(model):
 # --- memories ---
 
 
-def test_the_memory_of_another_model_is_refused(method_case):
-    other = method_case.build(seed=1)
+def test_the_memory_of_another_model_is_refused(form_case):
+    other = form_case.build(seed=1)
     memory = other.compress(CONTEXT)
-    for call in (method_case.model, method_case.model.generate):
-        with raises(ValueError, other.model_id, method_case.model.model_id):
+    for call in (form_case.model, form_case.model.generate):
+        with raises(ValueError, other.model_id, form_case.model.model_id):
             call(input_ids=TEXT, memory=memory)
 
 
-def test_an_unnamed_memory_is_read_by_the_model_that_made_it_alone(method_case):
-    model, other = method_case.build(), method_case.build(seed=1)
+def test_an_unnamed_memory_is_read_by_the_model_that_made_it_alone(form_case):
+    model, other = form_case.build(), form_case.build(seed=1)
     model.train()
     memory = model.compress(CONTEXT)
     assert memory.model_id == ""
@@ -324,8 +323,8 @@ def test_an_unnamed_memory_is_read_by_the_model_that_made_it_alone(method_case):
             reader(TEXT, memory=memory)
 
 
-def test_a_memory_that_is_not_finite_is_refused(method_case):
-    model = method_case.model
+def test_a_memory_that_is_not_finite_is_refused(form_case):
+    model = form_case.model
     for wrong in (float("nan"), float("inf"), float("-inf")):
         memory = model.compress(CONTEXT)
         carrier = memory.embeddings if memory.carrier == "embeddings" else memory.key_values[-1][1]
@@ -377,17 +376,17 @@ def test_other_things_than_a_memory_are_refused(model, memory):
 # --- the model's own settings ---
 
 
-def test_a_pattern_that_matches_nothing_is_refused(method_case):
+def test_a_pattern_that_matches_nothing_is_refused(form_case):
     with raises(ValueError, "trainable_parameters", "no_such_part"):
-        method_case.build(trainable_parameters=[r"\.lora_B\.", "no_such_part"])
+        form_case.build(trainable_parameters=[r"\.lora_B\.", "no_such_part"])
 
 
-def test_unknown_adapter_targets_are_refused_with_the_ones_there_are(method_case):
+def test_unknown_adapter_targets_are_refused_with_the_ones_there_are(form_case):
     with raises(ValueError, "target_modules", "query", "q_proj"):
-        method_case.build(decoder_lora={"target_modules": ["q_proj", "query"]})
+        form_case.build(decoder_lora={"target_modules": ["q_proj", "query"]})
 
 
-def test_adapters_without_peft_say_what_to_install(method_case, monkeypatch):
+def test_adapters_without_peft_say_what_to_install(form_case, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with raises(ImportError, "pip install peft"):
-        method_case.build(encoder_lora={"rank": 4})
+        form_case.build(encoder_lora={"rank": 4})

@@ -89,10 +89,9 @@ def test_a_pretrained_base_compresses_saves_and_loads(method_case, pretrained_ba
     assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == base.config.tie_word_embeddings
 
 
+@pytest.mark.only(lambda case: "own_encoder" in case.method.hard)
 @torch.no_grad()
 def test_an_encoder_of_its_own_starts_as_a_copy(method_case, pretrained_base, tmp_path, slots):
-    if "own_encoder" not in method_case.method.hard:
-        pytest.skip("the method always shares its base")
     method = method_case.method
     base_config = json.loads((pretrained_base / "config.json").read_text())
     torch.manual_seed(0)
@@ -112,37 +111,38 @@ def test_an_encoder_of_its_own_starts_as_a_copy(method_case, pretrained_base, tm
     ("field", "nearest"),
     [("compression_ratio", "compression_ratios"), ("encoder_lorra", "encoder_lora"), ("chunksize", "chunk_size")],
 )
-def test_an_unknown_field_is_refused_with_the_nearest(method_case, tmp_path, field, nearest):
+def test_an_unknown_field_is_refused_with_the_nearest(form_case, tmp_path, field, nearest):
     with pytest.raises(ValueError, match=f"{field}.*did you mean '{nearest}'"):
-        method_case.method.causal_lm_class.from_base(tmp_path, **{field: 4})
+        form_case.method.causal_lm_class.from_base(tmp_path, **{field: 4})
 
 
-def test_a_field_like_no_other_is_refused_with_all_there_are(method_case, tmp_path):
+def test_a_field_like_no_other_is_refused_with_all_there_are(form_case, tmp_path):
     with pytest.raises(ValueError, match=r"zzz.*it has \[.*'compression_ratios'.*'encoder_lora'"):
-        method_case.method.causal_lm_class.from_base(tmp_path, zzz=4)
+        form_case.method.causal_lm_class.from_base(tmp_path, zzz=4)
 
 
 @pytest.mark.parametrize("field", ["decoder_config", "base_model_name_or_path"])
-def test_fields_that_the_base_decides_are_refused(method_case, tmp_path, field):
+def test_fields_that_the_base_decides_are_refused(form_case, tmp_path, field):
     with pytest.raises(ValueError, match=field):
-        method_case.method.causal_lm_class.from_base(tmp_path, **{field: "something"})
+        form_case.method.causal_lm_class.from_base(tmp_path, **{field: "something"})
 
 
-def test_a_wrong_value_is_refused_before_the_weights_are_read(method_case, tmp_path, tiny_base_config):
+def test_a_wrong_value_is_refused_before_the_weights_are_read(form_case, tmp_path, tiny_base_config):
     tiny_base_config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"compression_ratios.*0"):
-        method_case.method.causal_lm_class.from_base(tmp_path, compression_ratios=(4, 0))
+        form_case.method.causal_lm_class.from_base(tmp_path, compression_ratios=(4, 0))
 
 
-def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(method_case, pretrained_base, tmp_path):
-    model = method_case.method.causal_lm_class.from_base(pretrained_base, **method_case.method.easy)
+@pytest.mark.parametrize("pretrained_base", ["stories260K"], indirect=True)
+def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(form_case, pretrained_base, tmp_path):
+    model = form_case.method.causal_lm_class.from_base(pretrained_base, **form_case.method.easy)
     assert model.config.base_model_name_or_path == pretrained_base.name
     model.save_pretrained(tmp_path)
     for path in tmp_path.iterdir():
         if path.suffix != ".safetensors":
             assert str(pretrained_base.parent) not in path.read_text(encoding="utf-8"), path.name
     relative = os.path.relpath(pretrained_base)
-    model = method_case.method.causal_lm_class.from_base(relative, **method_case.method.easy)
+    model = form_case.method.causal_lm_class.from_base(relative, **form_case.method.easy)
     assert model.config.base_model_name_or_path == pretrained_base.name
 
 
@@ -153,10 +153,10 @@ PARTS = [r"language_model\.", r"language_model\.layers\.1\.", "layernorm", r"nor
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", PARTS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_any_part_of_a_bfloat16_base_may_train(method_case, tiny_base_config, tmp_path, pattern, tied):
+def test_any_part_of_a_bfloat16_base_may_train(form_case, tiny_base_config, tmp_path, pattern, tied):
     if tied and pattern == "lm_head":
         pattern = "embed_tokens|lm_head"
-    method, text = method_case.method, torch.arange(5, 17)[None]
+    method, text = form_case.method, torch.arange(5, 17)[None]
     base = AutoModelForCausalLM.from_config(tiny_base_config(tie_word_embeddings=tied), dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
     started = method.causal_lm_class.from_base(tmp_path / "base", **method.easy, trainable_parameters=[pattern])

@@ -37,20 +37,21 @@ def greedy_by_hand(model, texts, num_tokens):
 
 
 @torch.no_grad()
-def test_every_way_to_generate_greedily_gives_the_same_ids(case, texts):
-    expected = greedy_by_hand(case.model, texts, NEW_TOKENS)
+def test_every_way_to_generate_greedily_gives_the_same_ids(backbone_case, texts):
+    model = backbone_case.model
+    expected = greedy_by_hand(model, texts, NEW_TOKENS)
     for settings in ({}, {"cache_implementation": "static"}):
-        assert case.model.generate(**texts, **GREEDY, **settings).tolist() == expected.tolist(), settings
+        assert model.generate(**texts, **GREEDY, **settings).tolist() == expected.tolist(), settings
 
 
-def test_generation_without_a_cache_gives_the_same_ids(method_case, texts):
-    expected = method_case.model.generate(**texts, **GREEDY)
-    assert method_case.model.generate(**texts, **GREEDY, use_cache=False).equal(expected)
+def test_generation_without_a_cache_gives_the_same_ids(form_case, texts):
+    expected = form_case.model.generate(**texts, **GREEDY)
+    assert form_case.model.generate(**texts, **GREEDY, use_cache=False).equal(expected)
 
 
 @torch.no_grad()
-def test_step_by_step_with_a_cache_equals_one_pass(case, texts):
-    model = case.model
+def test_step_by_step_with_a_cache_equals_one_pass(place_case, texts):
+    model = place_case.model
     memory = model.compress(texts["context_input_ids"], texts["context_attention_mask"])
     ids, mask = texts["input_ids"], texts["attention_mask"]
     together = model(input_ids=ids, attention_mask=mask, memory=memory).logits
@@ -71,8 +72,8 @@ def test_step_by_step_with_a_cache_equals_one_pass(case, texts):
     torch.testing.assert_close(torch.cat(steps, dim=1)[real], together[real], atol=1e-4, rtol=0)
 
 
-def test_several_tokens_at_once_after_a_cache_equal_one_pass(method_case, random_rows):
-    model = method_case.model
+def test_several_tokens_at_once_after_a_cache_equal_one_pass(form_case, random_rows):
+    model = form_case.model
     memory = model.compress(random_rows([9])[0][None])
     text = random_rows([7], seed=1)[0][None]
     together = model(input_ids=text, memory=memory).logits
@@ -84,16 +85,16 @@ def test_several_tokens_at_once_after_a_cache_equal_one_pass(method_case, random
     torch.testing.assert_close(rest, together[:, 3:], atol=1e-4, rtol=0)
 
 
-def test_a_static_cache_of_the_callers_holds_the_slots_too(method_case, random_rows):
-    model, text = method_case.model, random_rows([4], seed=1)[0][None]
+def test_a_static_cache_of_the_callers_holds_the_slots_too(form_case, random_rows):
+    model, text = form_case.model, random_rows([4], seed=1)[0][None]
     memory = model.compress(random_rows([9])[0][None])
     cache = StaticCache(config=model.config.decoder_config, max_cache_len=5 + 4 + NEW_TOKENS)
     cached = model.generate(input_ids=text, memory=memory, past_key_values=cache, **GREEDY)
     assert cached.tolist() == model.generate(input_ids=text, memory=memory, **GREEDY).tolist()
 
 
-def test_every_pass_over_a_token_has_one_shape_with_a_static_cache(method_case, random_rows, monkeypatch):
-    model, text = method_case.model, random_rows([4], seed=1)[0][None]
+def test_every_pass_over_a_token_has_one_shape_with_a_static_cache(form_case, random_rows, monkeypatch):
+    model, text = form_case.model, random_rows([4], seed=1)[0][None]
     memory = model.compress(random_rows([9])[0][None])
     cache = StaticCache(config=model.config.decoder_config, max_cache_len=5 + 4 + NEW_TOKENS)
     shapes, decoder = [], model.model.language_model
@@ -137,22 +138,21 @@ def test_beams_read_their_own_rows_memory(backbone_case, texts):
         assert beams[i, -by_hand.shape[1] :].tolist() == by_hand[0].tolist()
 
 
-@pytest.mark.parametrize("settings", [{"num_beams": 1}, {"num_beams": 3}], ids=["samples", "sampling_beams"])
-def test_several_sequences_for_each_question(method_case, texts, settings):
-    model = method_case.model
-    settings = {**settings, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": True, "num_return_sequences": 2}
-    torch.manual_seed(3)
-    first = model.generate(**texts, **settings)
-    torch.manual_seed(3)
-    assert model.generate(**texts, **settings).equal(first)
-    length = texts["input_ids"].shape[1]
-    assert first.shape == (6, length + 5)
-    assert first[:, :length].equal(texts["input_ids"].repeat_interleave(2, dim=0))
+def test_several_sequences_for_each_question(form_case, texts):
+    model, length = form_case.model, texts["input_ids"].shape[1]
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": True, "num_return_sequences": 2}
+    for num_beams in (1, 3):
+        torch.manual_seed(3)
+        first = model.generate(**texts, num_beams=num_beams, **settings)
+        torch.manual_seed(3)
+        assert model.generate(**texts, num_beams=num_beams, **settings).equal(first), num_beams
+        assert first.shape == (6, length + 5), num_beams
+        assert first[:, :length].equal(texts["input_ids"].repeat_interleave(2, dim=0)), num_beams
 
 
 @torch.no_grad()
-def test_returned_sequences_are_scored_with_their_own_memory(method_case, texts):
-    model = method_case.model
+def test_returned_sequences_are_scored_with_their_own_memory(form_case, texts):
+    model = form_case.model
     torch.manual_seed(0)
     outputs = model.generate(
         **texts,
@@ -181,25 +181,25 @@ class Recorder(BaseStreamer):
         self.ended = True
 
 
-def test_a_streamer_sees_question_and_new_tokens(method_case, random_rows):
-    model, question = method_case.model, random_rows([4])[0][None]
+def test_a_streamer_sees_question_and_new_tokens(form_case, random_rows):
+    model, question = form_case.model, random_rows([4])[0][None]
     memory, recorder = model.compress(random_rows([9], seed=1)[0][None]), Recorder()
     generated = model.generate(question, memory=memory, streamer=recorder, **GREEDY)
     assert recorder.ids == generated[0].tolist()
     assert recorder.ended
 
 
-def test_the_result_is_question_and_new_tokens_without_slots(variant_case, texts):
-    generated = variant_case.model.generate(**texts, max_new_tokens=5, do_sample=False)
+def test_the_result_is_question_and_new_tokens_without_slots(form_case, texts):
+    generated = form_case.model.generate(**texts, max_new_tokens=5, do_sample=False)
     length = texts["input_ids"].shape[1]
     assert generated[:, :length].equal(texts["input_ids"])
     assert length < generated.shape[1] <= length + 5
-    by_length = variant_case.model.generate(**texts, max_length=length + 2, min_length=length + 2, do_sample=False)
+    by_length = form_case.model.generate(**texts, max_length=length + 2, min_length=length + 2, do_sample=False)
     assert by_length.shape[1] == length + 2, "slots do not count towards max_length"
 
 
-def test_one_document_serves_several_questions(variant_case, random_rows, pad_rows):
-    model, questions = variant_case.model, random_rows([3, 6, 2], seed=1)
+def test_one_document_serves_several_questions(place_case, random_rows, pad_rows):
+    model, questions = place_case.model, random_rows([3, 6, 2], seed=1)
     memory = model.compress(random_rows([10])[0][None])
     ids, mask = pad_rows(questions, "right")
     together = model.generate(input_ids=ids, attention_mask=mask, memory=memory, **GREEDY)
@@ -208,16 +208,16 @@ def test_one_document_serves_several_questions(variant_case, random_rows, pad_ro
         assert row[-alone.shape[1] :].tolist() == alone[0].tolist()
 
 
-def test_the_context_is_compressed_once(method_case, texts, monkeypatch):
-    model, calls = method_case.model, []
+def test_the_context_is_compressed_once(form_case, texts, monkeypatch):
+    model, calls = form_case.model, []
     encode = model.model.encode
     monkeypatch.setattr(model.model, "encode", lambda *args: calls.append(1) or encode(*args))
     model.generate(**texts, **GREEDY)
     assert len(calls) == 1
 
 
-def test_no_memory_means_the_plain_language_model(backbone_case, random_rows):
-    model, text = backbone_case.model, random_rows([5])[0][None]
+def test_no_memory_means_the_plain_language_model(form_case, random_rows):
+    model, text = form_case.model, random_rows([5])[0][None]
     generated = model.generate(text, **GREEDY)
     assert (
         generated.tolist()
@@ -225,8 +225,8 @@ def test_no_memory_means_the_plain_language_model(backbone_case, random_rows):
     )
 
 
-def test_generation_reads_the_checkpoints_own_stop_token(method_case, random_rows):
-    model, question = method_case.model, random_rows([4])[0][None]
+def test_generation_reads_the_checkpoints_own_stop_token(form_case, random_rows):
+    model, question = form_case.model, random_rows([4])[0][None]
     memory = model.compress(random_rows([9], seed=1)[0][None])
     generated = model.generate(question, memory=memory, **GREEDY)[0]
     stop = int(generated[5])
@@ -235,8 +235,8 @@ def test_generation_reads_the_checkpoints_own_stop_token(method_case, random_row
     assert stopped.tolist() == generated[: 4 + end + 1].tolist()
 
 
-def test_a_memory_from_a_file_generates_the_same(variant_case, random_rows, tmp_path):
-    model, question = variant_case.model, random_rows([4])[0][None]
+def test_a_memory_from_a_file_generates_the_same(place_case, random_rows, tmp_path):
+    model, question = place_case.model, random_rows([4])[0][None]
     memory = model.compress(random_rows([9], seed=1)[0][None])
     memory.save(tmp_path / "document.safetensors")
     loaded = type(memory).load(tmp_path / "document.safetensors", model_id=model.model_id)
@@ -244,18 +244,19 @@ def test_a_memory_from_a_file_generates_the_same(variant_case, random_rows, tmp_
     assert model.generate(question, memory=loaded, **GREEDY).equal(expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_memory_of_another_float_type_is_read(method_case, random_rows, dtype):
+def test_a_memory_of_another_float_type_is_read(method_case, random_rows):
     model, question = method_case.model, random_rows([4])[0][None]
     memory = model.compress(random_rows([9], seed=1)[0][None])
-    logits = model(question, memory=memory.to(dtype=dtype)).logits
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, model(question, memory=memory).logits, atol=0.3, rtol=0.1)
+    expected = model(question, memory=memory).logits
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = model(question, memory=memory.to(dtype=dtype)).logits
+        assert logits.dtype == torch.float32
+        assert logits.allclose(expected, atol=0.3, rtol=0.1), dtype
 
 
 @torch.no_grad()
-def test_positions_of_the_callers_move_with_the_pads(method_case, texts):
-    model = method_case.model
+def test_positions_of_the_callers_move_with_the_pads(form_case, texts):
+    model = form_case.model
     ids, mask = texts["input_ids"], texts["attention_mask"]
     order = mask.argsort(dim=1, stable=True, descending=True)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -286,8 +287,8 @@ def test_pads_without_a_mask_are_found_by_their_id(method_cases, texts, random_r
 
 
 @torch.no_grad()
-def test_a_cache_with_slots_is_not_read_without_its_memory(method_case, random_rows):
-    model = method_case.model
+def test_a_cache_with_slots_is_not_read_without_its_memory(form_case, random_rows):
+    model = form_case.model
     memory = model.compress(random_rows([9])[0][None])
     question = random_rows([4], seed=1)[0][None]
     first = model.generate(question, memory=memory, return_dict_in_generate=True, **GREEDY)
@@ -308,8 +309,8 @@ def test_a_cache_with_slots_is_not_read_without_its_memory(method_case, random_r
 
 
 @torch.no_grad()
-def test_a_question_read_in_chunks_has_no_pads(method_case, texts, random_rows):
-    model, question = method_case.model, random_rows([7], seed=1)[0][None]
+def test_a_question_read_in_chunks_has_no_pads(form_case, texts, random_rows):
+    model, question = form_case.model, random_rows([7], seed=1)[0][None]
     context = {"context_input_ids": texts["context_input_ids"][:1]}
     expected = model.generate(question, **context, **GREEDY)
     assert model.generate(question, **context, **GREEDY, prefill_chunk_size=3).equal(expected)

@@ -46,8 +46,8 @@ def expected_names(model):
 
 
 @torch.no_grad()
-def test_a_light_checkpoint_is_the_saved_model(variant_case, inputs, tmp_path, local_hub, start_light, slots):
-    case, model = variant_case, start_light(variant_case, local_hub)
+def test_a_light_checkpoint_is_the_saved_model(adapter_case, inputs, tmp_path, local_hub, start_light, slots):
+    case, model = adapter_case, start_light(adapter_case, local_hub)
     model.save_pretrained(tmp_path / "light")
     assert set(stored(tmp_path / "light")) == expected_names(model)
     config = json.loads((tmp_path / "light" / "config.json").read_text())
@@ -90,25 +90,23 @@ def test_a_light_checkpoint_serves_the_backbone_too(method_case, inputs, tmp_pat
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16, "auto"], ids=str)
 @pytest.mark.parametrize("stored_as", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_type_asked_for_is_the_bases_and_what_trains_is_float32(
-    method_cases, inputs, tmp_path, local_hub, start_light, asked, stored_as
+    method_cases, inputs, tmp_path, local_hub, start_light, stored_as
 ):
     model = start_light(method_cases["mean_pooling"], local_hub, dtype=stored_as)
     model.save_pretrained(tmp_path / "light")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", dtype=asked, attn_implementation="eager")
-    assert loaded.dtype == (stored_as if asked == "auto" else asked)
-    for name, parameter in loaded.named_parameters():
-        assert parameter.dtype == (torch.float32 if parameter.requires_grad else loaded.dtype), name
-        if parameter.requires_grad:
-            assert parameter.equal(model.get_parameter(name)), name
-    expected = model(**inputs).logits
-    assert (loaded(**inputs).logits - expected).norm() < 0.3 * expected.norm()
-    loaded.save_pretrained(tmp_path / "again")
-    assert {n: t.dtype for n, t in stored(tmp_path / "again").items()} == {
-        n: t.dtype for n, t in stored(tmp_path / "light").items()
-    }
+    expected, types = model(**inputs).logits, {n: t.dtype for n, t in stored(tmp_path / "light").items()}
+    for asked in (torch.float32, torch.bfloat16, "auto"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", dtype=asked, attn_implementation="eager")
+        assert loaded.dtype == (stored_as if asked == "auto" else asked)
+        for name, parameter in loaded.named_parameters():
+            assert parameter.dtype == (torch.float32 if parameter.requires_grad else loaded.dtype), (asked, name)
+            if parameter.requires_grad:
+                assert parameter.equal(model.get_parameter(name)), (asked, name)
+        assert (loaded(**inputs).logits - expected).norm() < 0.3 * expected.norm(), asked
+        loaded.save_pretrained(tmp_path / "again")
+        assert {n: t.dtype for n, t in stored(tmp_path / "again").items()} == types, asked
 
 
 def test_a_base_started_in_float16_is_found_again(method_cases, tmp_path, local_hub, start_light):
@@ -202,8 +200,8 @@ def test_a_base_of_another_shape_is_refused_by_name(method_cases, tmp_path, loca
         AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model="me/other")
 
 
-def test_a_base_with_other_weights_is_refused_by_name(method_case, tmp_path, local_hub, start_light):
-    model = start_light(method_case, local_hub)
+def test_a_base_with_other_weights_is_refused_by_name(form_case, tmp_path, local_hub, start_light):
+    model = start_light(form_case, local_hub)
     model.save_pretrained(tmp_path / "light")
     local_hub("me/other", model.config.decoder_config, seed=3)
     with pytest.raises(ValueError, match=r"me/other is not the base model \(me/base.*other weights"):
@@ -277,8 +275,8 @@ def test_a_copy_and_a_cast_of_a_model_are_as_light(method_cases, tmp_path, local
 
 
 @torch.no_grad()
-def test_a_resized_vocabulary_lies_over_the_base(method_case, inputs, tmp_path, local_hub, start_light):
-    model = start_light(method_case, local_hub)
+def test_a_resized_vocabulary_lies_over_the_base(form_case, inputs, tmp_path, local_hub, start_light):
+    model = start_light(form_case, local_hub)
     model.resize_token_embeddings(model.config.vocab_size + 8)
     inputs["input_ids"][0, 1] = model.config.vocab_size - 1
     model.save_pretrained(tmp_path / "light")
@@ -321,8 +319,8 @@ def test_a_merged_model_is_saved_whole(method_cases, inputs, tmp_path, local_hub
         model.save_pretrained(tmp_path / "light", include_base=False)
 
 
-def test_a_whole_model_becomes_light_when_its_base_is_linked(method_case, inputs, tmp_path, local_hub, start_light):
-    model = start_light(method_case, local_hub)
+def test_a_whole_model_becomes_light_when_its_base_is_linked(form_case, inputs, tmp_path, local_hub, start_light):
+    model = start_light(form_case, local_hub)
     model.save_pretrained(tmp_path / "whole", include_base=True)
     model.save_pretrained(tmp_path / "light")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
@@ -470,8 +468,8 @@ def test_a_models_name_tells_every_setting_that_changes_slots_or_reading(method_
         assert model.model_id == expected, field
 
 
-def test_memories_with_a_name_of_an_earlier_version_are_read_if_it_fits(method_case, inputs):
-    model = method_case.model
+def test_memories_with_a_name_of_an_earlier_version_are_read_if_it_fits(form_case, inputs):
+    model = form_case.model
     memory = model.compress(inputs["context_input_ids"])
     memory.model_id = f"{model.config.model_type}:{fingerprint(model.model)}"
     model(inputs["input_ids"], memory=memory)
@@ -481,8 +479,8 @@ def test_memories_with_a_name_of_an_earlier_version_are_read_if_it_fits(method_c
 
 
 @pytest.mark.parametrize("light", [True, False])
-def test_a_checkpoint_has_one_name_in_any_type(method_case, inputs, tmp_path, local_hub, start_light, light):
-    model = start_light(method_case, local_hub, dtype=torch.float32)
+def test_a_checkpoint_has_one_name_in_any_type(form_case, inputs, tmp_path, local_hub, start_light, light):
+    model = start_light(form_case, local_hub, dtype=torch.float32)
     model.save_pretrained(tmp_path, include_base=not light)
     memory = model.compress(inputs["context_input_ids"])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

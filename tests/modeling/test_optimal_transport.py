@@ -51,16 +51,16 @@ def by_potentials(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(optimal_transport, "_TAME_SPREAD", {torch.float32: -1.0, torch.float64: -1.0})
 
 
-@pytest.mark.parametrize("num_iterations", [1, 2, 30])
 @pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.004])
 @pytest.mark.parametrize("shape", [(2, 6, 3), (1, 3, 6), (2, 5, 1), (2, 1, 5), (1, 1, 1)])
-def test_equals_the_naive_loops(shape, epsilon, num_iterations):
+def test_equals_the_naive_loops(shape, epsilon):
     tensors = problem(*shape)
-    arguments = {"epsilon": epsilon, "num_iterations": num_iterations}
-    expected = plan_and_gradients(naive_sinkhorn, tensors, **arguments)
-    actual = plan_and_gradients(sinkhorn, tensors, **arguments)
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10 / epsilon)
+    for num_iterations in (1, 2, 30):
+        arguments = {"epsilon": epsilon, "num_iterations": num_iterations}
+        expected = plan_and_gradients(naive_sinkhorn, tensors, **arguments)
+        actual = plan_and_gradients(sinkhorn, tensors, **arguments)
+        for one, other in zip(actual, expected, strict=True):
+            assert one.allclose(other, rtol=1e-8, atol=1e-10 / epsilon), num_iterations
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

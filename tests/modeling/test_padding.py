@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every row is the same alone, in a batch, and wherever its pads stand."""
 
-import pytest
 import torch
 
 CONTEXT_LENGTHS, TEXT_LENGTHS = [13, 5, 1, 9], [4, 7, 2, 5]
 NEW_TOKENS = 4
-padded_anywhere = pytest.mark.parametrize("padding", ["left", "right", "interior"])
+
+
+def assert_near(found, expected, where):
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0, msg=lambda text: f"{where}: {text}")
 
 
 def real(memory, row):
@@ -16,64 +18,58 @@ def real(memory, row):
 
 
 @torch.no_grad()
-@padded_anywhere
-def test_slots_do_not_depend_on_the_batch_or_its_padding(case, padding, random_rows, pad_rows, slots):
-    rows = random_rows(CONTEXT_LENGTHS)
-    ids, mask = pad_rows(rows, padding)
-    batched = case.model.compress(ids, mask, ratio=2)
-    for i, row in enumerate(rows):
-        alone = case.model.compress(row[None], ratio=2)
-        places = real(batched, i)
-        torch.testing.assert_close(slots(batched)[i, places], slots(alone)[0], atol=1e-4, rtol=0)
-        assert batched.position_ids[i, places].tolist() == alone.position_ids[0].tolist()
-        assert batched.num_context_tokens[i] == len(row)
-        assert not slots(batched)[i, ~places].any(), "padding slots are zero"
-
-
-@torch.no_grad()
-@padded_anywhere
-def test_logits_do_not_depend_on_the_batch_or_its_padding(case, padding, random_rows, pad_rows):
-    contexts, texts = random_rows(CONTEXT_LENGTHS), random_rows(TEXT_LENGTHS, seed=1)
+def test_slots_and_logits_do_not_depend_on_the_batch_or_its_padding(case, random_rows, pad_rows, slots):
+    model, contexts, texts = case.model, random_rows(CONTEXT_LENGTHS), random_rows(TEXT_LENGTHS, seed=1)
     texts[1][0] = 1  # a BOS, which some settings move in front of the slots, and others reconstruct from
-    ids, mask = pad_rows(contexts, padding)
-    text_ids, text_mask = pad_rows(texts, padding)
-    batched = case.model(
-        input_ids=text_ids, attention_mask=text_mask, context_input_ids=ids, context_attention_mask=mask, ratio=2
-    ).logits
-    for i, (context, text) in enumerate(zip(contexts, texts, strict=True)):
-        alone = case.model(input_ids=text[None], context_input_ids=context[None], ratio=2).logits
-        torch.testing.assert_close(batched[i, text_mask[i].bool()], alone[0], atol=1e-4, rtol=0)
+    memories = [model.compress(row[None], ratio=2) for row in contexts]
+    expected = [
+        model(input_ids=text[None], memory=memory).logits[0] for text, memory in zip(texts, memories, strict=True)
+    ]
+    for padding in ("left", "right", "interior"):
+        (ids, mask), (text_ids, text_mask) = pad_rows(contexts, padding), pad_rows(texts, padding)
+        context = {"context_input_ids": ids, "context_attention_mask": mask}
+        batched = model.compress(ids, mask, ratio=2)
+        logits = model(input_ids=text_ids, attention_mask=text_mask, **context, ratio=2).logits
+        for i, (context, alone) in enumerate(zip(contexts, memories, strict=True)):
+            where, places = f"padded {padding}, row {i}", real(batched, i)
+            assert_near(slots(batched)[i, places], slots(alone)[0], where)
+            assert batched.position_ids[i, places].tolist() == alone.position_ids[0].tolist(), where
+            assert batched.num_context_tokens[i] == len(context), where
+            assert not slots(batched)[i, ~places].any(), f"{where}: padding slots are zero"
+            assert_near(logits[i, text_mask[i].bool()], expected[i], where)
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_generated_ids_do_not_depend_on_the_batch_or_its_padding(case, padding, random_rows, pad_rows):
-    contexts, texts = random_rows([13, 5]), random_rows([4, 7], seed=1)
+def test_generated_ids_do_not_depend_on_the_batch_or_its_padding(place_case, random_rows, pad_rows):
+    model, contexts, texts = place_case.model, random_rows([13, 5]), random_rows([4, 7], seed=1)
     texts[1][0] = 1
-    ids, mask = pad_rows(contexts, padding)
-    text_ids, text_mask = pad_rows(texts, padding)
     settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    memory = case.model.compress(ids, mask)
-    batched = case.model.generate(input_ids=text_ids, attention_mask=text_mask, memory=memory, **settings)
-    for i, (context, text) in enumerate(zip(contexts, texts, strict=True)):
-        alone = case.model.generate(input_ids=text[None], context_input_ids=context[None], **settings)
-        assert alone[0, : len(text)].tolist() == text.tolist()
+    alone = [
+        model.generate(input_ids=text[None], context_input_ids=context[None], **settings)[0].tolist()
+        for context, text in zip(contexts, texts, strict=True)
+    ]
+    assert [ids[:-NEW_TOKENS] for ids in alone] == [text.tolist() for text in texts]
+    for padding in ("left", "right"):
+        ids, mask = pad_rows(contexts, padding)
+        text_ids, text_mask = pad_rows(texts, padding)
+        memory = model.compress(ids, mask)
+        batched = model.generate(input_ids=text_ids, attention_mask=text_mask, memory=memory, **settings)
         # Right-padded questions are moved to the right, against the new tokens.
-        assert batched[i, -NEW_TOKENS - len(text) :].tolist() == alone[0].tolist()
+        assert [row[-len(ids) :].tolist() for row, ids in zip(batched, alone, strict=True)] == alone, padding
 
 
 @torch.no_grad()
-def test_a_memory_of_one_row_padded_by_others_is_read_like_its_own(variant_case, random_rows, pad_rows):
+def test_a_memory_of_one_row_padded_by_others_is_read_like_its_own(place_case, random_rows, pad_rows):
     ids, mask = pad_rows(random_rows(CONTEXT_LENGTHS))
     text = random_rows([4], seed=1)[0][None]
-    memory = variant_case.model.compress(ids, mask)
-    together = variant_case.model(input_ids=text.expand(4, -1), memory=memory).logits
+    memory = place_case.model.compress(ids, mask)
+    together = place_case.model(input_ids=text.expand(4, -1), memory=memory).logits
     for i in range(4):
-        alone = variant_case.model(input_ids=text, memory=memory.rows(i)).logits
+        alone = place_case.model(input_ids=text, memory=memory.rows(i)).logits
         torch.testing.assert_close(together[i], alone[0], atol=1e-4, rtol=0)
 
 
-def test_an_empty_context_has_no_slots_and_still_generates(case, random_rows, pad_rows, slots):
-    model = case.model
+def test_an_empty_context_has_no_slots_and_still_generates(place_case, random_rows, pad_rows, slots):
+    case, model = place_case, place_case.model
     contexts, texts = random_rows([7, 0, 3]), random_rows([3, 3, 3], seed=1)
     ids, mask = pad_rows(contexts, "left")
     memory = model.compress(ids, mask)
@@ -109,16 +105,17 @@ def test_an_empty_context_leaves_the_other_rows_gradients_alone(backbone_case, r
         torch.testing.assert_close(gradient, without[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("pad_value", [-100, 10**6])
-@padded_anywhere
-def test_what_stands_at_a_pad_does_not_matter(method_case, pad_value, padding, random_rows, pad_rows):
+@torch.no_grad()
+def test_what_stands_at_a_pad_does_not_matter(method_case, random_rows, pad_rows):
     """A tokenizer's pad id may lie outside the model's table."""
     model, contexts, texts = method_case.model, random_rows(CONTEXT_LENGTHS), random_rows(TEXT_LENGTHS, seed=1)
-    logits = []
-    for value in (0, pad_value):
-        (ids, mask), (text_ids, text_mask) = pad_rows(contexts, padding, value), pad_rows(texts, padding, value)
-        outputs = model(
-            input_ids=text_ids, attention_mask=text_mask, context_input_ids=ids, context_attention_mask=mask
-        )
-        logits.append(outputs.logits[text_mask.bool()])
-    assert logits[0].equal(logits[1])
+    for padding in ("left", "right", "interior"):
+        logits = []
+        for value in (0, -100, 10**6):
+            (ids, mask), (text_ids, text_mask) = pad_rows(contexts, padding, value), pad_rows(texts, padding, value)
+            outputs = model(
+                input_ids=text_ids, attention_mask=text_mask, context_input_ids=ids, context_attention_mask=mask
+            )
+            logits.append(outputs.logits[text_mask.bool()])
+        assert logits[0].equal(logits[1]), f"-100, padded {padding}"
+        assert logits[0].equal(logits[2]), f"10**6, padded {padding}"

@@ -33,8 +33,8 @@ def train(model, inputs, steps=3, rate=0.5):
     return model.eval()
 
 
-def test_the_new_adapter_alone_trains_and_reloads(variant_case, inputs, tmp_path):
-    model = variant_case.build()
+def test_the_new_adapter_alone_trains_and_reloads(adapter_case, inputs, tmp_path):
+    model = adapter_case.build()
     expected = model(**inputs).logits.detach()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     wrapped = wrap(model)
@@ -55,7 +55,7 @@ def test_the_new_adapter_alone_trains_and_reloads(variant_case, inputs, tmp_path
         # The compressor's own adapters stay on.
         torch.testing.assert_close(wrapped(**inputs).logits, expected, atol=1e-4, rtol=0)
     wrapped.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(variant_case.build(), tmp_path).eval()
+    again = peft.PeftModel.from_pretrained(adapter_case.build(), tmp_path).eval()
     torch.testing.assert_close(again(**inputs).logits, trained, atol=1e-5, rtol=0)
     assert again.generate(**inputs, **GREEDY).equal(generated)
 
@@ -131,9 +131,9 @@ def _with_weights_of(model, quantized):
 @pytest.mark.parametrize("kind", ["4-bit", "8-bit", "torchao"])
 @pytest.mark.parametrize("include_base", [True, False], ids=["whole", "light"])
 def test_a_quantized_base_reads_trains_and_saves(
-    method_case, inputs, tmp_path, local_hub, start_light, kind, include_base
+    form_case, inputs, tmp_path, local_hub, start_light, kind, include_base
 ):
-    model = start_light(method_case, local_hub)
+    model = start_light(form_case, local_hub)
     model.save_pretrained(tmp_path / "first", include_base=include_base)
     load = {"quantization_config": _quantization(kind), "device_map": "cpu"}
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "first", **load)
@@ -148,7 +148,7 @@ def test_a_quantized_base_reads_trains_and_saves(
     train(quantized, inputs, steps=2, rate=0.1)
     assert any(not quantized.get_parameter(name).equal(before[name]) for name in own)
     trained = quantized(**inputs).logits
-    if method_case.fields.get("encoder_lora"):
+    if form_case.fields.get("encoder_lora"):
         with pytest.raises(ValueError, match="merged into quantized weights"):
             quantized.merge_adapters()
     quantized.save_pretrained(tmp_path / "second")

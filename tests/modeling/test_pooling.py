@@ -23,6 +23,9 @@ def naive_mean_pool(hidden_states, attention_mask, ratio):
     return slots, slot_mask
 
 
+paddings = pytest.mark.parametrize("padding", ["right", "left", "both", "strewn"])
+
+
 def padding_masks(lengths, width):
     """The same lengths padded right, left, on both sides, and with pads strewn among the tokens."""
     index = torch.arange(width)
@@ -51,8 +54,8 @@ def assert_like_the_loop(hidden_states, attention_mask, ratio):
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("padding", ["right", "left", "both", "strewn"])
-@pytest.mark.parametrize("ratio", range(1, 10))
+@paddings
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 9])
 def test_equals_the_naive_loop_for_all_lengths(ratio, padding):
     lengths = list(range(41))
     attention_mask = padding_masks(lengths, 40)[padding]
@@ -60,7 +63,7 @@ def test_equals_the_naive_loop_for_all_lengths(ratio, padding):
     assert_like_the_loop(hidden_states, attention_mask, ratio)
 
 
-@pytest.mark.parametrize("padding", ["right", "left", "both", "strewn"])
+@paddings
 def test_equals_the_naive_loop_with_a_ratio_for_each_row(padding):
     lengths = list(range(41)) * 3
     ratio = torch.arange(len(lengths)) % 9 + 1
@@ -69,10 +72,10 @@ def test_equals_the_naive_loop_with_a_ratio_for_each_row(padding):
     assert_like_the_loop(hidden_states, attention_mask, ratio)
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
 @pytest.mark.parametrize("ratio", [1, 3, 8, 50])
-def test_equals_the_naive_loop_without_padding(length, ratio):
-    assert_like_the_loop(torch.randn(2, length, 3, dtype=torch.float64), torch.ones(2, length).long(), ratio)
+def test_equals_the_naive_loop_without_padding(ratio):
+    for length in (1, 7, 8, 9, 40):
+        assert_like_the_loop(torch.randn(2, length, 3, dtype=torch.float64), torch.ones(2, length).long(), ratio)
 
 
 def test_windows_of_ten_tokens_at_ratio_four():
@@ -131,7 +134,7 @@ def test_a_float16_window_whose_sum_overflows_keeps_its_mean():
     assert slots.tolist() == [[[30000.0, 30000.0]] * 2]
 
 
-@pytest.mark.parametrize("padding", ["right", "left", "both", "strewn"])
+@paddings
 @pytest.mark.parametrize("ratio", [4, torch.tensor([4, 4, 3])])
 def test_what_stands_at_a_pad_never_leaks(padding, ratio):
     attention_mask = padding_masks([5, 0, 9], 9)[padding]

@@ -48,9 +48,9 @@ def test_vectors_are_taken_from_the_places_of_each_row(dim, shape):
     torch.testing.assert_close(gradient, expected)
 
 
-def needs_embeddings(case):
-    if case.method.config_class.carrier != "embeddings":
-        pytest.skip("the method carries no embeddings; test_memory_tokens_key_values.py has its own test")
+# test_memory_tokens_key_values.py has tests of its own.
+of_embeddings = pytest.mark.only(lambda case: case.method.config_class.carrier == "embeddings")
+LAYOUTS = ("default", "uniform", "enhanced")
 
 
 def random_ids(length, seed=0):
@@ -60,6 +60,8 @@ def random_ids(length, seed=0):
 # --- several ratios ---
 
 
+# test_memory_tokens.py has the same on every base, where bases matter: with memory tokens in one row.
+@pytest.mark.only(lambda case: (case.architecture, case.attention) == ("llama", "sdpa"))
 def test_many_ratios_cost_one_pass_and_equal_separate_calls(case, random_rows, pad_rows, monkeypatch, slots):
     model = case.model
     ids, mask = pad_rows(random_rows([13, 0, 7, 1]))
@@ -79,8 +81,8 @@ def test_many_ratios_cost_one_pass_and_equal_separate_calls(case, random_rows, p
         assert one.position_ids.equal(other.position_ids)
 
 
-def test_a_ratio_for_each_row_equals_separate_calls(variant_case, random_rows, pad_rows, slots):
-    model, lengths, ratios = variant_case.model, [13, 6, 7, 0], [8, 2, 3, 2]
+def test_a_ratio_for_each_row_equals_separate_calls(place_case, random_rows, pad_rows, slots):
+    model, lengths, ratios = place_case.model, [13, 6, 7, 0], [8, 2, 3, 2]
     rows = random_rows(lengths)
     ids, mask = pad_rows(rows)
     memory = model.compress(ids, mask, ratio=torch.tensor(ratios))
@@ -98,33 +100,30 @@ def test_a_ratio_for_each_row_equals_separate_calls(variant_case, random_rows, p
         torch.testing.assert_close(logits[i], model(text, memory=alone).logits[0], atol=1e-4, rtol=0)
 
 
-def test_the_first_ratio_is_the_default(method_case):
+def test_the_first_ratio_is_the_default_and_a_tensor_with_one_is_an_int(method_case):
     memory = method_case.model.compress(random_ids(12))
     assert memory.ratio == method_case.model.config.compression_ratios[0] == 2
     assert memory.num_slots.tolist() == [6]
-
-
-def test_a_tensor_with_one_ratio_is_an_int(method_case):
     assert method_case.model.compress(random_ids(12), ratio=torch.tensor(3)).ratio == 3
 
 
 # --- chunks ---
 
 
-@pytest.mark.parametrize("length", [4, 5, 6, 10, 13])
-def test_a_chunked_context_is_its_chunks_alone_joined(method_case, length, random_rows, pad_rows, slots):
+def test_a_chunked_context_is_its_chunks_alone_joined(method_case, random_rows, pad_rows, slots):
     model = method_case.build(chunk_size=5)
-    rows = random_rows([length, 3])
-    ids, mask = pad_rows(rows, "left")
-    memory = model.compress(ids, mask, ratio=2)
-    chunks = [model.compress(chunk[None], ratio=2) for chunk in rows[0].split(5)]
-    expected = torch.cat([slots(chunk)[0] for chunk in chunks])
-    torch.testing.assert_close(slots(memory)[0, : len(expected)], expected, atol=1e-4, rtol=0)
-    assert memory.num_slots.tolist() == [len(expected), 2]
-    positions = list(range(len(expected)))
-    if memory.carrier == "key_values":  # they keep the encoder's positions
-        positions = [position for chunk in chunks for position in chunk.position_ids[0].tolist()]
-    assert memory.position_ids[0].tolist() == positions
+    for length in (4, 5, 6, 10, 13):
+        rows = random_rows([length, 3])
+        ids, mask = pad_rows(rows, "left")
+        memory = model.compress(ids, mask, ratio=2)
+        chunks = [model.compress(chunk[None], ratio=2) for chunk in rows[0].split(5)]
+        expected = torch.cat([slots(chunk)[0] for chunk in chunks])
+        assert memory.num_slots.tolist() == [len(expected), 2], length
+        assert slots(memory)[0, : len(expected)].allclose(expected, atol=1e-4, rtol=0), length
+        positions = list(range(len(expected)))
+        if memory.carrier == "key_values":  # they keep the encoder's positions
+            positions = [position for chunk in chunks for position in chunk.position_ids[0].tolist()]
+        assert memory.position_ids[0].tolist() == positions, length
 
 
 def test_the_last_context_tokens_change_their_own_chunk_only(method_case, slots):
@@ -140,7 +139,7 @@ def test_the_last_context_tokens_change_their_own_chunk_only(method_case, slots)
 # --- position layouts ---
 
 
-@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_slots_and_text_stand_where_the_layout_says(method_case, layout, random_rows, pad_rows, monkeypatch):
     model = method_case.build(chunk_size=6, position_layout=layout, task_token_ids={"[AE]": AE, "[LM]": LM})
     ids, mask = pad_rows(random_rows([15, 4]), "left")
@@ -164,8 +163,8 @@ def test_slots_and_text_stand_where_the_layout_says(method_case, layout, random_
             assert memory.position_ids[row, : len(slots)].tolist() == slots.tolist()
 
 
-def test_generation_goes_on_from_the_layouts_positions(variant_case, random_rows, pad_rows, monkeypatch):
-    model = variant_case.model
+def test_generation_goes_on_from_the_layouts_positions(place_case, random_rows, pad_rows, monkeypatch):
+    model = place_case.model
     ids, mask = pad_rows(random_rows([15, 4]), "left")
     texts, text_mask = pad_rows(random_rows([5, 3], seed=1), "right")
     memory = model.compress(ids, mask)
@@ -177,8 +176,8 @@ def test_generation_goes_on_from_the_layouts_positions(variant_case, random_rows
     ]
 
 
-def test_callers_positions_count_within_the_text(variant_case, random_rows, pad_rows):
-    model = variant_case.model
+def test_callers_positions_count_within_the_text(place_case, random_rows, pad_rows):
+    model = place_case.model
     memory = model.compress(random_ids(9))
     texts, mask = pad_rows(random_rows([5, 3], seed=1), "left")
     implicit = model(texts, attention_mask=mask, memory=memory).logits
@@ -196,8 +195,8 @@ def test_callers_positions_count_within_the_text(variant_case, random_rows, pad_
 # --- what is aligned with what ---
 
 
-def test_states_and_logits_are_aligned_with_the_text(case, random_rows, pad_rows):
-    model = case.model
+def test_states_and_logits_are_aligned_with_the_text(place_case, random_rows, pad_rows):
+    model = place_case.model
     ids, mask = pad_rows(random_rows([15, 0, 3]), "left")
     texts, text_mask = pad_rows(random_rows([5, 3, 7], seed=1), "right")
     inputs = {"input_ids": texts, "attention_mask": text_mask}
@@ -219,9 +218,9 @@ def test_states_and_logits_are_aligned_with_the_text(case, random_rows, pad_rows
     assert not changed[:, 2].allclose(logits[:, 2], atol=1e-3)
 
 
+@of_embeddings
 def test_a_plain_concatenation_gives_the_same_states(backbone_case):
     """Slots as input embeddings in front of the text's, by hand."""
-    needs_embeddings(backbone_case)
     model, text = backbone_case.build(decoder_lora=None), random_ids(6, seed=1)
     memory = model.compress(random_ids(9), ratio=2)
     embeddings = torch.cat([memory.embeddings, model.get_input_embeddings()(text)], dim=1)
@@ -233,35 +232,37 @@ def test_a_plain_concatenation_gives_the_same_states(backbone_case):
 # --- BOS in front of the slots ---
 
 
-@pytest.mark.parametrize("chunk_size", [None, 4])
-@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
-def test_bos_moves_in_front_of_the_slots(method_case, layout, chunk_size, monkeypatch):
-    needs_embeddings(method_case)
-    chunk_size = chunk_size or method_case.config().chunk_size
-    model = method_case.build(bos_before_slots=True, position_layout=layout, chunk_size=chunk_size, decoder_lora=None)
+@of_embeddings
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bos_moves_in_front_of_the_slots(method_case, layout, monkeypatch):
     text = random_ids(6, seed=1)
     text[0, 0] = BOS
-    memory = model.compress(random_ids(9), ratio=2)
-    slots = int(memory.num_slots)
-    seen = Seen(model, monkeypatch)
-    states = model.model(text, memory=memory).last_hidden_state
-    table = model.get_input_embeddings()
-    embeddings = torch.cat([table(text[:, :1]), memory.embeddings, table(text[:, 1:])], dim=1)
-    torch.testing.assert_close(seen.calls[0]["inputs_embeds"], embeddings)
-    if layout == "enhanced":
-        expected = [0, *memory.position_ids[0].tolist(), *range(10, 15)]
-    else:
-        expected = list(range(slots + 6))
-    assert seen.positions() == [expected]
-    by_hand = model.model.language_model(
-        inputs_embeds=embeddings, position_ids=torch.tensor([expected]), attention_mask=torch.ones(1, slots + 6).long()
-    ).last_hidden_state
-    # The token after BOS is predicted from the state of the last slot, not from that of BOS.
-    torch.testing.assert_close(states, by_hand[:, slots:], atol=1e-5, rtol=0)
+    for chunk_size in (method_case.config().chunk_size, 4):
+        fields = {"position_layout": layout, "chunk_size": chunk_size, "decoder_lora": None}
+        model = method_case.build(bos_before_slots=True, **fields)
+        memory = model.compress(random_ids(9), ratio=2)
+        slots = int(memory.num_slots)
+        seen = Seen(model, monkeypatch)
+        states = model.model(text, memory=memory).last_hidden_state
+        table = model.get_input_embeddings()
+        embeddings = torch.cat([table(text[:, :1]), memory.embeddings, table(text[:, 1:])], dim=1)
+        torch.testing.assert_close(seen.calls[0]["inputs_embeds"], embeddings)
+        if layout == "enhanced":
+            expected = [0, *memory.position_ids[0].tolist(), *range(10, 15)]
+        else:
+            expected = list(range(slots + 6))
+        assert seen.positions() == [expected], chunk_size
+        by_hand = model.model.language_model(
+            inputs_embeds=embeddings,
+            position_ids=torch.tensor([expected]),
+            attention_mask=torch.ones(1, slots + 6).long(),
+        ).last_hidden_state
+        # The token after BOS is predicted from the state of the last slot, not from that of BOS.
+        assert states.allclose(by_hand[:, slots:], atol=1e-5, rtol=0), chunk_size
 
 
+@of_embeddings
 def test_a_text_without_bos_stays_behind_the_slots(method_case, monkeypatch):
-    needs_embeddings(method_case)
     model, plain = method_case.build(bos_before_slots=True), method_case.model
     text, context = random_ids(6, seed=1), random_ids(9)
     assert model(text, context_input_ids=context).logits.equal(plain(text, context_input_ids=context).logits)
@@ -270,9 +271,9 @@ def test_a_text_without_bos_stays_behind_the_slots(method_case, monkeypatch):
     assert logits.equal(plain(text, context_input_ids=context).logits), "only a leading BOS moves"
 
 
-def test_rows_with_and_without_bos_in_one_batch(backbone_case, random_rows, pad_rows):
-    needs_embeddings(backbone_case)
-    model = backbone_case.build(bos_before_slots=True)
+@of_embeddings
+def test_rows_with_and_without_bos_in_one_batch(method_case, random_rows, pad_rows):
+    model = method_case.build(bos_before_slots=True)
     contexts, texts = random_rows([9, 5, 0]), random_rows([4, 6, 5], seed=1)
     texts[0][0] = texts[2][0] = BOS
     ids, mask = pad_rows(contexts)
@@ -299,25 +300,25 @@ def test_task_tokens_are_looked_up_in_the_methods_own_embeddings(backbone_case, 
     torch.testing.assert_close(embedded, torch.stack([*expected, *table(text[0, 3:])]))
 
 
-def test_an_id_inside_the_vocabulary_may_be_a_task_token(method_case, monkeypatch):
-    model = method_case.build(task_token_ids={"[AE]": 17})
+def test_an_id_inside_the_vocabulary_may_be_a_task_token(form_case, monkeypatch):
+    model = form_case.build(task_token_ids={"[AE]": 17})
     seen = Seen(model, monkeypatch)
     model(torch.tensor([[17, 9]]))
     assert seen.calls[-1]["inputs_embeds"][0, 0].equal(model.model.task_embeddings[0])
 
 
-def test_task_tokens_start_like_the_bases_embeddings(backbone_case):
+def test_task_tokens_start_like_the_bases_embeddings(form_case):
     torch.manual_seed(0)
-    config = backbone_case.config(task_token_ids={f"[{i}]": 128 + i for i in range(64)})
-    model = backbone_case.method.causal_lm_class(config)
+    config = form_case.config(task_token_ids={f"[{i}]": 128 + i for i in range(64)})
+    model = form_case.method.causal_lm_class(config)
     embedded = model.get_input_embeddings()(torch.arange(5, 128))
     task = model.model.task_embeddings
     torch.testing.assert_close(task.std(), embedded.std(), atol=0, rtol=0.2)
     assert task[0].sub(task[1]).abs().max() > 0
 
 
-def test_generation_may_start_from_a_task_token(method_case):
-    model = method_case.build(task_token_ids={"[AE]": AE, "[LM]": LM})
+def test_generation_may_start_from_a_task_token(form_case):
+    model = form_case.build(task_token_ids={"[AE]": AE, "[LM]": LM})
     memory = model.compress(random_ids(9))
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     for num_beams in (1, 2):
@@ -329,7 +330,7 @@ def test_generation_may_start_from_a_task_token(method_case):
 # --- several documents ---
 
 
-@pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_documents_joined_are_read_like_one_chunked_context(method_case, layout, random_rows, slots):
     model = method_case.build(chunk_size=6, position_layout=layout)
     first, second = random_rows([6, 9])
@@ -346,8 +347,8 @@ def test_documents_joined_are_read_like_one_chunked_context(method_case, layout,
     assert generated.shape == (1, 9)
 
 
-def test_ragged_documents_joined_equal_each_row_joined_alone(variant_case, random_rows, pad_rows):
-    model = variant_case.model
+def test_ragged_documents_joined_equal_each_row_joined_alone(place_case, random_rows, pad_rows):
+    model = place_case.model
     documents = [random_rows([7, 0, 4], seed=seed) for seed in (0, 1)]
     memories = [model.compress(*pad_rows(rows, "left")) for rows in documents]
     text = random_ids(5, seed=2)

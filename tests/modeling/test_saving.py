@@ -53,8 +53,8 @@ def base_bytes(model):
 
 
 @torch.no_grad()
-def test_a_loaded_model_is_the_saved_one(case, inputs, tmp_path):
-    model = case.model
+def test_a_loaded_model_is_the_saved_one(weights_case, inputs, tmp_path):
+    case, model = weights_case, weights_case.model
     model.save_pretrained(tmp_path)
     loaded = case.method.causal_lm_class.from_pretrained(tmp_path, attn_implementation=case.attention)
     assert not loaded.training
@@ -167,14 +167,15 @@ def test_memories_of_a_checkpoints_own_code_and_of_the_package_mix(method_cases,
                 call(input_ids=question, memory=memory, ratio=8)
 
 
-def test_the_configuration_comes_back(case, tmp_path):
-    config = case.config()
-    config.save_pretrained(tmp_path)
-    loaded = case.method.config_class.from_pretrained(tmp_path)
-    assert loaded.to_dict() == config.to_dict()
-    assert loaded.compression_ratios == config.compression_ratios
-    for name in ("decoder_config", "encoder_config"):
-        assert type(getattr(loaded, name)) is type(getattr(config, name))
+def test_the_configuration_comes_back(method_case, tmp_path):
+    for case in method_case.all_of_its_method:
+        config = case.config()
+        config.save_pretrained(tmp_path)
+        loaded = case.method.config_class.from_pretrained(tmp_path)
+        assert loaded.to_dict() == config.to_dict(), case
+        assert loaded.compression_ratios == config.compression_ratios, case
+        for name in ("decoder_config", "encoder_config"):
+            assert type(getattr(loaded, name)) is type(getattr(config, name)), case
 
 
 @torch.no_grad()
@@ -213,13 +214,15 @@ def test_bfloat16_keeps_what_trains_in_float32(backbone_case, inputs, tmp_path):
     assert again.model_id == loaded.model_id
 
 
-@pytest.mark.parametrize("save_dtype", ["bfloat16", torch.bfloat16])
-def test_weights_can_be_stored_in_another_type(method_case, inputs, tmp_path, save_dtype):
-    model = method_case.model
-    model.save_pretrained(tmp_path, save_dtype=save_dtype)
+def test_weights_can_be_stored_in_another_type(form_case, inputs, tmp_path):
+    model = form_case.model
+    model.save_pretrained(tmp_path / "by_name", save_dtype="bfloat16")
+    model.save_pretrained(tmp_path, save_dtype=torch.bfloat16)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path, tmp_path / "by_name")]
+    assert weights[0] == weights[1]
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
-    loaded = method_case.method.causal_lm_class.from_pretrained(tmp_path)
+    loaded = form_case.method.causal_lm_class.from_pretrained(tmp_path)
     expected = model(**inputs).logits
     assert (loaded(**inputs).logits - expected).norm() < 0.3 * expected.norm()
     assert {p.dtype for p in loaded.parameters() if p.requires_grad} == {torch.float32}
@@ -227,42 +230,40 @@ def test_weights_can_be_stored_in_another_type(method_case, inputs, tmp_path, sa
 
 
 @pytest.mark.parametrize("save_dtype", ["int8", "half a float", torch.int64, 16])
-def test_other_storage_types_are_refused(method_case, tmp_path, save_dtype):
+def test_other_storage_types_are_refused(form_case, tmp_path, save_dtype):
     with pytest.raises(ValueError, match="save_dtype"):
-        method_case.model.save_pretrained(tmp_path, save_dtype=save_dtype)
+        form_case.model.save_pretrained(tmp_path, save_dtype=save_dtype)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tied_head_stays_tied(backbone_case, inputs, tmp_path):
-    model = backbone_case.build(decoder_config={"tie_word_embeddings": True})
+def test_a_tied_head_stays_tied(form_case, inputs, tmp_path):
+    model = form_case.build(decoder_config={"tie_word_embeddings": True})
     assert model.lm_head.weight is model.get_input_embeddings().weight
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
-    loaded = backbone_case.method.causal_lm_class.from_pretrained(
-        tmp_path, attn_implementation=backbone_case.attention
-    )
+    loaded = form_case.method.causal_lm_class.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
 @torch.no_grad()
-def test_a_changed_trainable_set_is_part_of_the_checkpoint(method_case, tmp_path):
+def test_a_changed_trainable_set_is_part_of_the_checkpoint(form_case, tmp_path):
     patterns = [r"\.lora_B\.(encoder|decoder)\.", r"language_model\.norm\.weight$"]
-    lora = method_case.fields.get("encoder_lora") or {"rank": 4}
-    model = method_case.build(encoder_lora=lora, trainable_parameters=patterns)
+    lora = form_case.fields.get("encoder_lora") or {"rank": 4}
+    model = form_case.build(encoder_lora=lora, trainable_parameters=patterns)
     names = trainable(model)
     assert "model.language_model.norm.weight" in names
     assert all(".lora_B." in name or name.endswith(".norm.weight") for name in names)
     assert len(names) > 1
     model.save_pretrained(tmp_path)
-    loaded = method_case.method.causal_lm_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded = form_case.method.causal_lm_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert trainable(loaded) == names
     assert {p.dtype for p in loaded.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_a_folder_holds_weights_code_configuration_and_card_and_nothing_of_this_machine(variant_case, tmp_path):
-    variant_case.model.save_pretrained(tmp_path)
+def test_a_folder_holds_weights_code_configuration_and_card_and_nothing_of_this_machine(method_case, tmp_path):
+    method_case.model.save_pretrained(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} < names
     assert not [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl", ".pickle"))]
@@ -271,7 +272,7 @@ def test_a_folder_holds_weights_code_configuration_and_card_and_nothing_of_this_
     for target in config["auto_map"].values():
         file, class_name = target.split(".")
         assert f"class {class_name}(" in (tmp_path / f"{file}.py").read_text()
-    assert config["architectures"] == [variant_case.method.causal_lm_class.__name__]
+    assert config["architectures"] == [method_case.method.causal_lm_class.__name__]
     for path in tmp_path.iterdir():
         if path.suffix != ".safetensors":
             text = path.read_text(encoding="utf-8")
@@ -279,18 +280,18 @@ def test_a_folder_holds_weights_code_configuration_and_card_and_nothing_of_this_
             assert "/work" not in text, path.name
 
 
-def test_an_incomplete_checkpoint_is_refused(method_case, tmp_path):
-    model = method_case.model
+def test_an_incomplete_checkpoint_is_refused(form_case, tmp_path):
+    model = form_case.model
     state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.self_attn.q_proj" not in name}
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"lacks \d+ weights .*layers\.1\.self_attn\.q_proj"):
-        method_case.method.causal_lm_class.from_pretrained(tmp_path)
+        form_case.method.causal_lm_class.from_pretrained(tmp_path)
 
 
-def test_the_tokenizer_of_a_checkpoint_needs_no_code_and_asks_nothing(method_case, tmp_path, monkeypatch):
+def test_the_tokenizer_of_a_checkpoint_needs_no_code_and_asks_nothing(form_case, tmp_path, monkeypatch):
     vocabulary = {"a": 0, "b": 1}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
-    method_case.model.save_pretrained(tmp_path)
+    form_case.model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     asked = []
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "n")
@@ -319,15 +320,15 @@ def test_saving_never_writes_through_a_link_out_of_the_folder(method_cases, tmp_
     model.save_pretrained(tmp_path / "other")
 
 
-def test_loading_information_is_still_there(method_case, tmp_path):
-    method_case.model.save_pretrained(tmp_path)
-    _, info = method_case.method.causal_lm_class.from_pretrained(tmp_path, output_loading_info=True)
+def test_loading_information_is_still_there(form_case, tmp_path):
+    form_case.model.save_pretrained(tmp_path)
+    _, info = form_case.method.causal_lm_class.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
 
 
-def test_a_copied_model_is_a_model_of_its_own(method_case, inputs):
-    model = method_case.build()
+def test_a_copied_model_is_a_model_of_its_own(form_case, inputs):
+    model = form_case.build()
     other = copy.deepcopy(model)
     expected = model(**inputs).logits
     assert other.model_id == model.model_id
@@ -340,8 +341,8 @@ def test_a_copied_model_is_a_model_of_its_own(method_case, inputs):
     assert other.model_id != model.model_id
 
 
-def test_a_model_whose_weights_were_exchanged_has_another_name(method_case):
-    model = method_case.build()
+def test_a_model_whose_weights_were_exchanged_has_another_name(form_case):
+    model = form_case.build()
     names = [model.model_id]
     trains = [parameter for parameter in model.parameters() if parameter.requires_grad]
     vector = torch.nn.utils.parameters_to_vector(trains).detach()
@@ -357,8 +358,8 @@ def test_a_model_whose_weights_were_exchanged_has_another_name(method_case):
 
 
 @torch.no_grad()
-def test_merged_adapters_give_the_same_outputs(case, inputs, tmp_path, caplog):
-    model = case.build()
+def test_merged_adapters_give_the_same_outputs(adapter_case, inputs, tmp_path, caplog):
+    case, model = adapter_case, adapter_case.build()
     expected = model(**inputs).logits
     generated = model.generate(**inputs, **GREEDY)
     config = model.config
@@ -402,8 +403,8 @@ def test_a_tied_table_is_stored_once_in_another_type(method_cases, tmp_path):
 
 
 @torch.no_grad()
-def test_without_adapters_the_base_is_untouched(case, inputs, question):
-    config = case.config()
+def test_without_adapters_the_base_is_untouched(adapter_case, inputs, question):
+    case, config = adapter_case, adapter_case.config()
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config.decoder_config, attn_implementation=case.attention).eval()
     model = case.build()

@@ -243,6 +243,8 @@ BASES: dict[str, tuple[type, dict[str, Any]]] = {
 BACKBONES = [
     (name, attention) for name in BASES for attention in ("eager", "sdpa") if (name, attention) != ("gemma2", "sdpa")
 ]
+# The two that differ most: masks, windows, norms, caps, scaled embeddings.
+FAR_APART = [("llama", "sdpa"), ("gemma2", "eager")]
 
 
 def base_config(architecture: str = "llama", **fields: Any) -> Any:
@@ -329,8 +331,12 @@ class Case:
 
     @property
     def all_of_its_method(self) -> list["Case"]:
-        """The method on every base, and in every hard setting."""
+        """The method on its bases, and in every hard setting."""
         return [case for case in CASES["case"] if case.method.name == self.method.name]
+
+    def changes(self, fields: frozenset[str]) -> bool:
+        """Whether the variant sets one of these fields."""
+        return not fields.isdisjoint(self.method.hard.get(self.variant, {}))
 
     def on(self, **changes: Any) -> "Case":
         return replace(self, **changes)
@@ -347,16 +353,42 @@ def cast_frozen(model: Any, dtype: torch.dtype) -> Any:
 # Of the first method's settings, those that have little in common.
 QUICK = ("easy", "chunks", "bos_first_enhanced", "task_tokens", "embeddings", "tied", "wide_encoder")
 METHOD_CASES = [Case(method) for method in METHODS]
+# What the base decides is the same in all methods of one memory form: one of each is tried on every base.
+ON_EVERY_BASE = ("mean_pooling", "five_hundred_x")
 BACKBONE_CASES = [
     case.on(architecture=architecture, attention=attention)
     for case in METHOD_CASES
-    for architecture, attention in BACKBONES
+    for architecture, attention in (BACKBONES if case.method.name in ON_EVERY_BASE else FAR_APART)
 ]
 VARIANT_CASES = [case.on(variant=variant) for case in METHOD_CASES for variant in case.method.hard]
+# Fields that move slots and text, and those that no stored weight depends on.
+PLACE_FIELDS = frozenset(
+    ["chunk_size", "position_layout", "bos_before_slots", "memory_tokens", "task_token_ids", "reconstruction_trigger"]
+)
+WEIGHTLESS_FIELDS = PLACE_FIELDS | {
+    *("encoder_attention", "token_attention", "embedding_residual", "window_size", "segment_windows"),
+    *("gate_temperature", "transport_epsilon", "shuffled_receivers", "uniform_sender_share", "literal_equations"),
+}
+WEIGHT_FIELDS = frozenset(name for case in VARIANT_CASES for name in case.method.hard[case.variant]) - (
+    WEIGHTLESS_FIELDS - {"memory_tokens", "task_token_ids"}
+)
+# Fields that say which maps have an adapter, and in whose weights it is.
+ADAPTER_FIELDS = frozenset(
+    ["encoder_lora", "decoder_lora", "encoder_config", "decoder_config", "encoder_type", "training_stage"]
+)
 CASES = {
     "method_case": METHOD_CASES,
+    "form_case": [case for case in METHOD_CASES if case.method.name in ON_EVERY_BASE],
     "backbone_case": BACKBONE_CASES,
-    "variant_case": METHOD_CASES + VARIANT_CASES,
+    # The enhanced layout moves most.
+    "place_case": METHOD_CASES
+    + [
+        case
+        for case in VARIANT_CASES
+        if case.changes(PLACE_FIELDS) and (case.method.name in ON_EVERY_BASE or "enhanced" in case.variant)
+    ],
+    "weights_case": METHOD_CASES + [case for case in VARIANT_CASES if case.changes(WEIGHT_FIELDS)],
+    "adapter_case": METHOD_CASES + [case for case in VARIANT_CASES if case.changes(ADAPTER_FIELDS)],
     "case": BACKBONE_CASES + VARIANT_CASES,
 }
 
