@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from context_compressors.configuration.layer_shape import LayerShape
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
-from context_compressors.evaluation.result_files import write_results
-from context_compressors.reporting import environment
+from context_compressors.modeling import model_class
+from context_compressors.reporting.environment import environment
+from context_compressors.reporting.result_files import write_results
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -100,7 +101,7 @@ def random_compressor(
     longest = decoder_config.max_position_embeddings
     config = method_config(method, decoder_config, ratios, encoder_layers, longest)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = model_class(method)._from_config(config, dtype=getattr(torch, dtype))
     return model.to(device).eval()
 
 

@@ -4,11 +4,13 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from context_compressors.evaluation.result_files import rounded, write_results
+from context_compressors.reporting.result_files import rounded, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -37,6 +39,15 @@ def test_every_script_has_a_page_and_commands_that_it_takes(script):
             script(module.removeprefix("benchmarks.")).build_parser().parse_args(arguments)
     assert named == {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SCRIPTS}
     assert [path.parent.name for path in SCRIPTS if not (path.parent / "README.md").is_file()] == []
+
+
+@pytest.mark.slow
+def test_a_benchmark_runs_as_its_page_says(tmp_path: Path):
+    sizes = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size", "64", "--device", "cpu"]
+    command = [sys.executable, "-m", "benchmarks.compression_overhead.measure", *sizes, "--methods", "comprexit"]
+    command += ["--lengths", "16", "--repeats", "1", "--output", str(tmp_path / "result.json")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600)
+    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["benchmark"] == "compression_overhead"
 
 
 def test_links_on_the_pages_lead_to_files():
