@@ -114,6 +114,8 @@ class CompressorConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]
     # What a memory holds: "embeddings", or "key_values" of every layer.
     carrier = "embeddings"
+    # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
+    plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
     # The method's fields that a model card names -> what it calls them.
     card_fields: ClassVar[dict[str, str]] = {"encoder_name_or_path": "Encoder's base model"}
     # Schema -> what the method's own fields need, beside those of every compressor, to be those of the next one.
@@ -276,9 +278,18 @@ class CompressorConfig(PreTrainedConfig):
     @property
     def usual_prompts(self) -> str:
         """Name of the packaged prompts that a checkpoint is asked with which has none of its own."""
+        return self._usual_prompts()[0]
+
+    @property
+    def question_prompt(self) -> str:
+        """The text, with `{question}` in it, that a checkpoint is asked with: the recorded one, or the usual one."""
+        return (self.prompts or {}).get("question_answering", self._usual_prompts()[1])
+
+    def _usual_prompts(self) -> tuple[str, str]:
         if self.prompt_format == "chat":
-            return "chat"
-        return "memory_tokens" if self.task_token_ids else "default"
+            return "chat", "{question}"
+        behind_task_token = ("memory_tokens", "\n### Question:\n{question}\n### Answer:\n")
+        return behind_task_token if self.task_token_ids else self.plain_prompts
 
     @property
     def stage_parameters(self) -> tuple[str, ...] | None:

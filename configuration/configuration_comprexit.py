@@ -70,6 +70,11 @@ class ComprExITConfig(CompressorConfig):
     """
 
     model_type = "comprexit_compressor"
+    # The authors' code.
+    plain_prompts = (
+        "comprexit",
+        "Question: {question} Answer the question directly with a short span only, no explanation. Answer:",
+    )
     card_fields = {
         **CompressorConfig.card_fields,
         "token_anchors": "Token anchors",
@@ -117,12 +122,6 @@ class ComprExITConfig(CompressorConfig):
                 "`shuffled_receivers` belongs to `slot_aggregation='transport'`, which alone has receivers, got "
                 f"{self.slot_aggregation!r}"
             )
-
-    @property
-    def usual_prompts(self) -> str:
-        """Name of the packaged prompts that a checkpoint is asked with which has none of its own."""
-        usual = super().usual_prompts
-        return "comprexit" if usual == "default" else usual
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the encoder, the gate, the transport or what stands in its place, and the perceptron."""

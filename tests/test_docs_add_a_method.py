@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/add_a_method.md makes a method that works: its files and lines are put into a copy of the project and used."""
+"""docs/add_a_method.md makes a method that works: its files and lines are put into a copy of the project and used.
 
+And it says where: nothing else in the package knows a method's name.
+"""
+
+import ast
 import os
 import re
 import shutil
@@ -13,17 +17,20 @@ import pages
 import pytest
 import torch
 
+from context_compressors.configuration.methods import METHODS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "add_a_method.md").read_text(encoding="utf-8")
 FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-dir"]
+CHECKLIST = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Checklist for a new method")[2]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 FILES = re.compile(r"# ([\w./]+)(?:, under `(.*)`)?\n")
 
 
 def place_of(package: Path, name: str) -> Path:
     """Where a file of the clone is in the copy, whose sub-packages stand inside the package."""
-    top = name.split("/")[0]
-    return package / name if top in ("tests", "context_compressors") else package / "context_compressors" / name
+    is_packaged = (ROOT / name.split("/")[0]).is_dir() and not name.startswith(("tests/", "context_compressors/"))
+    return package / "context_compressors" / name if is_packaged else package / name
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,8 @@ def copied(small_checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) ->
         shutil.copytree(ROOT / source, folder / package.replace(".", "/"), ignore=ignore, dirs_exist_ok=True)
     shutil.copytree(ROOT / "tests" / "modeling", folder / "tests" / "modeling", ignore=ignore)
     pages.stand_in_checkpoints(small_checkpoints, folder)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder)
     for language, content in BLOCKS:
         if language == "console":
             continue
@@ -52,6 +60,64 @@ def copied(small_checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) ->
         lines[places[0] : places[0]] = [content]
         path.write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+def test_a_method_touches_seven_places_and_the_checklist_names_the_same():
+    blocks = [content for language, content in BLOCKS if language != "console"]
+    touched = [FILES.match(content)[1].replace("window_end", "<method>") for content in blocks]
+    assert len(touched) == len(set(touched)), "one block for each place"
+    # Its tests are an entry in the shared ones, and a file of its own.
+    own_tests = "tests/modeling/test_<method>.py"
+    assert sorted(touched) == sorted(
+        [
+            "configuration/configuration_<method>.py",
+            "modeling/modeling_<method>.py",
+            "configuration/methods.py",
+            *("tests/modeling/tiny_models.py", own_tests),
+            "training/recipes/<method>/small.yaml",
+            "hub_cards/<method>.md",
+            "README.md",
+        ]
+    )
+    places = CHECKLIST.partition("\n\nAnd what goes with")[0]
+    named = re.findall(r"^- \[ \] `([^`]+)`:", places, re.MULTILINE)
+    assert sorted(named) == sorted(name.replace("/small.yaml", "/") for name in touched)
+    added = [len(content.splitlines()) - 1 for content in blocks if FILES.match(content)[2] is not None]
+    assert sorted(added)[:2] == [1, 1], "its line in the register, its row in the README"
+
+
+def names_in(source: str) -> set[str]:
+    """Identifiers, parts of imported modules, and whole strings of a Python file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
+                found.add(name)
+            case ast.ImportFrom(module=str(module)):
+                found.update(module.split("."))
+            case ast.Constant(value=str(text)):
+                found.add(text)
+    return found
+
+
+def test_nothing_but_the_register_knows_the_names_of_methods():
+    own = re.compile(rf"(configuration|modeling)_({'|'.join(METHODS)})")
+    names = {name for method, classes in METHODS.items() for name in (method, f"{method}_compressor", *classes)}
+    files = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for folder in FOLDERS.values()
+        for path in (ROOT / folder).rglob("*.py")
+        if not own.match(path.stem)
+    }
+    assert len(files) > 100
+    modules = {name for text in files.values() for name in names_in(text) if own.fullmatch(name)}
+    assert modules == set()
+    found = {name: names & names_in(text) for name, text in files.items()}
+    assert {name for name, known in found.items() if known} == {"configuration/methods.py"}
+    # Texts may give examples; what lists most methods would have to grow with them.
+    lists = re.compile(rf"\b({'|'.join(METHODS)})\b")
+    most = {name for name, text in files.items() for part in names_in(text) if len(set(lists.findall(part))) > 4}
+    assert most == set()
 
 
 def run(folder: Path, *arguments: str) -> str:
@@ -91,4 +157,8 @@ def test_the_method_trains_answers_and_gets_its_card(copied: Path):
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "Window ends. A causal language model" in card
     assert "It was trained for three steps." in card
+    assert "| Learned map behind the encoder | True |" in card
     assert (folder / "modeling_window_end.py").is_file()
+    rows = run(copied, "-m", "context_compressors.cli", "flops", "llama-2-7b", "--ratios", "4")
+    assert "| window_end" in rows
+    assert "| window ends, a toy |" in (copied / "README.md").read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ from .resume import changed_config
 from .tokenizer import train_tokenizer
 
 # Of a new compressor, where a recipe names none.
-DEFAULT_METHOD = "mean_pooling"
+DEFAULT_METHOD = next(iter(METHODS))
 
 
 _TOKENIZER_FIELDS = {"vocab_size": 1, "num_texts": 1, "num_characters": 1, "seed": 0}

@@ -12,13 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-# What a question stands in where a checkpoint's configuration names no prompts of its own, by its `usual_prompts`.
-QUESTION_PROMPTS = {
-    "default": "\nQuestion: {question}\nAnswer:",
-    "memory_tokens": "\n### Question:\n{question}\n### Answer:\n",
-    "comprexit": "Question: {question} Answer the question directly with a short span only, no explanation. Answer:",
-    "chat": "{question}",
-}
 # In a chat the document's words and the prompt are one message of the user; this stands between them.
 DOCUMENT_END = "\n\n"
 # Stands for a text while a chat template is filled; private characters, which no template changes.
@@ -215,12 +208,6 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return head[last:]
 
 
-def question_prompt(config: PreTrainedConfig) -> str:
-    """The text, with `{question}` in it, that a checkpoint is asked with: its configuration's, or its method's."""
-    own = (config.prompts or {}).get("question_answering")
-    return QUESTION_PROMPTS[config.usual_prompts] if own is None else own
-
-
 def question_ids(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None = None
 ) -> list[int]:
@@ -230,7 +217,7 @@ def question_ids(
         config: a compressor's configuration.
         tokenizer: the tokenizer saved with it, see `text_tokenizer`.
         question: the question.
-        prompt: text with `{question}` in it; that of `question_prompt` when `None`.
+        prompt: text with `{question}` in it; the configuration's `question_prompt` when `None`.
 
     Returns:
         The start token, [LM] where the method has it and else BOS or nothing, as its configuration says, and the
@@ -267,7 +254,7 @@ def _around_document(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, question: str, prompt: str | None
 ) -> tuple[list[int], list[int]]:
     """What stands in front of a document or its slots, and behind it."""
-    prompt = question_prompt(config) if prompt is None else prompt
+    prompt = config.question_prompt if prompt is None else prompt
     if prompt.count("{question}") != 1:
         raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
     # str.format would trip over braces inside the question.

@@ -19,8 +19,8 @@ from context_compressors import (
     DeCALModel,
     add_task_tokens,
 )
+from context_compressors.configuration.methods import METHODS, config_class
 from context_compressors.data.prompts import load_prompts
-from context_compressors.modeling.parts.prompting import QUESTION_PROMPTS
 
 DOCUMENTS = ["Nora keeps eleven bees.", "Olaf owns the mill. {x}", "No."]
 QUESTIONS = ["Who?", "What does Nora keep [LM]?"]
@@ -276,8 +276,10 @@ def test_a_memory_is_not_compressed_again_and_belongs_to_its_model(pipe):
 
 
 def test_prompts_without_a_configuration_are_the_packaged_ones():
-    for name, prompt in QUESTION_PROMPTS.items():
-        assert load_prompts(name)["question_answering"][0] == prompt
+    for method in METHODS:
+        config = config_class(method)()
+        for config.prompt_format in ("plain", "chat"):
+            assert load_prompts(config.usual_prompts)["question_answering"][0] == config.question_prompt
 
 
 def test_transformers_makes_the_pipeline_of_a_loaded_model(pipe):

@@ -9,23 +9,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
-from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig
-from context_compressors.configuration.configuration_gmsa import GMSAConfig
-from context_compressors.configuration.configuration_icae import ICAEConfig
-from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.configuration.configuration_tcp_autoencoder import TCPAutoencoderConfig
-from context_compressors.modeling.modeling_compression_tokens import (
-    CompressionTokensForCausalLM,
-    CompressionTokensModel,
-)
-from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM, ComprExITModel
-from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM, FiveHundredXModel
-from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM, GMSAModel
-from context_compressors.modeling.modeling_icae import ICAEForCausalLM, ICAEModel
-from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM, MeanPoolingModel
-from context_compressors.modeling.modeling_tcp_autoencoder import TCPAutoencoderForCausalLM, TCPAutoencoderModel
+import context_compressors
+from context_compressors.configuration.methods import METHODS as REGISTER
 
 VOCAB_SIZE, HIDDEN_SIZE = 128, 32
 PAD, BOS, EOS = 0, 1, 2
@@ -40,8 +25,7 @@ class Method:
     """A method under test.
 
     Args:
-        name: in the tests' ids.
-        config_class, model_class, causal_lm_class: its classes.
+        name: its name in the register.
         easy: fields of its plainest useful setting; two ratios at least, the first of them 2.
         hard: further settings, by name; each replaces some of the easy fields.
         bidirectional: whether the encoder of the easy setting sees what comes later.
@@ -51,9 +35,6 @@ class Method:
     """
 
     name: str
-    config_class: type
-    model_class: type
-    causal_lm_class: type
     easy: dict[str, Any]
     hard: dict[str, dict[str, Any]] = field(default_factory=dict)
     bidirectional: bool = True
@@ -62,13 +43,22 @@ class Method:
     own_encoder: bool = False
     idle: tuple[str, ...] = ()
 
+    @property
+    def config_class(self) -> type:
+        return getattr(context_compressors, REGISTER[self.name][0])
+
+    @property
+    def model_class(self) -> type:
+        return getattr(context_compressors, REGISTER[self.name][1])
+
+    @property
+    def causal_lm_class(self) -> type:
+        return getattr(context_compressors, REGISTER[self.name][2])
+
 
 METHODS = [
     Method(
         name="mean_pooling",
-        config_class=MeanPoolingConfig,
-        model_class=MeanPoolingModel,
-        causal_lm_class=MeanPoolingForCausalLM,
         easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA, "decoder_lora": SMALL_LORA},
         hard={
             "chunks": {"chunk_size": 5},
@@ -92,9 +82,6 @@ METHODS = [
     ),
     Method(
         name="compression_tokens",
-        config_class=CompressionTokensConfig,
-        model_class=CompressionTokensModel,
-        causal_lm_class=CompressionTokensForCausalLM,
         easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA, "decoder_lora": SMALL_LORA},
         hard={
             "bidirectional": {"token_attention": "bidirectional"},
@@ -113,9 +100,6 @@ METHODS = [
     ),
     Method(
         name="icae",
-        config_class=ICAEConfig,
-        model_class=ICAEModel,
-        causal_lm_class=ICAEForCausalLM,
         easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
         hard={
             "chunks": {"chunk_size": 5},
@@ -133,9 +117,6 @@ METHODS = [
     ),
     Method(
         name="five_hundred_x",
-        config_class=FiveHundredXConfig,
-        model_class=FiveHundredXModel,
-        causal_lm_class=FiveHundredXForCausalLM,
         easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
         hard={
             "chunks": {"chunk_size": 5},
@@ -153,9 +134,6 @@ METHODS = [
     ),
     Method(
         name="comprexit",
-        config_class=ComprExITConfig,
-        model_class=ComprExITModel,
-        causal_lm_class=ComprExITForCausalLM,
         easy={"compression_ratios": (2, 3, 8), "gate_size": 8, "metric_size": 8, "window_size": 4},
         hard={
             "chunks": {"chunk_size": 5},
@@ -182,9 +160,6 @@ METHODS = [
     ),
     Method(
         name="gmsa",
-        config_class=GMSAConfig,
-        model_class=GMSAModel,
-        causal_lm_class=GMSAForCausalLM,
         easy={"compression_ratios": (2, 3, 8), "encoder_layers": 1, "encoder_lora": SMALL_LORA},
         hard={
             "chunks": {"chunk_size": 5},
@@ -206,9 +181,6 @@ METHODS = [
     ),
     Method(
         name="tcp_autoencoder",
-        config_class=TCPAutoencoderConfig,
-        model_class=TCPAutoencoderModel,
-        causal_lm_class=TCPAutoencoderForCausalLM,
         easy={
             "compression_ratios": (2, 3, 8),
             "encoder_layers": 1,
