@@ -4,10 +4,14 @@
 import re
 
 import pytest
+import transformers
 from transformers import AutoConfig, Gemma2Config, LlamaConfig
 
+from context_compressors.configuration import methods
 from context_compressors.configuration.configuration_compressor import CompressorConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.configuration.methods import METHODS
+from context_compressors.modeling import model_class
 
 CONFIG_CLASSES = [CompressorConfig, MeanPoolingConfig]
 LORA_KEYS = "alpha.*dropout.*rank.*target_modules"
@@ -170,7 +174,34 @@ def test_an_unknown_decoder_is_refused():
         CompressorConfig(decoder_config={"model_type": "no_such_model"})
 
 
-def test_the_method_is_registered():
-    import context_compressors.modeling  # noqa: F401
+@pytest.mark.parametrize("method", METHODS)
+def test_the_registers_line_names_what_the_auto_classes_load(method):
+    import context_compressors
 
-    assert isinstance(AutoConfig.for_model("mean_pooling_compressor"), MeanPoolingConfig)
+    kind = methods.config_class(method)
+    loaded = {name: place.split(".")[1] for name, place in kind.auto_classes().items()}
+    assert sorted(METHODS[method]) == sorted(loaded.values())
+    assert loaded[kind().auto_class] == METHODS[method][2] == model_class(method).__name__
+    for name, class_name in loaded.items():
+        found = kind if name == "AutoConfig" else model_class(method, name)
+        assert found is getattr(context_compressors, class_name)
+        if name != "AutoConfig":
+            assert getattr(transformers, name)._model_mapping[kind] is found
+    assert type(AutoConfig.for_model(kind.model_type)) is kind
+    assert kind().method == method
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_card_names_fields_that_the_method_has(method):
+    rows = dict(methods.config_class(method)().card_rows())
+    assert all(isinstance(name, str) and name[0].isupper() for name in rows)
+    assert len(rows) == len(methods.config_class(method).card_fields)
+
+
+def test_costs_and_limits_refuse_numbers_that_are_none():
+    config = CompressorConfig()
+    for count in (config.num_slots, config.compression_flops):
+        with pytest.raises(ValueError, match="num_context_tokens must be at least 0, got -1"):
+            count(-1, 4)
+        with pytest.raises(ValueError, match="ratio must be at least 1, got 0"):
+            count(1, 0)

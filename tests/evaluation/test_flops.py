@@ -183,6 +183,7 @@ def test_generation_refuses_impossible_numbers(arguments: dict, message: str):
 SETTINGS = [
     ("mean_pooling", {}),
     ("mean_pooling", {"linear_after_pooling": False}),
+    ("mean_pooling", {"mlp_after_pooling": True}),
     ("mean_pooling", {"encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
     ("compression_tokens", {}),
     ("compression_tokens", {"token_attention": "bidirectional", "linear_after_encoder": False}),
