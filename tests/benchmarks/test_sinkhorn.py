@@ -55,8 +55,8 @@ def test_all_implementations_compute_the_same(benchmark):
     assert gradients[0][0].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "x"])
-def test_refuses_an_epsilon_that_is_not_above_zero(benchmark, value, capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit):
-        benchmark.main(["--epsilon", value])
-    assert "--epsilon" in capsys.readouterr().err
+def test_refuses_an_epsilon_that_is_not_above_zero(benchmark, capsys: pytest.CaptureFixture):
+    for value in ("0", "-1", "inf", "nan", "x"):
+        with pytest.raises(SystemExit):
+            benchmark.main(["--epsilon", value])
+        assert "--epsilon" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts and questions of the small-scale benchmark."""
+"""The texts and questions that benchmarks train and test with."""
 
 from pathlib import Path
 

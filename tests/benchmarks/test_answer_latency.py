@@ -12,6 +12,7 @@ from context_compressors.configuration.layer_shape import LayerShape
 from context_compressors.evaluation.flops import compression_flops, generation_flops
 
 CPU = torch.device("cpu")
+TOY = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size", "64", "--device", "cpu"]
 
 
 def llama(**fields) -> LlamaConfig:
@@ -57,7 +58,7 @@ def test_a_named_shape_has_room_for_the_context(script):
 @pytest.mark.slow
 def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     latency, output = script("answer_latency.measure"), tmp_path / "latency.json"
-    sizes = ["--hidden-size", "32", "--head-dim", "16", "--layers", "4", "--vocab-size", "64", "--device", "cpu"]
+    sizes = [*TOY, "--layers", "4"]
     arguments = ["--setting", "table7", *sizes, "--lengths", "40", "--new-tokens", "3", "--repeats", "2"]
     arguments += ["--batch-sizes", "1", "2", "--output", str(output)]
     assert latency.main(arguments) == 0
@@ -90,7 +91,7 @@ def test_layers_of_the_encoder_are_gmsas_alone(script, capsys: pytest.CaptureFix
     tools, latency = script("common.tools"), script("answer_latency.measure")
     models = [tools.random_compressor("gmsa", llama(), [4], "float32", CPU, layers) for layers in (None, 3)]
     assert [model.config.encoder_layers for model in models] == [1, 3]
-    sizes = ["--hidden-size", "32", "--head-dim", "16", "--layers", "4", "--vocab-size", "64", "--device", "cpu"]
+    sizes = [*TOY, "--layers", "4"]
     for method, encoder_layers, message in (
         ("icae", "2", "--encoder-layers is for GMSA and TCP-AE: icae encodes with all layers"),
         ("gmsa", "5", "encoder_layers"),
@@ -108,8 +109,7 @@ def test_sizes_that_do_not_fit_are_left_out_and_named(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(latency, "measure", no_room)
-    sizes = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size", "64", "--device", "cpu"]
-    assert latency.main([*sizes, "--lengths", "16", "--batch-sizes", "8", "--output", str(output)]) == 0
+    assert latency.main([*TOY, "--lengths", "16", "--batch-sizes", "8", "--output", str(output)]) == 0
     assert json.loads(output.read_text())["rows"] == [{"num_tokens": 16, "batch_size": 8, "out_of_memory": True}]
     assert "8 contexts of 16 tokens do not fit into the memory" in capsys.readouterr().err
 
@@ -188,25 +188,14 @@ def test_a_causal_kernel_leaves_out_the_pairs_with_later_tokens(script):
     ).future_flops == 3 * shape.future_flops(40)
 
 
-@pytest.mark.parametrize(
-    ("name", "bandwidth"),
-    [
-        ("NVIDIA H200", 4.8e12),
-        ("NVIDIA H100 80GB HBM3", 3.35e12),
-        ("NVIDIA A100-SXM4-80GB", 2.04e12),
-        ("NVIDIA H20", 4.0e12),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA A100-SXM4-40GB", None),
-        ("Other", None),
-    ],
-)
-def test_hardware_is_known_by_its_name(script, name: str, bandwidth: float | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    found = script("answer_latency.roofline").hardware_of(torch.device("cuda"), torch.bfloat16)
-    assert (found and found.bytes_per_second) == bandwidth
-    assert script("answer_latency.roofline").hardware_of(torch.device("cuda"), torch.float32) is None
+def test_hardware_is_known_by_its_name(script, monkeypatch: pytest.MonkeyPatch):
+    bandwidths = {"H200": 4.8e12, "H100 80GB HBM3": 3.35e12, "A100-SXM4-80GB": 2.04e12, "H20": 4.0e12}
+    others = ("H100 NVL", "H100 PCIe", "GH200 480GB", "A100-SXM4-40GB", "other")
+    for name, bandwidth in {**bandwidths, **dict.fromkeys(others)}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
+        found = script("answer_latency.roofline").hardware_of(torch.device("cuda"), torch.bfloat16)
+        assert (found and found.bytes_per_second) == bandwidth, name
+        assert script("answer_latency.roofline").hardware_of(torch.device("cuda"), torch.float32) is None
 
 
 def test_compression_reads_the_weights_of_its_encoder_and_of_the_methods_parts(script):
@@ -227,3 +216,35 @@ def test_a_shared_encoder_counts_once_and_without_its_table(script):
     compressor = script("common.tools").random_compressor("icae", llama(), [4], "float32", CPU)
     weights = script("answer_latency.roofline").compression_pass(compressor, 1, 40, 4).weight_bytes
     assert weights == sum(p.nbytes for p in compressor.model.parameters()) - 64 * 32 * 4
+
+
+# --- result files ---
+
+
+def test_break_even_is_the_first_number_of_reads_at_which_compressing_costs_no_more(script):
+    break_even = script("answer_latency.measure").break_even
+    assert [break_even(compression, 2.0, 1.0) for compression in (3.0, 3.1, 0.1)] == [3, 4, 1]
+    assert break_even(1.0, 1.0, 1.0) is break_even(1.0, 1.0, 2.0) is None
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_answer_latency_writes_a_row_for_every_length_and_ratio(
+    script, merged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    latency, output = script("answer_latency.measure"), tmp_path / "latency.json"
+    arguments = [*TOY, "--lengths", "16", "33", "--ratios", "4", "8", "--new-tokens", "3", "--repeats", "2"]
+    arguments += ["--output", str(output)] + ["--merge-adapters"] * merged
+    assert latency.main(arguments) == 0
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["num_tokens"], row["ratio"], row["slots"]) for row in rows] == [
+        (16, 4, 4),
+        (16, 8, 2),
+        (33, 4, 9),
+        (33, 8, 5),
+    ]
+    for row in rows:
+        assert len(row["samples"]["memory"]) == len(row["samples"]["compression"]) == 2
+        first, last = (latency.medians(row, token) for token in ("first_token", "last_token"))
+        assert (0 < first[0] < last[0], 0 < first[1] < last[1]) == (True, True)
+        assert first[2] == last[2] > 0
+    assert "break-even reads" in capsys.readouterr().out

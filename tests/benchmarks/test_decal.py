@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks of encoder-decoders at toy size."""
+"""Span corruption and fine-tuning of encoder-decoders at toy size, and the page on them."""
 
 import json
 import re
@@ -54,18 +54,20 @@ def test_span_corruption_trains_every_model_once(script, tokenizer_folder, tmp_p
     assert "did you mean" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_the_context_gain_is_what_another_text_s_context_costs(script, reads):
+def test_the_context_gain_is_what_another_text_s_context_costs(script):
     targets = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
 
     class Model:
         device = "cpu"
 
+        def __init__(self, reads):
+            self.reads = reads
+
         def eval(self):
             pass
 
         def __call__(self, input_ids, attention_mask, labels):
-            likely = input_ids if reads else torch.zeros_like(input_ids)
+            likely = input_ids if self.reads else torch.zeros_like(input_ids)
             return SimpleNamespace(logits=4.0 * torch.nn.functional.one_hot(likely, 10))
 
     def collator(rows):
@@ -75,45 +77,23 @@ def test_the_context_gain_is_what_another_text_s_context_costs(script, reads):
         return {"labels": torch.cat((start, rows), 1), "context_input_ids": rows, "context_attention_mask": mask}
 
     test = script("decal.span_corruption").test
-    # The third text is alone in its batch.
-    scores = test(Model(), targets.tolist(), collator, batch_size=2)
-    assert scores["accuracy"] == (100 if reads else 0)
-    assert scores["context_gain"] == pytest.approx(4.0 if reads else 0.0)
-    assert test(Model(), targets.tolist(), collator, batch_size=1)["context_gain"] is None
+    for reads, accuracy, gain in ((True, 100, 4.0), (False, 0, 0.0)):
+        # The third text is alone in its batch.
+        scores = test(Model(reads), targets.tolist(), collator, batch_size=2)
+        assert scores["accuracy"] == accuracy
+        assert scores["context_gain"] == pytest.approx(gain)
+    assert test(Model(True), targets.tolist(), collator, batch_size=1)["context_gain"] is None
 
 
-@pytest.mark.parametrize("name", ["span_corruption", "span_corruption_words"])
-def test_results_without_a_context_gain_are_read_and_printed(script, name):
+def test_results_without_a_context_gain_are_read_and_printed(script):
     span_corruption = script("decal.span_corruption")
-    path = BENCHMARKS / "decal" / f"{name}.json"
+    path = span_corruption.RESULTS
     budget = json.loads(path.read_text())["budget"]
     results = span_corruption.read_runs(path, "span_corruption", budget)
     for run in results["runs"]:
         run.pop("context_gain", None)
     printed = span_corruption.table(results)
     assert re.search(r"\| t5 +\| \d +\| [\d.]+( ± [\d.]+)? +\| [\d.]+( ± [\d.]+)? +\| +\|", printed)
-
-
-def test_encoder_cost_has_a_row_for_each_model_and_ratio(script, tmp_path, capsys):
-    encoder_cost = script("encoder_cost.measure")
-    output = tmp_path / "cost.json"
-    toy = ["--length", "16", "--d-model", "64", "--layers", "1", "--repeats", "1", "--device", "cpu"]
-    assert encoder_cost.main([*toy, "--ratios", "2", "5", "--output", str(output)]) == 0
-    rows = json.loads(output.read_text())["rows"]
-    printed = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [[cell.strip() for cell in cells] for cells in printed[2:]] == [
-        ["T5", "1", "16"],
-        ["DeCAL", "2", "24"],
-        ["DeCAL", "5", "20"],
-        ["AttnPool", "2", "16"],
-        ["AttnPool", "5", "16"],
-    ]
-    assert [(row["model"], row["ratio"]) for row in rows] == [
-        (cells[0].strip(), int(cells[1])) for cells in printed[2:]
-    ]
-    assert all(row["seconds"] > 0 for row in rows)
-    assert output.with_suffix(".png").stat().st_size > 1000
-    assert encoder_cost.main(["--d-model", "60"]) == 1
 
 
 @pytest.mark.slow
@@ -144,15 +124,8 @@ def test_fine_tuning_goes_on_from_what_span_corruption_has_kept(script, tokenize
     assert "span_corruption.py --save" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "name"),
-    [
-        ("span_corruption", "span_corruption"),
-        ("span_corruption", "span_corruption_words"),
-        ("fine_tuning", "fine_tuning"),
-    ],
-)
-def test_the_page_of_results_has_the_tables_of_the_result_files(script, benchmark, name):
-    results = json.loads((BENCHMARKS / "decal" / f"{name}.json").read_text(encoding="utf-8"))
-    table = script(f"decal.{benchmark}").table(results)
-    assert table in (BENCHMARKS / "decal" / "README.md").read_text(encoding="utf-8")
+def test_the_page_has_the_tables_of_the_result_files(script):
+    page = (BENCHMARKS / "decal" / "README.md").read_text(encoding="utf-8")
+    for name in ("span_corruption", "span_corruption_words", "fine_tuning"):
+        results = json.loads((BENCHMARKS / "decal" / f"{name}.json").read_text(encoding="utf-8"))
+        assert script(f"decal.{name.removesuffix('_words')}").table(results) in page
