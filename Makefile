@@ -8,7 +8,7 @@ PYTEST := $(VENV_PYTHON) -P -m pytest
 .PHONY: demo test test-fast lint format clean
 
 demo: $(VENV)/.installed
-	$(VENV_PYTHON) -P -m context_compressors.cli.demo
+	$(VENV_PYTHON) -P -m context_compressors.cli demo
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) $(PYTEST_ARGS)

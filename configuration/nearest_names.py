@@ -6,14 +6,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# More than these are no help in a message.
+_MOST_NAMES = 60
+
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """A clause such as `; did you mean 'context'?` with the nearest allowed name, or all of them when none is near."""
+    """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the names when none is near."""
     names = sorted(map(str, allowed))
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if matches:
         return f"; did you mean {matches[0]!r}?"
-    return f"; allowed: {', '.join(names)}" if names else ""
+    return f"; allowed: {', '.join(names)}" if 0 < len(names) <= _MOST_NAMES else ""
 
 
 def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:

@@ -121,8 +121,10 @@ class DataSource:
         return self.name or self.path or "generated"
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> DataSource:
+    def from_mapping(cls, mapping: DataSource | Mapping[str, Any]) -> DataSource:
         """Build a source from a recipe's entry; an unknown key raises `ValueError` with the nearest right one."""
+        if isinstance(mapping, cls):
+            return mapping
         if not isinstance(mapping, Mapping):
             raise ValueError(f"a source is a mapping such as {{path: FILE, tasks: [TASK]}}, got {mapping!r}")
         allowed = [field.name for field in fields(cls)]

@@ -334,7 +334,7 @@ _RECORDS = {"biography": _biographies, "inventory": _inventories, "timetable": _
 
 
 def _fact(key: str) -> str:
-    """What a sentence says, whoever it says it about: the last part of its key."""
+    """The kind of fact that a sentence states: the last part of its key."""
     return key.rpartition("/")[2]
 
 

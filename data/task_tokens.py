@@ -49,11 +49,7 @@ def add_sentinel_tokens(tokenizer: PreTrainedTokenizerBase, num_sentinels: int =
 
 
 def check_task_tokens(tokenizer: PreTrainedTokenizerBase, task_token_ids: Mapping[str, int]) -> None:
-    """The tokenizer's task tokens must be the compressor's.
-
-    Raises:
-        ValueError: with the first token that the tokenizer lacks or knows by another id.
-    """
+    """Raise `ValueError` naming the first task token that the tokenizer lacks or knows by another id."""
     for name, task_id in task_token_ids.items():
         found = tokenizer.convert_tokens_to_ids(name) if name in tokenizer.all_special_tokens else None
         if found != task_id:

@@ -168,7 +168,7 @@ def _curve(name: str, logs: Sequence[Sequence[Mapping[str, Any]]], metric: str, 
 
 def table(curves: Sequence[Curve], loss: float) -> str:
     """Markdown: each curve's first, last and lowest value, its steps to a loss, and how it compares with the first."""
-    from ..reporting import markdown_table
+    from ..reporting.tables import markdown_table
 
     faster = speed_ups(curves, loss)
     rows = []

@@ -326,7 +326,7 @@ def _check_prefix(
     ratios: Sequence[int],
     settings: EvaluationSettings,
 ) -> None:
-    """Learned tokens in front of a context are the decoder's: nothing else has embeddings for them."""
+    """Raise `ValueError` when a context starts with learned tokens and another model than the decoder reads it."""
     learned = [name for name, token_id in model.config.task_token_ids.items() if token_id in prefix_ids]
     if learned and (ratios or settings.zero_shot or teacher is not None):
         raise ValueError(

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.synthetic_documents import split_of
 from ..modeling.parts.prompting import encode
-from ..reporting import markdown_table, write_json
+from ..reporting.result_files import write_json
+from ..reporting.tables import markdown_table
 from .alternatives import split_sentences
 from .evaluate import evaluate_model
 from .report import EvaluationReport

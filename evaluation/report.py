@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..reporting import environment, markdown_table, write_json
+from ..reporting.environment import environment
+from ..reporting.result_files import write_json
+from ..reporting.tables import markdown_table
 from .metrics import teacher_normalized
 
 DOMAINS = ("in", "out")

@@ -167,7 +167,7 @@ def score_table(content: Mapping[str, Any] | None, ratios: tuple[int, ...] = (2,
         content: a result file of `context-compressors evaluate` with a data set called squad; `None` leaves dots.
         ratios: of the checkpoint.
     """
-    from context_compressors.reporting import markdown_table
+    from context_compressors.reporting.tables import markdown_table
 
     titles = {"no_context": "no context", "full_context": "full text"} | {f"ratio={r}": f"{r}x" for r in ratios}
     rows = [] if content is None else [row for row in content["rows"] if row["dataset"] == "squad"]

@@ -13,6 +13,7 @@ import context_compressors.modeling  # noqa: F401  (makes the Auto classes know 
 from context_compressors import CompressionCollator, CompressionDataset, MeanPoolingForCausalLM
 from context_compressors.hub_cards.repository import build_repository
 from context_compressors.modeling.checkpoint.remote_code import write_code
+from context_compressors.training.arguments import DataArguments
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ROOT / "tests" / "checkpoints"
@@ -31,6 +32,8 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="no checkpoints/ in this copy of the project")
 def test_there_is_a_checkpoint_for_everybody():
     assert FOLDERS, f"{PUBLISHED} holds no checkpoint"
+    # One copy of the code shows what is saved, and is compared below: more would only have to be kept in step.
+    assert len({path.parent for folder in FOLDERS for path in folder.rglob("*.py")}) == 1
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -101,7 +104,9 @@ def test_the_small_compressor_repeats_a_document_from_its_slots_better_the_more_
     compressor = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling").eval()
     tokenizer = AutoTokenizer.from_pretrained(small_checkpoints / "mean_pooling")
     sources = [{"generated": True, "split": "test", "tasks": ["reconstruction"], "weight": 1}]
-    examples = CompressionDataset(sources, tokenizer, 16, max_context_tokens=48, canonical_prompts=True)
+    examples = CompressionDataset(
+        DataArguments(sources=sources, max_context_tokens=48, canonical_prompts=True), tokenizer, 16
+    )
     batch = CompressionCollator.from_tokenizer(tokenizer)([examples[index] for index in range(16)])
     targets = batch["labels"][:, 1:]
 

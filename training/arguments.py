@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections import deque
 from collections.abc import Sequence
@@ -15,10 +14,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trl import SFTConfig, TrlParser
 
-from ..cli.train import DESCRIPTION, examples, usage
 from ..configuration.nearest_names import nearest
 from ..data.yaml_text import read_yaml
-from .fields import DataArguments, ModelArguments, TrainingFields
+from .fields import DESCRIPTION, DataArguments, ModelArguments, TrainingFields, examples, usage
 
 
 @dataclass
@@ -55,8 +53,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         names = {name.removeprefix("recipes/"): p for name, p in packaged.items()} | packaged
         key = path.removeprefix("training/")
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.4)
-            raise ValueError(f"there is no recipe {path!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(f"there is no recipe {path!r}{nearest(key, names)}")
         file = names[key]
     recipe = read_yaml(file)
     if not isinstance(recipe, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every trainer here does: stop at a NaN loss, count what was cut, log context tokens, resume whole states."""
+"""The base of every trainer: stops at a NaN loss, counts what was cut, logs context tokens, resumes whole states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ def without_metadata(inputs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in inputs.items() if key not in _METADATA}
 
 
-class StepGuard(OptimizerChoice):
+def take_tokenized_examples(args: Any) -> None:
+    """Set the arguments that keep TRL from preparing examples, which are tokenized already."""
+    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
+    args.remove_unused_columns = False
+
+
+class BaseTrainer(OptimizerChoice):
     """A `Trainer` that stops with the batch's ids when the loss is not finite, and logs context and cut-off tokens.
 
     Weights that are not finite are never saved, so the last checkpoint stays good. A resumed run counts on.
@@ -85,7 +91,7 @@ class StepGuard(OptimizerChoice):
 
 
 def _check_states(checkpoint: Path) -> None:
-    """The library would go on with a new optimizer, and say nothing."""
+    """Raise `ValueError` when a checkpoint lacks its optimizer or scheduler: the library would make new ones."""
     names = [path.name for path in checkpoint.iterdir()]
     # Several processes may have several files or folders of one.
     missing = [part for part in ("optimizer", "scheduler") if not any(part in name for name in names)]

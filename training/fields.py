@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..configuration.nearest_names import check_choice
@@ -12,8 +12,8 @@ from .schedules import check_ratio_schedule, check_task_schedule
 
 if TYPE_CHECKING:
     from ..data.sources import DataSource
-    from .objectives.span_corruption import SpanCorruption
 
+DESCRIPTION = "Train a base model, a full-context teacher or a compressor from a recipe."
 OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising", "retrieval")
 OPTIMIZERS = ("adamw", "muon", "adafactor")
 RATIO_MODES = ("all", "random", "per_sample")
@@ -93,17 +93,18 @@ class ModelArguments:
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
 
-_POSITIVE = (
-    "max_context_tokens",
-    "max_target_tokens",
-    "tokens_per_batch",
-    "max_questions",
-    "questions_per_example",
-    "group_batches",
-    "num_eval_examples",
-    "max_document_tokens",
-    "max_query_tokens",
-)
+# A target is at least a token and the EOS behind it.
+_LEAST = {
+    "max_context_tokens": 1,
+    "max_target_tokens": 2,
+    "tokens_per_batch": 1,
+    "max_questions": 1,
+    "questions_per_example": 1,
+    "group_batches": 1,
+    "num_eval_examples": 1,
+    "max_document_tokens": 1,
+    "max_query_tokens": 1,
+}
 
 
 @dataclass
@@ -111,7 +112,7 @@ class DataArguments:
     """What it is trained on. An optional field is `None` when it is given as null or none.
 
     Args:
-        sources: list of sources, see `data.DataSource`; of the objective retrieval, `retrieval_data.RetrievalSource`.
+        sources: list of sources, each a `DataSource` or its fields; of the objective retrieval, `RetrievalSource`.
         eval_sources: list of sources to evaluate the loss on, in the same form.
         data_dir: folder that the sources' paths are relative to.
         prompts: file of prompt templates, or the name of a packaged one: default, memory_tokens, comprexit, embedded,
@@ -180,9 +181,9 @@ class DataArguments:
             ("row_mixture", dict),
         ):
             setattr(self, name, _structured(name, getattr(self, name), kind))
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 1 <= self.min_context_tokens <= self.max_context_tokens:
             raise ValueError(
                 f"min_context_tokens must be 1 to max_context_tokens ({self.max_context_tokens}), "
@@ -192,22 +193,18 @@ class DataArguments:
         check_choice("prompt_format", self.prompt_format, PROMPT_FORMATS)
         if self.task_schedule is not None:
             check_task_schedule(self.task_schedule)
-        self.span_corruption()
 
-    def span_corruption(self) -> SpanCorruption:
-        """How texts are corrupted in the objective denoising."""
-        from .objectives.span_corruption import SpanCorruption
-
-        return SpanCorruption(self.noise_density, self.mean_span_length)
-
-    def parsed_sources(self, name: str = "sources") -> list[DataSource]:
-        """The entries of `sources` or `eval_sources`; `ValueError` when there are none in `sources`."""
+    def parsed_sources(self) -> list[DataSource]:
+        """The entries of `sources`; `ValueError` when there are none."""
         from ..data.sources import DataSource
 
-        entries = getattr(self, name) or []
-        if not entries and name == "sources":
-            raise ValueError("the recipe has no sources: give at least one {path | name | generated: true, tasks}")
-        return [DataSource.from_mapping(entry) for entry in entries]
+        if not self.sources:
+            raise ValueError("there are no sources: give at least one {path | name | generated: true, tasks}")
+        return [DataSource.from_mapping(entry) for entry in self.sources]
+
+    def of_evaluation(self) -> DataArguments:
+        """The same with `eval_sources` as its sources, and without schedules."""
+        return replace(self, sources=self.eval_sources, eval_sources=None, length_schedule=None, task_schedule=None)
 
 
 @dataclass
@@ -272,3 +269,19 @@ class TrainingFields:
                 f"context_mode {self.context_mode!r} goes with the objectives compression and joint, "
                 f"not with {self.objective!r}"
             )
+
+
+def usage(prog: str) -> str:
+    """The command line in one line."""
+    return f"{prog} RECIPE.yaml [RECIPE.yaml ...] [--field value ...]"
+
+
+def examples(prog: str) -> str:
+    """Command lines that can be run."""
+    return (
+        "examples:\n"
+        f"  {prog} embedded/base.yaml --data_dir DATA --output_dir outputs/base\n"
+        f"  {prog} mean_pooling/multi_ratio.yaml mean_pooling/bases/qwen3_0.6b.yaml --teacher TEACHER\n"
+        f"  {prog} epl/icae.yaml epl/layouts/enhanced.yaml epl/bases/llama3.2_1b.yaml epl/pretraining.yaml\n"
+        f"  {prog} my_recipe.yaml --resume_from_checkpoint latest\n"
+    )

@@ -214,7 +214,7 @@ def load_compressor(
 
 
 def _check_gguf_file(model_args: ModelArguments) -> None:
-    """A folder is looked at before anything is loaded; the library would only say that some file cannot be had."""
+    """Raise `ValueError` when a local `base` does not hold its `base_gguf_file`."""
     base, file = Path(model_args.base), model_args.base_gguf_file
     if file is not None and base.is_dir() and not (base / file).is_file():
         found = sorted(path.name for path in base.glob("*.gguf"))

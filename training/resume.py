@@ -44,7 +44,7 @@ def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreT
 
 
 def check_resumed(model: PreTrainedModel, folder: str) -> None:
-    """A run goes on with the parameters that it trained: the checkpoint in its folder says which.
+    """Check that a checkpoint was trained with the parameters that the recipe trains.
 
     Args:
         model: what the recipe built.

@@ -14,9 +14,9 @@ import yaml
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from ..reporting import environment
+from ..reporting.environment import environment
 from .arguments import TrainingConfig
-from .base_trainer import StepGuard
+from .base_trainer import BaseTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -76,8 +76,8 @@ def _without_folders(value: Any) -> Any:
     return PureWindowsPath(value).name if is_path else value
 
 
-def write_summary(trainer: StepGuard, recipe: Mapping[str, Any], output_dir: Path) -> None:
-    """Beside the checkpoint: the recipe as it was run, and what came of it.
+def write_summary(trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: Path) -> None:
+    """Write `recipe.yaml`, the recipe as it was run, and `training_summary.json` beside the checkpoint.
 
     Every process has to call this; the first one writes.
 
@@ -89,7 +89,7 @@ def write_summary(trainer: StepGuard, recipe: Mapping[str, Any], output_dir: Pat
     counts = trainer.run_counts.put_together(trainer.accelerator)
     if not trainer.is_world_process_zero():
         return
-    # Where this machine keeps its files, and tokens, are nobody else's business.
+    # The file is shared: it names no folder of this machine, and no token.
     shown = _without_folders({name: value for name, value in recipe.items() if name not in _PRIVATE_FIELDS})
     (output_dir / "recipe.yaml").write_text(yaml.safe_dump(shown, sort_keys=False), encoding="utf-8")
     is_whole = trainer.run_counts.is_whole

@@ -51,7 +51,7 @@ from benchmarks.common.tools import (
     shape_config,
     synchronize,
 )
-from context_compressors.reporting import markdown_table
+from context_compressors.reporting.tables import markdown_table
 
 _TABLE_7 = {
     "method": "gmsa",

@@ -23,7 +23,7 @@ from context_compressors.configuration.methods import METHODS, methods_on
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
 from context_compressors.modeling.checkpoint.base_weights import base_name
-from context_compressors.reporting import markdown_table
+from context_compressors.reporting.tables import markdown_table
 
 BYTES = 2
 OTHER_BASES = ("t5-v1.1-large",)

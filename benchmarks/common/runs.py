@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from context_compressors.evaluation.result_files import rounded
-from context_compressors.reporting import environment
+from context_compressors.reporting.environment import environment
+from context_compressors.reporting.result_files import rounded
 
 
 def read_runs(

@@ -39,7 +39,7 @@ from benchmarks.common.tools import (
     shape_config,
 )
 from benchmarks.compression_overhead.time_by_part import time_by_part
-from context_compressors.reporting import markdown_table
+from context_compressors.reporting.tables import markdown_table
 
 _MEAN_POOLING_GOAL = 1.05
 _MEMORY_TOKENS_GOAL = 1.08

@@ -42,13 +42,14 @@ from context_compressors.configuration.nearest_names import check_choice
 from context_compressors.data.task_tokens import task_start_ids
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.report import NO_CONTEXT
-from context_compressors.evaluation.result_files import write_results
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.parts.prompting import context_end_ids
-from context_compressors.reporting import markdown_table
+from context_compressors.reporting.result_files import write_results
+from context_compressors.reporting.tables import markdown_table
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
-from context_compressors.training.objectives.denoising import Seq2SeqCollator
+from context_compressors.training.objectives.encoder_decoder import Seq2SeqCollator
 from context_compressors.training.resume import changed_config
 
 _BASELINE = "t5"
@@ -141,15 +142,17 @@ def examples(
         if asked:
             kept.append({**source, "tasks": asked})
     return CompressionDataset(
-        kept,
+        DataArguments(
+            sources=kept,
+            data_dir=str(folder),
+            max_context_tokens=arguments.context_tokens,
+            min_context_tokens=min(16, arguments.context_tokens),
+            max_target_tokens=arguments.context_tokens + 1,
+            canonical_prompts=True,
+            overlong_contexts="skip",
+        ),
         tokenizer,
         arguments.steps * arguments.batch_size,
-        data_dir=str(folder),
-        max_context_tokens=arguments.context_tokens,
-        min_context_tokens=min(16, arguments.context_tokens),
-        max_target_tokens=arguments.context_tokens + 1,
-        canonical_prompts=True,
-        overlong_contexts="skip",
         seed=_DATA_SEED,
     )
 

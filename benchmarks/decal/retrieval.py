@@ -28,7 +28,7 @@ from context_compressors import DeCALForRetrieval
 from context_compressors.data.retrieval_sources import RetrievalCollection, TextEncoder
 from context_compressors.evaluation.retrieval import encode_texts, ndcg, score_texts
 from context_compressors.modeling.parts.prompting import text_tokenizer
-from context_compressors.reporting import markdown_table
+from context_compressors.reporting.tables import markdown_table
 
 SCIFACT = {
     "corpus": {"path": "retrieval_scifact_corpus.parquet"},

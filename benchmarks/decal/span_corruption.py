@@ -34,14 +34,14 @@ from context_compressors import DeCALForConditionalGeneration
 from context_compressors.configuration.nearest_names import check_choice
 from context_compressors.data.sources import DataSource
 from context_compressors.data.task_tokens import add_sentinel_tokens
-from context_compressors.evaluation.result_files import write_results
-from context_compressors.reporting import markdown_table
-from context_compressors.training.arguments import TrainingConfig
+from context_compressors.reporting.result_files import write_results
+from context_compressors.reporting.tables import markdown_table
+from context_compressors.training.arguments import DataArguments, TrainingConfig
 from context_compressors.training.fields import OPTIMIZERS
 from context_compressors.training.loading import new_encoder_decoder
 from context_compressors.training.objectives.compression_collator import CompressionCollator
-from context_compressors.training.objectives.denoising import DenoisingDataset, Seq2SeqCompressionTrainer
-from context_compressors.training.objectives.span_corruption import SpanCorruption, SpanCorruptionCollator
+from context_compressors.training.objectives.denoising import DenoisingDataset, SpanCorruptionCollator
+from context_compressors.training.objectives.encoder_decoder import Seq2SeqCompressionTrainer
 from context_compressors.training.tokenizer import train_tokenizer
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -132,11 +132,14 @@ def texts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, par
     if arguments.data is not None:
         sources = [{"path": f"text_{name}_{part}.parquet", "tasks": ["continuation"], "weight": 1} for name in TEXTS]
     return DenoisingDataset(
-        sources,
+        DataArguments(
+            sources=sources,
+            max_context_tokens=arguments.inputs_length,
+            min_context_tokens=1,
+            data_dir=arguments.data,
+        ),
         tokenizer,
         arguments.steps * arguments.batch_size if part == "train" else arguments.test_texts,
-        num_tokens=SpanCorruption().raw_length(arguments.inputs_length),
-        data_dir=arguments.data,
         seed=_DATA_SEED if part == "train" else _TEST_SEED,
     )
 

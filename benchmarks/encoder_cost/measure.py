@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, positive_int, save_and_report, seconds
 from context_compressors import DeCALConfig, DeCALModel
-from context_compressors.reporting import markdown_table
+from context_compressors.reporting.tables import markdown_table
 
 
 def build_parser() -> argparse.ArgumentParser:

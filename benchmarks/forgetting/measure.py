@@ -33,7 +33,7 @@ from context_compressors.evaluation.report import FULL_CONTEXT
 from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder, load_dataset_source
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.modeling.parts.prompting import start_token_id, text_tokenizer
-from context_compressors.reporting import markdown_table
+from context_compressors.reporting.tables import markdown_table
 
 _GSM8K = "gsm8k=qa_gsm8k_test.parquet"
 _GENERATED = "generated=generated:one_hop"

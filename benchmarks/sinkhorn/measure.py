@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.common.tools import add_place_arguments, device_of, peak_bytes, positive_int, save_and_report, seconds
 from context_compressors.modeling.parts.optimal_transport import sinkhorn
-from context_compressors.reporting import markdown_table
+from context_compressors.reporting.tables import markdown_table
 
 PASSES = ("forward", "forward and backward")
 

@@ -53,15 +53,15 @@ from benchmarks.small_scale.arguments import budget_of, build_parser, fields_of,
 from benchmarks.small_scale.results import DEFAULT_PROMPTS, run_key, run_name, table
 from benchmarks.small_scale.scoring import HeldOutCurves, evaluate, held_out, prompts_of
 from context_compressors.data.task_tokens import text_starts
-from context_compressors.evaluation.result_files import write_results
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.parts.prompting import encode
-from context_compressors.training.arguments import ModelArguments, TrainingConfig
+from context_compressors.reporting.result_files import write_results
+from context_compressors.training.arguments import DataArguments, ModelArguments, TrainingConfig
 from context_compressors.training.loading import load_compressor
-from context_compressors.training.objectives.compression import CompressionTrainer
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
+from context_compressors.training.objectives.compression_trainer import CompressionTrainer
 
 # Points of a run's log.
 _LOG_ENTRIES = 25
@@ -129,20 +129,21 @@ def train(
     fields = {**fields_of(arguments), "compression_ratios": list(arguments.ratios)}
     model = load_compressor(ModelArguments(base=arguments.base, method=arguments.method, method_config=fields))
     dataset = CompressionDataset(
-        _with_tasks(sources, arguments.tasks),
+        DataArguments(
+            sources=_with_tasks(sources, arguments.tasks),
+            data_dir=str(folder),
+            max_context_tokens=arguments.context_tokens,
+            min_context_tokens=min(16, arguments.context_tokens),
+            max_target_tokens=arguments.context_tokens + 1,
+            questions_per_example=4,
+            canonical_prompts=True,
+            prompts=prompts_of(arguments, model),
+            overlong_contexts="skip",
+            length_schedule=[[0.0, min(48, arguments.context_tokens)], [0.5, arguments.context_tokens]],
+            task_schedule=_task_schedule(arguments),
+        ),
         tokenizer,
         arguments.steps * arguments.batch_size,
-        data_dir=str(folder),
-        max_context_tokens=arguments.context_tokens,
-        min_context_tokens=min(16, arguments.context_tokens),
-        max_target_tokens=arguments.context_tokens + 1,
-        questions_per_example=4,
-        canonical_prompts=True,
-        prompts=prompts_of(arguments, model),
-        overlong_contexts="skip",
-        # Copying is learned much sooner from short contexts.
-        length_schedule=[[0.0, min(48, arguments.context_tokens)], [0.5, arguments.context_tokens]],
-        task_schedule=_task_schedule(arguments),
         seed=seed,
     )
     collator = _CountingCollator.from_tokenizer(tokenizer, **text_starts(model.config, tokenizer))

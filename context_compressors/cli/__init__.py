@@ -24,6 +24,7 @@ _COMMANDS = {
     "flops": ("flops", "count the operations of every method beside the full context"),
     "card": ("card", "write a checkpoint's card from its training run and its evaluation"),
     "upload": ("upload", "build a Hub repository from a checkpoint, and push it"),
+    "demo": ("demo", "answer questions about five pages from their text and from a few vectors; fine-tune; save"),
 }
 
 _OPTIONS = ("--help", "--version", "--traceback")
@@ -85,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = importlib.import_module(f".{_COMMANDS[name][0]}", __package__).main
     try:
-        return command(rest) or 0
-    except (ValueError, OSError, ImportError) as error:
+        return command(rest)
+    except (ValueError, TypeError, OSError, ImportError) as error:
         if show_traceback:
             raise
         print(f"context-compressors {name}: error: {error}", file=sys.stderr)

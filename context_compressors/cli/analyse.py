@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .arguments import NearestNameParser, positive_int
+from .command import COLUMN, DEVICE, MAX_TOKENS, TRUST_REMOTE_CODE, argument, command, positive_int
 from .documents import read_documents
 
 if TYPE_CHECKING:
@@ -19,37 +19,17 @@ if TYPE_CHECKING:
 
 _RESULT = "slot_analysis.json"
 
-_EXAMPLES = """\
-examples:
-  # Two methods on one document, drawn side by side, with their numbers in a table:
-  context-compressors analyse icae=my-icae comprexit=my-comprexit --document report.txt --output analysis
+_EXAMPLES = """
+# Two methods on one document, drawn side by side, with their numbers in a table:
+context-compressors analyse icae=my-icae comprexit=my-comprexit --document report.txt --output analysis
 
-  # Numbers as means over all rows of a file, of the first 512 tokens each; the pictures show the first row:
-  context-compressors analyse my-comprexit --document articles.parquet --max-tokens 512 --output analysis
+# Numbers as means over all rows of a file, of the first 512 tokens each; the pictures show the first row:
+context-compressors analyse my-comprexit --document articles.parquet --max-tokens 512 --output analysis
 """
 
 
-def build_parser() -> NearestNameParser:
-    """The command line of `context-compressors analyse`."""
-    parser = NearestNameParser(
-        prog="context-compressors analyse",
-        description="Measure and draw what slots are made of, how alike they are, and how many dimensions they fill.",
-        epilog=_EXAMPLES,
-    )
-    add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="Hub ids or folders of compressors; NAME=MODEL names one")
-    add("--document", required=True, metavar="FILE", help="text file, or .jsonl or .parquet file with several")
-    add("--output", required=True, metavar="FOLDER", help=f"where the pictures and {_RESULT} go")
-    add("--ratio", type=positive_int, metavar="R", help="context tokens per slot (default: each model's first)")
-    add("--max-tokens", type=positive_int, metavar="N", help="keep only so many tokens of a document (default: all)")
-    add("--column", default="context", help="column of a .jsonl or .parquet file with the text (default: %(default)s)")
-    add("--trust-remote-code", action="store_true", help="allow checkpoints to run their own code")
-    add("--device", default="auto", help="such as cpu or cuda:0 (default: an accelerator if there is one)")
-    return parser
-
-
 def _analyse_all(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], arguments: Any
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], arguments: argparse.Namespace
 ) -> list[SlotAnalysis]:
     from ..evaluation.analysis.attention import context_tokenizer
     from ..evaluation.analysis.slots import analyse_ids
@@ -62,17 +42,29 @@ def _analyse_all(
     return [analyse_ids(model, own, row[:limit], arguments.ratio) for row in ids]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `context-compressors analyse`; returns the exit status.
+@command(
+    "analyse",
+    "Measure and draw what slots are made of, how alike they are, and how many dimensions they fill.",
+    argument("models", nargs="+", metavar="MODEL", help="Hub ids or folders of compressors; NAME=MODEL names one"),
+    argument("--document", required=True, metavar="FILE", help="text file, or .jsonl or .parquet file with several"),
+    argument("--output", required=True, metavar="FOLDER", help=f"where the pictures and {_RESULT} go"),
+    argument("--ratio", type=positive_int, metavar="R", help="context tokens per slot (default: each model's first)"),
+    MAX_TOKENS,
+    COLUMN,
+    TRUST_REMOTE_CODE,
+    DEVICE,
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors analyse`.
 
     Raises:
         ValueError: a document, model or ratio that cannot be used, or two models of one name.
     """
-    arguments = build_parser().parse_args(argv)
-
     from ..evaluation.analysis.slots import draw, summary, table
     from ..evaluation.evaluate import model_label
-    from ..reporting import environment
+    from ..reporting.environment import environment
+    from ..reporting.result_files import write_json
     from .loading import load_compressor
 
     models = {}
@@ -92,8 +84,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(arguments.output)
     paths = draw(first, folder)
     content = {"format_version": 1, "max_tokens": arguments.max_tokens, "models": summaries}
-    result = folder / _RESULT
-    folder.mkdir(parents=True, exist_ok=True)
-    result.write_text(json.dumps({**content, "environment": environment()}, indent=2) + "\n", encoding="utf-8")
+    result = write_json({**content, "environment": environment()}, folder / _RESULT)
     print(table(summaries), "", *[f"wrote {path}" for path in (*paths, result)], sep="\n")
-    return 0

@@ -6,69 +6,53 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import positive_int
-from .compress import (
-    MEMORY_SUFFIX,
-    add_document_options,
-    add_model_options,
-    command_parser,
-    compress_all,
-    load_pipeline,
-    report_cut,
-)
+from .command import PROMPTS, argument, command, positive_int
+from .compress import MEMORY_SUFFIX, MODEL, READING, compress_all, load_pipeline, report_cut
 from .documents import Document, read_documents
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
     from ..modeling.memory.compressed_context import CompressedContext
 
-_EXAMPLES = """\
-examples:
-  context-compressors ask my-compressor memories/report.safetensors --question "Who wrote it?"
-  context-compressors ask my-compressor report.txt minutes.txt --ratio 8
-  context-compressors ask my-compressor memories/*.safetensors < questions.txt"""
+_EXAMPLES = """
+context-compressors ask my-compressor memories/report.safetensors --question "Who wrote it?"
+context-compressors ask my-compressor report.txt minutes.txt --ratio 8
+context-compressors ask my-compressor memories/*.safetensors < questions.txt
+"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(
+    "ask",
+    "Answer questions from memory files or documents.",
+    MODEL,
+    argument(
+        "sources",
+        nargs="+",
+        help="memory files (.safetensors), and documents, which are compressed first; read together, in this order",
+    ),
+    argument(
+        "--question",
+        action="append",
+        help="a question; give it again for several. Without it, questions are read line by line from standard input",
+    ),
+    PROMPTS,
+    argument("--ratio", type=positive_int, help="for documents: context tokens per slot"),
+    argument(
+        "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
+    ),
+    *READING,
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors ask`.
-
-    Args:
-        argv: the arguments after the command's name; `sys.argv[1:]` when None.
-
-    Returns:
-        the exit code, 0; wrong options exit with 2.
 
     Raises:
         ValueError: a document, model, ratio or memory file that cannot be used.
     """
-    parser = command_parser("ask", "Answer questions from memory files or documents.", _EXAMPLES)
-    parser.add_argument("model", help="Hub id or folder of a compressor")
-    parser.add_argument(
-        "sources",
-        nargs="+",
-        help="memory files (.safetensors), and documents, which are compressed first; read together, in this order",
-    )
-    parser.add_argument(
-        "--question",
-        action="append",
-        help="a question; give it again for several. Without it, questions are read line by line from standard input",
-    )
-    parser.add_argument("--prompts", help="packaged prompts or a file of prompts (default: the method's own)")
-    parser.add_argument("--ratio", type=positive_int, help="for documents: context tokens per slot")
-    parser.add_argument(
-        "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
-    )
-    add_document_options(parser)
-    add_model_options(parser)
-    _ask(parser.parse_args(argv))
-    return 0
-
-
-def _ask(arguments: argparse.Namespace) -> None:
     if "-" in arguments.sources and not arguments.question:
         raise ValueError("standard input is a document here, so that questions must be given with --question")
     is_memory = [source.endswith(MEMORY_SUFFIX) for source in arguments.sources]
@@ -105,7 +89,7 @@ def _prompt(prompts: str | None) -> str | None:
 def _documents_alone(
     pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """What the pipeline reads where a document is compressed together with its question: one document."""
+    """The pipeline's arguments for a compressor that reads a document with its question: exactly one document."""
     if any(source not in documents for source in arguments.sources):
         pipe.check_serves_memories("so that memory files are not asked: give a document")
     texts = [document.text for source in arguments.sources for document in documents[source]]

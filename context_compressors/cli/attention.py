@@ -3,53 +3,46 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 
-from .arguments import NearestNameParser, positive_int
+from .command import COLUMN, DEVICE, MAX_TOKENS, REVISION, TRUST_REMOTE_CODE, argument, command, positive_int
 from .documents import read_documents
 
-_EXAMPLES = """\
-examples:
-  # Second and last layer, as in the paper on position layouts:
-  context-compressors attention my-icae --document report.txt --ratio 5 --output attention.png
+_EXAMPLES = """
+# Second and last layer, as in the paper on position layouts:
+context-compressors attention my-icae --document report.txt --ratio 5 --output attention.png
 
-  # Other layers, of the document's first 255 tokens:
-  context-compressors attention my-icae --document report.txt --max-tokens 255 --layers 1 8 16 --output attention.png
+# Other layers, of the document's first 255 tokens:
+context-compressors attention my-icae --document report.txt --max-tokens 255 --layers 1 8 16 --output attention.png
 """
 
 
-def build_parser() -> NearestNameParser:
-    """The command line of `context-compressors attention`."""
-    parser = NearestNameParser(
-        prog="context-compressors attention",
-        description="Draw how much a document's memory tokens attend to its tokens, by layer.",
-        epilog=_EXAMPLES,
-    )
-    add = parser.add_argument
-    add("model", help="Hub id or folder of a compressor with memory tokens")
-    add("--document", required=True, metavar="FILE", help="text file, or .jsonl or .parquet file with one row")
-    add("--output", required=True, metavar="PNG", help="the picture")
-    add("--ratio", type=positive_int, metavar="R", help="context tokens per memory token (default: the model's first)")
-    add("--layers", nargs="+", type=positive_int, metavar="N", help="layers, from 1 (default: second and last)")
-    add("--max-tokens", type=positive_int, metavar="N", help="keep only so many tokens of the document (default: all)")
-    add("--column", default="context", help="column of a .jsonl or .parquet file with the text (default: %(default)s)")
-    add("--revision", help="branch, tag or commit on the Hub")
-    add("--trust-remote-code", action="store_true", help="allow a checkpoint to run its own code")
-    add("--device", default="auto", help="such as cpu or cuda:0 (default: an accelerator if there is one)")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `context-compressors attention`; returns the exit status.
+@command(
+    "attention",
+    "Draw how much a document's memory tokens attend to its tokens, by layer.",
+    argument("model", help="Hub id or folder of a compressor with memory tokens"),
+    argument("--document", required=True, metavar="FILE", help="text file, or .jsonl or .parquet file with one row"),
+    argument("--output", required=True, metavar="PNG", help="the picture"),
+    argument(
+        "--ratio", type=positive_int, metavar="R", help="context tokens per memory token (default: the model's first)"
+    ),
+    argument("--layers", nargs="+", type=positive_int, metavar="N", help="layers, from 1 (default: second and last)"),
+    MAX_TOKENS,
+    COLUMN,
+    REVISION,
+    TRUST_REMOTE_CODE,
+    DEVICE,
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors attention`.
 
     Raises:
         ValueError: a document, model, ratio or layer that cannot be used.
     """
-    arguments = build_parser().parse_args(argv)
-
     from ..evaluation.analysis.attention import attention_of_ids, context_tokenizer
-    from ..evaluation.plots import plot_memory_attention
+    from ..evaluation.analysis.pictures import plot_memory_attention
     from ..modeling.parts.prompting import document_ids
     from .loading import load_compressor
 
@@ -66,4 +59,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = plot_memory_attention(attention, arguments.output, arguments.layers)
     _, num_memory_tokens, num_context_tokens = attention.shape
     print(f"{num_memory_tokens} memory tokens of {num_context_tokens} context tokens\nwrote {path}")
-    return 0

@@ -9,7 +9,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import NearestNameParser, device_name, positive_int
+from .command import (
+    ALLOW_UNTRAINED_RATIO,
+    BASE_MODEL,
+    COLUMN,
+    DEVICE,
+    DTYPE,
+    MAX_TOKENS,
+    REVISION,
+    TRUST_REMOTE_CODE,
+    argument,
+    command,
+    positive_int,
+)
 from .documents import Document, read_documents
 from .loading import load_compressor
 
@@ -19,82 +31,15 @@ if TYPE_CHECKING:
 
 MEMORY_SUFFIX = ".safetensors"
 
-_EXAMPLES = """\
-examples:
-  context-compressors compress my-compressor report.txt minutes.txt --output memories
-  context-compressors compress my-compressor articles.parquet --column text --ratio 4 --ratio 16
-  cat report.txt | context-compressors compress my-compressor --output memories"""
+# Of both commands that read documents with a compressor.
+MODEL = argument("model", help="Hub id or folder of a compressor")
+READING = (COLUMN, MAX_TOKENS, ALLOW_UNTRAINED_RATIO, REVISION, BASE_MODEL, TRUST_REMOTE_CODE, DEVICE, DTYPE)
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `context-compressors compress`.
-
-    Args:
-        argv: the arguments after the command's name; `sys.argv[1:]` when None.
-
-    Returns:
-        the exit code, 0; wrong options exit with 2.
-
-    Raises:
-        ValueError: a document, model, ratio or memory file that cannot be used, or files that would be overwritten.
-    """
-    parser = command_parser("compress", "Read documents once, and keep each as a memory file.", _EXAMPLES)
-    parser.add_argument("model", help="Hub id or folder of a compressor")
-    parser.add_argument(
-        "documents",
-        nargs="*",
-        help="text files, .jsonl or .parquet files (one document a row), or - for standard input, the default",
-    )
-    parser.add_argument("--output", default="memories", help="folder of the memory files (default: %(default)s)")
-    parser.add_argument(
-        "--ratio",
-        type=positive_int,
-        action="append",
-        help="context tokens per slot; give it again for several ratios from one reading (default: the model's first)",
-    )
-    parser.add_argument("--batch-size", type=positive_int, default=8, help="documents at once (default: %(default)s)")
-    parser.add_argument("--force", action="store_true", help="overwrite memory files")
-    add_document_options(parser)
-    add_model_options(parser)
-    _compress(parser.parse_args(argv))
-    return 0
-
-
-def command_parser(command: str, description: str, examples: str) -> NearestNameParser:
-    return NearestNameParser(prog=f"context-compressors {command}", description=description, epilog=examples)
-
-
-def add_document_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--column", default="context", help="column of .jsonl and .parquet files with the text (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=positive_int, help="keep only so many tokens of each document (default: all of them)"
-    )
-    parser.add_argument(
-        "--allow-untrained-ratio", action="store_true", help="go on with a ratio that the model was not trained for"
-    )
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument(
-        "--base-model", help="Hub id or folder of a light checkpoint's base (default: as the checkpoint says)"
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="allow a checkpoint of a method that this package does not have to run its own code",
-    )
-    parser.add_argument(
-        "--device",
-        type=device_name,
-        default="auto",
-        help="such as cpu or cuda:0 (default: an accelerator if there is one)",
-    )
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: as saved)"
-    )
+_EXAMPLES = """
+context-compressors compress my-compressor report.txt minutes.txt --output memories
+context-compressors compress my-compressor articles.parquet --column text --ratio 4 --ratio 16
+cat report.txt | context-compressors compress my-compressor --output memories
+"""
 
 
 def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline:
@@ -109,7 +54,33 @@ def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline
     return model.question_answering(tokenizer)
 
 
-def _compress(arguments: argparse.Namespace) -> None:
+@command(
+    "compress",
+    "Read documents once, and keep each as a memory file.",
+    MODEL,
+    argument(
+        "documents",
+        nargs="*",
+        help="text files, .jsonl or .parquet files (one document a row), or - for standard input, the default",
+    ),
+    argument("--output", default="memories", help="folder of the memory files (default: %(default)s)"),
+    argument(
+        "--ratio",
+        type=positive_int,
+        action="append",
+        help="context tokens per slot; give it again for several ratios from one reading (default: the model's first)",
+    ),
+    argument("--batch-size", type=positive_int, default=8, help="documents at once (default: %(default)s)"),
+    argument("--force", action="store_true", help="overwrite memory files"),
+    *READING,
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors compress`.
+
+    Raises:
+        ValueError: a document, model, ratio or memory file that cannot be used, or files that would be overwritten.
+    """
     if not arguments.documents and sys.stdin.isatty():
         raise ValueError("give documents: files, or text on standard input")
     documents = read_documents(arguments.documents or ["-"], arguments.column)

@@ -1,61 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """`context-compressors curves SOURCE ... --output PNG`."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import argparse
 
 from ..configuration.nearest_names import check_choice
 from ..evaluation.curves import BENCHMARK_METRIC, RUN_METRIC, common_loss, default_metric, read_curves, table
-from .arguments import NearestNameParser
+from .command import argument, command
 
-_EXAMPLES = """\
-examples:
-  # Two runs, by the losses in their folders' logs, and how soon each is at a loss of 2.5:
-  context-compressors curves outputs/icae outputs/mean-pooling --loss 2.5 --output curves.png
+_EXAMPLES = """
+# Two runs, by the losses in their folders' logs, and how soon each is at a loss of 2.5:
+context-compressors curves outputs/icae outputs/mean-pooling --loss 2.5 --output curves.png
 
-  # One value of two runs of joint pretraining, under names of their own:
-  context-compressors curves default=outputs/icae-default enhanced=outputs/icae-enhanced --output curves.png \\
-      --metric loss_reconstruction_ratio_5
+# One value of two runs of joint pretraining, under names of their own:
+context-compressors curves default=outputs/icae-default enhanced=outputs/icae-enhanced --output curves.png \\
+    --metric loss_reconstruction_ratio_5
 
-  # Next-token losses of three methods (Figure 6 of ComprExIT), held-out, by the rows of the small-scale benchmark:
-  context-compressors curves benchmarks/small_scale/methods.json --metric continuation_loss --output curves.png \\
-      --runs "comprexit, ratio 4" "icae, ratio 4" "five_hundred_x, ratio 4"
+# Next-token losses of three methods (Figure 6 of ComprExIT), held-out, by the rows of the small-scale benchmark:
+context-compressors curves benchmarks/small_scale/methods.json --metric continuation_loss --output curves.png \\
+    --runs "comprexit, ratio 4" "icae, ratio 4" "five_hundred_x, ratio 4"
 
-  # Two rows of the small-scale benchmark, with their spread over seeds, at a loss of 0.5:
-  context-compressors curves benchmarks/small_scale/methods.json --loss 0.5 --output curves.png \\
-      --runs "icae, ratio 5" "icae, position_layout=enhanced, ratio 5"
+# Two rows of the small-scale benchmark, with their spread over seeds, at a loss of 0.5:
+context-compressors curves benchmarks/small_scale/methods.json --loss 0.5 --output curves.png \\
+    --runs "icae, ratio 5" "icae, position_layout=enhanced, ratio 5"
 """
 
 
-def build_parser() -> NearestNameParser:
-    """The command line of `context-compressors curves`."""
-    parser = NearestNameParser(
-        prog="context-compressors curves",
-        description="Draw a value of training logs by step, and tell how soon each run reaches a loss.",
-        epilog=_EXAMPLES,
-    )
-    add = parser.add_argument
-    add("sources", nargs="+", metavar="SOURCE", help="[NAME=]folder of a run, its log, or small-scale result file")
-    add("--output", required=True, metavar="PNG", help="the picture")
-    add("--metric", help=f"value of the logs' entries (default: {RUN_METRIC}, of a benchmark {BENCHMARK_METRIC})")
-    add("--loss", type=float, metavar="X", help="loss to reach (default: the lowest that all runs reach)")
-    add(
+@command(
+    "curves",
+    "Draw a value of training logs by step, and tell how soon each run reaches a loss.",
+    argument(
+        "sources", nargs="+", metavar="SOURCE", help="[NAME=]folder of a run, its log, or small-scale result file"
+    ),
+    argument("--output", required=True, metavar="PNG", help="the picture"),
+    argument(
+        "--metric", help=f"value of the logs' entries (default: {RUN_METRIC}, of a benchmark {BENCHMARK_METRIC})"
+    ),
+    argument("--loss", type=float, metavar="X", help="loss to reach (default: the lowest that all runs reach)"),
+    argument(
         "--runs",
         nargs="+",
         metavar="NAME",
         help="only these, in this order; the first is compared with (default: all)",
-    )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `context-compressors curves`; returns the exit status.
+    ),
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors curves`.
 
     Raises:
         ValueError: a source that holds no such log, runs and benchmarks without a metric, two runs of one name, or a
             run that is not there.
     """
-    arguments = build_parser().parse_args(argv)
-
     from ..evaluation.plots import plot_curves
 
     metric = arguments.metric or default_metric(arguments.sources)
@@ -69,4 +66,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     loss = common_loss(chosen) if arguments.loss is None else arguments.loss
     path = plot_curves(chosen, metric, arguments.output, loss)
     print(f"{table(chosen, loss)}\n\nwrote {path}")
-    return 0

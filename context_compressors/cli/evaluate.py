@@ -4,46 +4,56 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..configuration.nearest_names import nearest
 from ..data.prompts import TASKS
 from ..evaluation.settings import DEFAULT_TASKS, NUM_RESAMPLES, EvaluationSettings
-from .arguments import device_name
+from .command import (
+    BASE_MODEL,
+    DEVICE,
+    DTYPE,
+    PROMPT_FORMAT,
+    PROMPTS,
+    TEACHER,
+    TEACHER_BASE,
+    TRUST_REMOTE_CODE,
+    argument,
+    command,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..evaluation.report import EvaluationReport
 
-_EXAMPLES = """\
-examples:
-  # Generated documents and a file, at two ratios, ten samples each:
-  context-compressors evaluate my-compressor --data generated squad_dev.parquet --ratios 4 8 --max-samples 10
+_SOURCE = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:one_hop or generated:two_hop"
+_NAMES = "NAME=SOURCE names one, SOURCE#N draws N of its samples"
+_EXAMPLES = """
+# Generated documents and a file, at two ratios, ten samples each:
+context-compressors evaluate my-compressor --data generated squad_dev.parquet --ratios 4 8 --max-samples 10
 
-  # Two groups of data sets against a fine-tuned teacher, with a result file and pictures:
-  context-compressors evaluate my-compressor --teacher my-teacher --data squad=rajpurkar/squad@validation \\
-      --out-of-domain quail_dev.parquet --tasks question_answering --output results.json --plots plots
+# Two groups of data sets against a fine-tuned teacher, with a result file and pictures:
+context-compressors evaluate my-compressor --teacher my-teacher --data squad=rajpurkar/squad@validation \\
+    --out-of-domain quail_dev.parquet --tasks question_answering --output results.json --plots plots
 
-  # Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
-  context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
-      --context-tokens 256 --reconstruction-bleu
+# Reconstruction and continuation of plain text, also with BLEU of what the model writes itself:
+context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction continuation \\
+    --context-tokens 256 --reconstruction-bleu
 
-  # Restoration as GMSA measures it: the original context beside the slots, at three lengths:
-  context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction --reconstruction-bleu \\
-      --restoration-lengths 128 256 512 --bert-score-model scorers/roberta-large --bert-score-layer 17
+# Restoration as GMSA measures it: the original context beside the slots, at three lengths:
+context-compressors evaluate my-compressor --data books.jsonl --tasks reconstruction --reconstruction-bleu \\
+    --restoration-lengths 128 256 512 --bert-score-model scorers/roberta-large --bert-score-layer 17
 
-  # 1,000 questions of one set and 300 of another, beside a reader with an adapter of PEFT that reads the whole text,
-  # its beginning, or what BM25 picks; the report grows while it runs, and a second start goes on with it:
-  context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 --out-of-domain nq_test.parquet#300 \\
-      --tasks question_answering --alternatives cut bm25 --teacher reader-lora --teacher-base my-base \\
-      --output results.json --keep-answers answers.jsonl --resume
+# 1,000 questions of one set and 300 of another, beside a reader with an adapter of PEFT that reads the whole text,
+# its beginning, or what BM25 picks; the report grows while it runs, and a second start goes on with it:
+context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 --out-of-domain nq_test.parquet#300 \\
+    --tasks question_answering --alternatives cut bm25 --teacher reader-lora --teacher-base my-base \\
+    --output results.json --keep-answers answers.jsonl --resume
 
-  # The plain language model that a compressor stands on:
-  context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
+# The plain language model that a compressor stands on:
+context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
 """
 
 
@@ -72,86 +82,6 @@ def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[E
             path = folder / f"{task}_by_model_size.png"
             paths.append(plot_quality_by_model_size([report, *others], task, metric, path))
     return paths
-
-
-class _Parser(argparse.ArgumentParser):
-    """Refuses an unknown option with the nearest right one."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        known, unknown = super().parse_known_args(args, namespace)
-        for name in unknown:
-            if name.startswith("-"):
-                self.error(f"unknown option {name.partition('=')[0]}{nearest(name, self._option_string_actions)}")
-        return known, unknown
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command line of `context-compressors evaluate`."""
-    parser = _Parser(
-        prog="context-compressors evaluate",
-        description="Score a compressor without context, with full context, and at every ratio; or a plain language "
-        "model without context and with full context.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("model", help="Hub id or folder of the compressor or plain language model")
-    source = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:one_hop or generated:two_hop"
-    names = "NAME=SOURCE names one, SOURCE#N draws N of its samples"
-    add("--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {source}; {names}")
-    add("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise")
-    add("--data-dir", metavar="FOLDER", help="folder that the files are relative to")
-    columns = "where a data set has other names, such as squad.answers=answers.text"
-    add("--columns", nargs="+", default=[], metavar="NAME.COLUMN=THEIRS", help=columns)
-    add("--tasks", nargs="+", default=list(DEFAULT_TASKS), metavar="TASK", help=f"among {', '.join(TASKS)}")
-    add("--ratios", nargs="+", type=int, metavar="R", help="compression ratios (default: the checkpoint's own)")
-    teacher = "language model, or adapter folder of PEFT, of the bounds (default: the compressor's own decoder)"
-    add("--teacher", metavar="MODEL", help=teacher)
-    add("--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)")
-    add("--base-model", metavar="MODEL", help="base of a light checkpoint (default: where the checkpoint says)")
-    alternatives = "beside each ratio, as many tokens of the text: its beginning (cut), or BM25's sentences (bm25)"
-    add("--alternatives", nargs="+", default=[], metavar="KIND", help=alternatives)
-    add("--zero-shot", action="store_true", help="also score the base language model with the adapters off")
-    add("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)")
-    add("--batch-size", type=int, default=8, metavar="B", help="samples per batch (default: 8)")
-    add("--max-new-tokens", type=int, metavar="N", help="most tokens to write (default: answers 32, summaries 128)")
-    add("--context-tokens", type=int, default=256, metavar="N", help="window of reconstruction and continuation")
-    add("--continuation-tokens", type=int, default=64, metavar="N", help="tokens to continue with (default: 64)")
-    add("--documents", type=int, default=100, metavar="N", help="number of generated documents (default: 100)")
-    add("--document-tokens", type=int, default=128, metavar="N", help="length of generated documents (default: 128)")
-    add("--reconstruction-bleu", action="store_true", help="also write reconstructions; BLEU, ROUGE, prefix match")
-    add("--restoration-lengths", nargs="+", type=int, metavar="N", help="windows of exactly N tokens to reconstruct")
-    add("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too")
-    add("--bert-score-layer", type=int, metavar="L", help="layer of the scorer model (default: its last)")
-    penalty = "penalty on tokens that were already written, those of the prompt apart, such as 1.3 (GMSA)"
-    add("--repetition-penalty", type=float, metavar="P", help=penalty)
-    add("--answer-perplexity", action="store_true", help="also score each question's first answer token by token")
-    add(
-        "--prompt-format", default="plain", metavar="FORMAT", help="of a plain language model: plain (default) or chat"
-    )
-    add("--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)")
-    add("--context-prefix", default="", metavar="TEXT", help="in front of the contexts of questions and summaries")
-    add("--bounds-only", action="store_true", help="score a compressor without context and with full context only")
-    add("--ratios-only", action="store_true", help="leave out no context and full context")
-    add("--task-tokens-in-bounds", action="store_true", help="start texts of the bounds with the task token, too")
-    add("--max-context-tokens", type=int, metavar="N", help="longest context (default: what the model can read)")
-    add("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them")
-    add("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left")
-    add("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for")
-    add("--output", metavar="FILE", help="write the report as JSON, anew after each task on each data set")
-    add("--resume", action="store_true", help="go on with the report in --output, if it is there")
-    add("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL")
-    add("--plots", metavar="FOLDER", help="write pictures of the report")
-    add("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size")
-    add("--seed", type=int, default=0, help="draws samples, windows, documents and resamples (default: 0)")
-    add(
-        "--num-resamples", type=int, default=NUM_RESAMPLES, metavar="N", help="of the bootstrap (default: %(default)s)"
-    )
-    add("--device", type=device_name, default="auto", help='such as "cpu" or "cuda" (default: a GPU if there is one)')
-    add("--dtype", default="auto", help='"auto" (as saved, the default), "float32", "bfloat16" or "float16"')
-    add("--trust-remote-code", action="store_true", help="run the code that a Hub repository brings")
-    return parser
 
 
 def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings:
@@ -186,7 +116,7 @@ def columns_from_arguments(values: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> PreTrainedModel:
-    from ..evaluation.loading import load_model
+    from .loading import load_model
 
     return load_model(
         name,
@@ -195,29 +125,6 @@ def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> P
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,
     )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run `context-compressors evaluate`; returns the exit status."""
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    if not arguments.data and not arguments.out_of_domain:
-        parser.error("give at least one data set with --data or --out-of-domain")
-    try:
-        report = _evaluate(arguments)
-        paths = []
-        if arguments.plots:
-            from ..evaluation.report import EvaluationReport
-
-            others = [EvaluationReport.load(path) for path in arguments.compare_with]
-            paths = write_plots(report, arguments.plots, others)
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(report.to_markdown())
-    for path in [*filter(None, [arguments.output, arguments.keep_answers]), *paths]:
-        print(f"wrote {path}")
-    return 0
 
 
 def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
@@ -291,5 +198,106 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     return report
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+@command(
+    "evaluate",
+    "Score a compressor without context, with full context, and at every ratio; or a plain language model without "
+    "context and with full context.",
+    argument("model", help="Hub id or folder of the compressor or plain language model"),
+    argument("--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {_SOURCE}; {_NAMES}"),
+    argument("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise"),
+    argument("--data-dir", metavar="FOLDER", help="folder that the files are relative to"),
+    argument(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="NAME.COLUMN=THEIRS",
+        help="where a data set has other names, such as squad.answers=answers.text",
+    ),
+    argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), metavar="TASK", help=f"among {', '.join(TASKS)}"),
+    argument("--ratios", nargs="+", type=int, metavar="R", help="compression ratios (default: the checkpoint's own)"),
+    TEACHER,
+    TEACHER_BASE,
+    BASE_MODEL,
+    argument(
+        "--alternatives",
+        nargs="+",
+        default=[],
+        metavar="KIND",
+        help="beside each ratio, as many tokens of the text: its beginning (cut), or BM25's sentences (bm25)",
+    ),
+    argument("--zero-shot", action="store_true", help="also score the base language model with the adapters off"),
+    argument("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)"),
+    argument("--batch-size", type=int, default=8, metavar="B", help="samples per batch (default: 8)"),
+    argument(
+        "--max-new-tokens", type=int, metavar="N", help="most tokens to write (default: answers 32, summaries 128)"
+    ),
+    argument("--context-tokens", type=int, default=256, metavar="N", help="window of reconstruction and continuation"),
+    argument("--continuation-tokens", type=int, default=64, metavar="N", help="tokens to continue with (default: 64)"),
+    argument("--documents", type=int, default=100, metavar="N", help="number of generated documents (default: 100)"),
+    argument(
+        "--document-tokens", type=int, default=128, metavar="N", help="length of generated documents (default: 128)"
+    ),
+    argument(
+        "--reconstruction-bleu", action="store_true", help="also write reconstructions; BLEU, ROUGE, prefix match"
+    ),
+    argument(
+        "--restoration-lengths", nargs="+", type=int, metavar="N", help="windows of exactly N tokens to reconstruct"
+    ),
+    argument("--bert-score-model", metavar="FOLDER", help="scorer model: what is written gets a BERTScore, too"),
+    argument("--bert-score-layer", type=int, metavar="L", help="layer of the scorer model (default: its last)"),
+    argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="P",
+        help="penalty on tokens that were already written, those of the prompt apart, such as 1.3 (GMSA)",
+    ),
+    argument(
+        "--answer-perplexity", action="store_true", help="also score each question's first answer token by token"
+    ),
+    PROMPT_FORMAT,
+    PROMPTS,
+    argument(
+        "--context-prefix", default="", metavar="TEXT", help="in front of the contexts of questions and summaries"
+    ),
+    argument(
+        "--bounds-only", action="store_true", help="score a compressor without context and with full context only"
+    ),
+    argument("--ratios-only", action="store_true", help="leave out no context and full context"),
+    argument(
+        "--task-tokens-in-bounds", action="store_true", help="start texts of the bounds with the task token, too"
+    ),
+    argument("--max-context-tokens", type=int, metavar="N", help="longest context (default: what the model can read)"),
+    argument("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them"),
+    argument("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left"),
+    argument("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for"),
+    argument("--output", metavar="FILE", help="write the report as JSON, anew after each task on each data set"),
+    argument("--resume", action="store_true", help="go on with the report in --output, if it is there"),
+    argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL"),
+    argument("--plots", metavar="FOLDER", help="write pictures of the report"),
+    argument("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size"),
+    argument("--seed", type=int, default=0, help="draws samples, windows, documents and resamples (default: 0)"),
+    argument(
+        "--num-resamples", type=int, default=NUM_RESAMPLES, metavar="N", help="of the bootstrap (default: %(default)s)"
+    ),
+    DEVICE,
+    DTYPE,
+    TRUST_REMOTE_CODE,
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors evaluate`.
+
+    Raises:
+        ValueError, TypeError, OSError, ImportError: see `evaluate_model`, `load_model` and `load_dataset_source`.
+    """
+    if not arguments.data and not arguments.out_of_domain:
+        raise ValueError("give at least one data set with --data or --out-of-domain")
+    report, paths = _evaluate(arguments), []
+    if arguments.plots:
+        from ..evaluation.report import EvaluationReport
+
+        others = [EvaluationReport.load(path) for path in arguments.compare_with]
+        paths = write_plots(report, arguments.plots, others)
+    print(report.to_markdown())
+    for path in [*filter(None, [arguments.output, arguments.keep_answers]), *paths]:
+        print(f"wrote {path}")

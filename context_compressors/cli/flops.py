@@ -3,26 +3,28 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..configuration.methods import METHODS, methods_on
 from ..evaluation.flops import answering_flops, compression_flops, full_context_flops
 from ..evaluation.model_shapes import SHAPE_NAMES, config_of, method_config
-from .arguments import NearestNameParser, positive_int
+from .command import argument, command, positive_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_EXAMPLES = """\
-examples:
-  # Every method on LLaMA-2-7B at the mean length of NaturalQuestions, as in GMSA's Table 7:
-  context-compressors flops llama-2-7b --context-tokens 3253 --ratios 4 8 --answer-tokens 100
+_EXAMPLES = """
+# Every method on LLaMA-2-7B at the mean length of NaturalQuestions, as in GMSA's Table 7:
+context-compressors flops llama-2-7b --context-tokens 3253 --ratios 4 8 --answer-tokens 100
 
-  # Two methods on a language model of one's own, and a checkpoint as it is configured:
-  context-compressors flops my-base --methods icae mean_pooling --context-tokens 512 --ratios 5
-  context-compressors flops my-compressor --context-tokens 512"""
+# Two methods on a language model of one's own, and a checkpoint as it is configured:
+context-compressors flops my-base --methods icae mean_pooling --context-tokens 512 --ratios 5
+context-compressors flops my-compressor --context-tokens 512
+"""
 
+_SHAPES = ", ".join(SHAPE_NAMES)
 _HEADER = ("method", "ratio", "slots", "compression", "answer", "together", "speed-up", "speed-up, memory kept")
 
 
@@ -67,41 +69,33 @@ def _giga(flops: int) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `context-compressors flops`.
-
-    Args:
-        argv: the arguments after the command's name; `sys.argv[1:]` when None.
-
-    Returns:
-        the exit code, 0; wrong options exit with 2.
-
-    Raises:
-        ValueError: a base or method that there is none of, or that do not go together.
-    """
-    parser = NearestNameParser(
-        prog="context-compressors flops",
-        description="Floating-point operations of compressing a context and answering from the slots, beside reading "
-        "the full context (GMSA, Appendix G): one sequence, a key/value cache, adapters merged, no LM head.",
-        epilog=_EXAMPLES,
-    )
-    add = parser.add_argument
-    shapes = ", ".join(SHAPE_NAMES)
-    add("base", help=f"{shapes}; or folder or Hub id of a language model or compressor")
-    add("--methods", nargs="+", metavar="METHOD", help=f"among {', '.join(METHODS)} (default: all)")
-    add("--context-tokens", type=positive_int, default=3253, metavar="N", help="default: 3253, as in GMSA's Table 7")
-    add("--ratios", type=positive_int, nargs="+", metavar="R", help="default: a compressor's own, else 4 8")
-    add("--question-tokens", type=positive_int, default=50, metavar="N", help="default: 50")
-    add("--answer-tokens", type=positive_int, default=100, metavar="N", help="default: 100")
-    add(
+@command(
+    "flops",
+    "Floating-point operations of compressing a context and answering from the slots, beside reading "
+    "the full context (GMSA, Appendix G): one sequence, a key/value cache, adapters merged, no LM head.",
+    argument("base", help=f"{_SHAPES}; or folder or Hub id of a language model or compressor"),
+    argument("--methods", nargs="+", metavar="METHOD", help=f"among {', '.join(METHODS)} (default: all)"),
+    argument(
+        "--context-tokens", type=positive_int, default=3253, metavar="N", help="default: 3253, as in GMSA's Table 7"
+    ),
+    argument("--ratios", type=positive_int, nargs="+", metavar="R", help="default: a compressor's own, else 4 8"),
+    argument("--question-tokens", type=positive_int, default=50, metavar="N", help="default: 50"),
+    argument("--answer-tokens", type=positive_int, default=100, metavar="N", help="default: 100"),
+    argument(
         "--encoder-layers",
         type=positive_int,
         metavar="K",
         help="of methods that encode with some of the base's layers only (default: the method's own)",
-    )
-    arguments = parser.parse_args(argv)
+    ),
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors flops`.
 
-    from ..reporting import markdown_table
+    Raises:
+        ValueError: a base or method that there is none of, or that do not go together.
+    """
+    from ..reporting.tables import markdown_table
 
     base = config_of(arguments.base)
     ratios = arguments.ratios or getattr(base, "compression_ratios", (4, 8))
@@ -115,4 +109,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = (arguments.context_tokens, arguments.question_tokens, arguments.answer_tokens)
     print(f"{arguments.base}: {counts[0]} context, {counts[1]} question and {counts[2]} answer tokens; 10^9 FLOPs\n")
     print(markdown_table(_HEADER, rows_of(configs, ratios, *counts)))
-    return 0

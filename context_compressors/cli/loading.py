@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compressor and its tokenizer, as a command line names them."""
+"""The models of a command line: compressors, language models, and adapters of PEFT on a language model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .arguments import check_device
+from .command import check_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,11 +34,9 @@ def load_compressor(
     Raises:
         ValueError: no such device or checkpoint, no compressor, or one whose code is not trusted.
     """
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
     from ..modeling.parts.prompting import text_tokenizer
 
     check_device(device)
@@ -55,11 +55,81 @@ def load_compressor(
         raise ValueError(f"{name} has a method of its own, {method!r}: read its code, then pass --trust-remote-code")
     options = {"revision": revision, "trust_remote_code": not is_ours}
     auto_class = AutoModelForSeq2SeqLM if fields.get("is_encoder_decoder") else AutoModelForCausalLM
-    base = {} if base_model is None else {"base_model": base_place(base_model)}
-    if base_model is None:
-        fetch_bases(fields.get("external_weights"))
+    base = _base_arguments(base_model, fields.get("external_weights"))
     model = auto_class.from_pretrained(name, dtype=dtype, **options, **base)
-    if device == "auto":
-        device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    return model.to(device).eval(), text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
+    model = model.to(_accelerator() if device == "auto" else device).eval()
+    return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
+
+
+def load_model(
+    name: str,
+    *,
+    base_model: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a compressor, a language model, or a folder with an adapter that PEFT or TRL saved.
+
+    Args:
+        name: Hub id or folder.
+        base_model: Hub id or folder of the base of a light checkpoint or of an adapter; where it says itself when
+            `None`.
+        dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
+        device: such as "cpu"; "auto" for a GPU if there is one.
+        trust_remote_code: run the code that a Hub repository brings.
+
+    Returns:
+        The model; an adapter is merged into its base, in the base's type.
+
+    Raises:
+        ValueError: an adapter without the name of its base.
+        ImportError: an adapter, and `peft` is not installed.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    # Importing the models registers them, so that our own checkpoints need no remote code.
+    from .. import modeling  # noqa: F401
+    from ..modeling.checkpoint.pretrained_bases import base_place
+
+    if Path(name, "adapter_config.json").is_file():
+        model = _load_adapter(name, base_model, dtype)
+    else:
+        place = base_place(name)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        base = _base_arguments(base_model, getattr(config, "external_weights", None))
+        model = (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_pretrained(
+            place, dtype=dtype, trust_remote_code=trust_remote_code, **base
+        )
+    return model.to(_accelerator() if device == "auto" else device)
+
+
+def _load_adapter(folder: str | os.PathLike[str], base_model: str | None, dtype: str) -> PreTrainedModel:
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as error:
+        raise ImportError(f"{folder} is an adapter: install `peft` (pip install peft) to load it") from error
+    base_model = base_model or PeftConfig.from_pretrained(folder).base_model_name_or_path
+    if not base_model:
+        raise ValueError(f"the adapter in {folder} does not name its base: give it (--teacher-base or --base-model)")
+    model = PeftModel.from_pretrained(load_model(base_model, dtype=dtype, device="cpu"), folder).merge_and_unload()
+    model.name_or_path = os.fspath(folder)
+    return model
+
+
+def _base_arguments(base_model: str | None, external_weights: dict[str, Any] | None) -> dict[str, str]:
+    """Where `from_pretrained` finds the base of a light checkpoint, which is fetched if need be."""
+    from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
+
+    if base_model is not None:
+        return {"base_model": base_place(base_model)}
+    fetch_bases(external_weights)
+    return {}
+
+
+def _accelerator() -> str:
+    """What a model runs on when no device is named."""
+    import torch
+
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"

@@ -3,42 +3,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from ..training.fields import DataArguments, ModelArguments, TrainingFields
-
-DESCRIPTION = "Train a base model, a full-context teacher or a compressor from a recipe."
-
-
-def usage(prog: str) -> str:
-    """The command line in one line."""
-    return f"{prog} RECIPE.yaml [RECIPE.yaml ...] [--field value ...]"
+from ..training.fields import DESCRIPTION, DataArguments, ModelArguments, TrainingFields, examples, usage
+from .command import NearestNameParser
 
 
-def examples(prog: str) -> str:
-    """Command lines that can be run."""
-    return (
-        "examples:\n"
-        f"  {prog} embedded/base.yaml --data_dir DATA --output_dir outputs/base\n"
-        f"  {prog} mean_pooling/multi_ratio.yaml mean_pooling/bases/qwen3_0.6b.yaml --teacher TEACHER\n"
-        f"  {prog} epl/icae.yaml epl/layouts/enhanced.yaml epl/bases/llama3.2_1b.yaml epl/pretraining.yaml\n"
-        f"  {prog} my_recipe.yaml --resume_from_checkpoint latest\n"
-    )
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> NearestNameParser:
     """A parser that has the help of this package's own fields, and reads nothing."""
     prog = "context-compressors train"
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        usage=usage(prog),
-        description=DESCRIPTION,
-        epilog=examples(prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = NearestNameParser(prog=prog, usage=usage(prog), description=DESCRIPTION, epilog=examples(prog))
     parser.add_argument("--help-all", action="store_true", help="show trl.SFTConfig's fields, too, and exit")
     for title, group in (
         ("what is trained", ModelArguments),

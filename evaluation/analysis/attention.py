@@ -2,13 +2,12 @@
 """Attention from memory tokens to the context, by layer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...modeling.compressor.memory_token_compressor import MemoryTokenModel
-from ...modeling.modeling_gmsa import GMSAModel
 from ...modeling.parts.call_views import twin
 from ...modeling.parts.prompting import document_ids, text_tokenizer
 from .one_chunk import one_chunk
@@ -58,7 +57,7 @@ def attention_of_ids(model: PreTrainedModel, ids: Sequence[int], ratio: int | No
 
 @torch.no_grad()
 def attention_by_head(
-    backbone: MemoryTokenModel | GMSAModel,
+    backbone: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     ratio: int | None = None,

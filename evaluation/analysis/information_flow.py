@@ -3,12 +3,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...modeling.modeling_comprexit import ComprExITModel
 from .one_chunk import one_chunk
 
 
@@ -33,12 +33,12 @@ def has_information_flow(backbone: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def information_flow(
-    backbone: ComprExITModel, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
+    backbone: Any, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: int | None = None
 ) -> InformationFlow:
     """Which layers and which tokens the slots are made of (ComprExIT, Figures 3 to 5 and 7).
 
     Args:
-        backbone: the compressor's.
+        backbone: a compressor's that has it, see `has_information_flow`.
         input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
         attention_mask: their mask.
         ratio: one of the checkpoint's; its first if not given.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of slots: what they are made of, which layers, how alike they are, and how many dimensions they fill."""
+"""Pictures of slots and attention: what slots are made of, how alike they are, and how many dimensions they fill."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,52 @@ import numpy as np
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from ...modeling.parts.position_layout import uniform_memory_ids
 from ..figures import COLOURS, MARKERS, blank_figure, line_figure, save_figure, save_with_legend
 
 # More tokens than these cannot be told apart on an axis.
 _MOST_TOKEN_NAMES = 128
+
+
+def plot_memory_attention(
+    attention: Tensor, path: str | os.PathLike[str], layers: Sequence[int] | None = None
+) -> Path:
+    """Draw attention from memory tokens (down) to context tokens (across), one map for each chosen layer.
+
+    Colours end at each map's 99th percentile: a first token that everything attends to would leave the rest dark. The
+    grey dashed line is where memory tokens stand among the context under the uniform layout.
+
+    Args:
+        attention: `(num_layers, num_memory_tokens, num_context_tokens)`.
+        path: PNG file to write; folders are made.
+        layers: numbers of the layers, from 1; the second and the last when `None`.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: no layers, or one that is not there; no memory tokens.
+
+    Source: EPL, appendix G, Figures 6 and 7.
+    """
+    num_layers, num_memory_tokens, num_context_tokens = attention.shape
+    chosen = sorted({min(2, num_layers), num_layers}) if layers is None else list(layers)
+    if not chosen or not all(1 <= layer <= num_layers for layer in chosen):
+        raise ValueError(f"layers must be one or more of 1 to {num_layers}, got {chosen}")
+    if not attention.numel():
+        raise ValueError(f"there is no attention to draw in shape {tuple(attention.shape)}")
+    figure = blank_figure(1.0 + 5.0 * len(chosen), 4.0)
+    positions = uniform_memory_ids(0, num_context_tokens, num_memory_tokens).tolist()
+    for axes, layer in zip(figure.subplots(1, len(chosen), squeeze=False)[0], chosen, strict=True):
+        weights = attention[layer - 1].float().cpu().numpy()
+        highest = float(np.quantile(weights, 0.99)) or 1.0
+        image = axes.imshow(weights, aspect="auto", interpolation="nearest", vmin=0, vmax=highest)
+        axes.plot(positions, range(num_memory_tokens), color="lightgrey", linestyle="--", linewidth=0.8)
+        axes.set_title(f"layer {layer} of {num_layers}", fontsize=10)
+        axes.set_xlabel("context token")
+        axes.set_ylabel("memory token")
+        figure.colorbar(image, ax=axes, extend="max")
+    return save_figure(figure, path)
 
 
 def plot_allocation(

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.parts.prompting import document_ids
-from ...reporting import markdown_table
+from ...reporting.tables import markdown_table
 from .attention import attention_by_head, context_tokenizer, has_memory_tokens
 from .information_flow import has_information_flow, information_flow
 from .pictures import plot_allocation, plot_layer_weights, plot_singular_values, plot_slot_correlation

@@ -165,7 +165,7 @@ def test_small_scale_goes_through_a_list_of_jobs_for_each_seed(
     small_scale, schedules = script("small_scale.measure"), []
 
     def dataset(*arguments, **fields):
-        schedules.append(fields["task_schedule"])
+        schedules.append(arguments[0].task_schedule)
         return CompressionDataset(*arguments, **fields)
 
     monkeypatch.setattr(small_scale, "CompressionDataset", dataset)

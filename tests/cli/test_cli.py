@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import context_compressors
 from context_compressors import cli
 from context_compressors.cli import loading
-from context_compressors.cli.arguments import check_device
+from context_compressors.cli.command import check_device
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.modeling.memory.compressed_context import CompressedContext

@@ -23,7 +23,7 @@ from context_compressors.cli.documents import Document, read_documents
         (["--hlep"], "unknown option '--hlep'; did you mean '--help'?"),
         (
             ["qqq"],
-            "allowed: analyse, ask, attention, card, compress, curves, evaluate, evaluate-needles, flops, train",
+            "allowed: analyse, ask, attention, card, compress, curves, demo, evaluate, evaluate-needles, flops, train",
         ),
         ([], "usage: context-compressors"),
     ],
@@ -61,7 +61,10 @@ def test_a_wrong_option_exits_with_2_and_the_nearest_one(
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "evaluate", "evaluate-needles", "compress", "ask", "analyse", "attention", "curves", "flops", "card"],
+    [
+        *("train", "evaluate", "evaluate-needles", "compress", "ask", "analyse", "attention", "curves", "flops"),
+        *("card", "upload", "demo"),
+    ],
 )
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_info:

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from context_compressors.cli import demo, precision
+from context_compressors import cli, demo, precision
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.data.task_tokens import add_task_tokens
@@ -196,7 +196,7 @@ def test_the_summary_counts_right_answers_of_all_pages_for_each_way_of_reading()
 
 
 def test_without_a_checkpoint_the_demo_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert demo.main(["--checkpoint", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 1
+    assert cli.main(["demo", "--checkpoint", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert "there is no checkpoint in" in error
     assert "--checkpoint" in error
@@ -221,13 +221,15 @@ def test_the_base_of_a_light_checkpoint_is_fetched_before_it_is_loaded_and_its_a
     monkeypatch.setattr(context_compressors, "pretrained_base", absent, raising=False)
     config = {"compression_ratios": [2], "external_weights": {"decoder": {"repo_id": "somebody/base"}}}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert demo.main(["--checkpoint", str(tmp_path), "--output", str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err == "error: somebody/base is not here: do this, or do that\n"
+    assert cli.main(["demo", "--checkpoint", str(tmp_path), "--output", str(tmp_path / "out")]) == 1
+    assert (
+        capsys.readouterr().err == "context-compressors demo: error: somebody/base is not here: do this, or do that\n"
+    )
 
 
 def test_steps_below_one_are_refused():
     with pytest.raises(SystemExit) as exit_info:
-        demo.main(["--steps", "0"])
+        cli.main(["demo", "--steps", "0"])
     assert exit_info.value.code == 2
 
 
@@ -238,7 +240,7 @@ def test_the_demo_runs_from_end_to_end_with_remote_code(checkpoint: Path, tmp_pa
     threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
     result = subprocess.run(
         [
-            *(sys.executable, "-P", "-m", "context_compressors.cli.demo"),
+            *(sys.executable, "-P", "-m", "context_compressors.cli", "demo"),
             *("--checkpoint", str(checkpoint), "--output", "out", "--steps", "2"),
         ],
         cwd=tmp_path,

@@ -10,6 +10,7 @@ from context_compressors.data.sources import DataSource
 from context_compressors.data.tokenized_rows import FileSource
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 from context_compressors.modeling.parts.prompting import encode
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 
 ROWS = [
@@ -34,7 +35,7 @@ def folder(tmp_path):
 def test_a_task_is_trained_and_evaluated_on_the_same_contexts(tokenizer, folder, tasks):
     limits = {"min_context_tokens": 100, "max_context_tokens": 100, "max_target_tokens": 101}
     source = {"path": "rows.jsonl", "tasks": tasks}
-    dataset = CompressionDataset([source], tokenizer, 80, data_dir=folder, **limits)
+    dataset = CompressionDataset(DataArguments(sources=[source], data_dir=folder, **limits), tokenizer, 80)
     builder = SampleBuilder(tokenizer, None, {}, 100, 1)
     found = {task: set() for task in tasks}
     for example in map(dataset.__getitem__, range(80)):
@@ -54,7 +55,9 @@ def test_a_task_is_trained_and_evaluated_on_the_same_contexts(tokenizer, folder,
 
 def test_questions_that_are_asked_together_share_their_context(tokenizer, folder):
     source = {"path": "rows.jsonl", "tasks": ["question_answering"]}
-    dataset = CompressionDataset([source], tokenizer, data_dir=folder, questions_per_example=3, canonical_prompts=True)
+    dataset = CompressionDataset(
+        DataArguments(sources=[source], data_dir=folder, questions_per_example=3, canonical_prompts=True), tokenizer
+    )
     for example in map(dataset.__getitem__, range(6)):
         prompts = [example["prompt_ids"], *(prompt for prompt, _ in example["more_turns"])]
         context = tokenizer.decode(example["context_ids"])
@@ -81,11 +84,13 @@ def test_a_column_is_tokenized_for_the_tasks_that_read_it_only(tokenizer, folder
 
 def test_only_the_rows_that_a_source_names_are_read(tokenizer, folder):
     source = {"path": "rows.jsonl", "tasks": ["question_answering"], "rows": [2, 4]}
-    dataset = CompressionDataset([source], tokenizer, 12, data_dir=folder, canonical_prompts=True)
+    dataset = CompressionDataset(
+        DataArguments(sources=[source], data_dir=folder, canonical_prompts=True), tokenizer, 12
+    )
     asked = {tokenizer.decode(dataset[index]["prompt_ids"]) for index in range(12)}
     assert asked == {f"\nQuestion: Who has berth {row}?\nAnswer:" for row in (2, 3)}
     with pytest.raises(ValueError, match=r"has no rows among \[6, 9\]"):
-        CompressionDataset([{**source, "rows": [6, 9]}], tokenizer, data_dir=folder)
+        CompressionDataset(DataArguments(sources=[{**source, "rows": [6, 9]}], data_dir=folder), tokenizer)
 
 
 @pytest.mark.parametrize("rows", [[4, 2], [-1, 2], [1], [0, 1.5], [False, 2]])
@@ -99,7 +104,7 @@ def test_neighbouring_contexts_are_joined_to_one_document(tokenizer, folder):
     source = {"path": "rows.jsonl", "tasks": ["question_answering"], "contexts_per_document": 3}
     limit = 2 * len(encode(tokenizer, "\n\n".join(contexts)))
     options = {"data_dir": folder, "questions_per_example": 6, "max_context_tokens": limit}
-    dataset = CompressionDataset([source], tokenizer, 60, **options)
+    dataset = CompressionDataset(DataArguments(sources=[source], **options), tokenizer, 60)
     found = set()
     for example in map(dataset.__getitem__, range(60)):
         document = tokenizer.decode(example["context_ids"])
@@ -117,7 +122,7 @@ def test_joined_contexts_stop_where_the_next_would_not_fit(tokenizer, folder):
     own = max(len(encode(tokenizer, row["context"])) for row in ROWS)
     source = {"path": "rows.jsonl", "tasks": ["question_answering"], "contexts_per_document": 3}
     limits = {"min_context_tokens": 1, "max_context_tokens": own + 3}
-    dataset = CompressionDataset([source], tokenizer, 40, data_dir=folder, **limits)
+    dataset = CompressionDataset(DataArguments(sources=[source], data_dir=folder, **limits), tokenizer, 40)
     documents = {tokenizer.decode(dataset[index]["context_ids"]) for index in range(40)}
     assert documents == {row["context"] for row in ROWS}
     assert all(dataset[index]["num_cut"] == 0 for index in range(40))

@@ -10,7 +10,8 @@ import socket
 import pytest
 
 from context_compressors.evaluation.report import EvaluationReport, EvaluationRow, ratio_of
-from context_compressors.reporting import environment, markdown_table
+from context_compressors.reporting.environment import environment
+from context_compressors.reporting.tables import markdown_table
 
 # Mean-pooling paper, tables 11 to 16, Qwen3-8B, 4x single: (4x, full context, no context).
 PAPER_F1 = {

@@ -17,6 +17,7 @@ from context_compressors.modeling.parts.prompting import (
     question_ids,
     text_tokenizer,
 )
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 
@@ -138,12 +139,14 @@ def test_training_builds_the_ids_that_the_pipeline_asks_with(method_cases, token
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)))
     data = CompressionDataset(
-        [{"path": str(source), "tasks": ["question_answering"]}],
+        DataArguments(
+            sources=[{"path": str(source), "tasks": ["question_answering"]}],
+            prompts="chat",
+            prompt_format="chat",
+            canonical_prompts=True,
+            questions_per_example=2,
+        ),
         tokenizer,
-        prompts="chat",
-        prompt_format="chat",
-        canonical_prompts=True,
-        questions_per_example=2,
     )
     batch = CompressionCollator.from_tokenizer(tokenizer)([data[0]])
     ids = batch["input_ids"][0].tolist()

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import context_compressors
 from context_compressors import MeanPoolingForCausalLM
-from context_compressors.cli.loading import load_compressor
-from context_compressors.evaluation.loading import load_model
+from context_compressors.cli.loading import load_compressor, load_model
 from context_compressors.modeling.checkpoint import pretrained_bases
 from context_compressors.modeling.checkpoint.base_cache import cache_folder, cached_base, find_base
 from context_compressors.modeling.checkpoint.pretrained_bases import (

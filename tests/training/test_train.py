@@ -23,7 +23,9 @@ from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCau
 from context_compressors.training import train_command
 from context_compressors.training.arguments import parse_recipe, read_recipe, recorded_recipe
 from context_compressors.training.fields import DataArguments, ModelArguments, TrainingFields
-from context_compressors.training.train import build_trainer, latest_checkpoint, load_compressor, main
+from context_compressors.training.loading import load_compressor
+from context_compressors.training.run_record import latest_checkpoint
+from context_compressors.training.train import build_trainer, main
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
 SETTINGS = ("teacher", "single_ratio", "multi_ratio", "ratio_sampling")
@@ -234,7 +236,7 @@ def test_help_shows_examples_and_our_own_fields_and_those_of_trl_when_all_are_as
             {"objective": "compression", "base": "BASE", "method_config": {"compression_ratio": 2}},
             "compression_ratios",
         ),
-        ({"objective": "compression", "base": "BASE", "sources": []}, "the recipe has no sources"),
+        ({"objective": "compression", "base": "BASE", "sources": []}, "there are no sources"),
         ({"objective": "teacher", "base": "BASE", "teacher_lora": {"rnk": 2}}, "did you mean 'rank'"),
         (
             {"objective": "teacher", "base": "BASE", "teacher_lora": {"rank": "8"}},

@@ -1,302 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers of a compressor: from the text itself, or from a teacher that reads the whole context."""
+"""The objective compression, and what the other objectives of a compressor share with it."""
 
 from __future__ import annotations
 
-import random
-import re
-import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
-from trl import SFTTrainer
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...configuration.configuration_compressor import CompressorConfig
 from ...configuration.nearest_names import check_choice
-from ...modeling.memory.compressed_context import CompressedContext
-from ..arguments import TrainingConfig
-from ..base_trainer import StepGuard, without_metadata
-from ..fields import RATIO_MODES
-from ..forward_redirection import as_forward_pass
-from ..losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions
-from ..schedules import check_ratio_schedule
-
-_PAPER = {
-    "title": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
-    "id": "2510.20797",
-    "citation": textwrap.dedent("""\
-        @misc{feldman2025simple,
-            title         = {Simple Context Compression: Mean-Pooling and Multi-Ratio Training},
-            author        = {Yair Feldman and Yoav Artzi},
-            year          = 2025,
-            eprint        = {2510.20797},
-            archivePrefix = {arXiv},
-        }"""),
-}
-
-# What the log calls a loss over rows of different ratios.
-_MIXED = "mixed_ratios"
+from ...data.prompts import load_prompts
+from ...data.task_tokens import text_starts
+from ...modeling.parts.prompting import context_end_ids, opening_ids, text_tokenizer
+from ..arguments import DataArguments, ModelArguments, TrainingConfig
+from ..loading import load_compressor, load_tokenizer
+from ..tokenizer import leave_out_bos
+from .compression_collator import CompressionCollator
+from .compression_dataset import CompressionDataset
+from .compression_trainer import CompressionTrainer
+from .encoder_decoder import Seq2SeqCollator, Seq2SeqCompressionTrainer, check_vocabulary
 
 
-class TeacherTrainer(StepGuard, SFTTrainer):
-    """Supervised fine-tuning of a plain language model on full contexts: the teacher of distillation.
+def load(
+    model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The compressor that a recipe names, and its tokenizer; `ValueError` when it cannot have the objective."""
+    tokenizer = load_tokenizer(model_args, data_args, args.seed)
+    model = load_compressor(model_args, tokenizer)
+    if model.config.is_encoder_decoder:
+        check_choice("objective of an encoder-decoder:", args.objective, ("denoising", "compression"))
+    else:
+        allowed = ("compression", "distillation", "joint")
+        check_choice("objective of a decoder-only compressor:", args.objective, allowed)
+    if not model.config.bos_before_text:
+        for reader in filter(None, (tokenizer, model.encoder_tokenizer)):
+            leave_out_bos(reader)
+    return model, tokenizer
 
-    Takes the arguments of `trl.SFTTrainer`; batches come from `CompressionCollator(mode="full_context")`.
-    """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        _prepare_arguments(kwargs["args"])
-        super().__init__(*args, **kwargs)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """TRL's own loss."""
-        return super().compute_loss(model, without_metadata(inputs), return_outputs, num_items_in_batch)
-
-
-class CompressionTrainer(StepGuard, SFTTrainer):
-    r"""Trains a compressor at several ratios: a context is encoded once, each ratio's memory is read once.
-
-    The loss is cross-entropy of the targets (mean over target tokens), summed over the step's ratios. Where there are
-    several, the log has `num_ratios_summed` and `loss_mean_over_ratios` beside `loss`. Logits exist for target
-    positions only, `distillation_chunk_size` of them at a time.
-
-    With another `context_mode` than "compressed", nothing is compressed: the compressor's decoder reads texts that
-    have the context in front of them, or none. These are the bounds FullContext and NoContext (EPL, Appendix D) of a
-    compressor whose task tokens alone train, `trainable_parameters=["task_embeddings$"]`.
+def trainer_arguments(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: DataArguments,
+    args: TrainingConfig,
+    mode: str,
+    dataset_class: type[CompressionDataset] = CompressionDataset,
+    collator_class: type[CompressionCollator] = CompressionCollator,
+    **collator_arguments: Any,
+) -> dict[str, Any]:
+    """What every trainer of tokenized examples takes: model, data sets, collator and tokenizer.
 
     Args:
-        model: a compressor (anything with `compress`).
-        args ([`TrainingConfig`]): `ratio_mode` "all" trains every ratio of the checkpoint at each step (section 4.2 of
-            the paper), "random" one ratio per step, drawn from the seed and the step, and "per_sample" reads each row
-            at the ratio that the collator drew for it (GMSA, section 4.1); `context_mode` is that of the collator.
-            Evaluation is always at every ratio.
-        kwargs: as for `trl.SFTTrainer`; batches come from `CompressionCollator`.
-
-    Raises:
-        TypeError: the model cannot compress, or `args` is not a `TrainingConfig`.
+        model: a compressor, or the language model of a teacher.
+        tokenizer: that of its texts.
+        data_args: what it is trained on.
+        args: how it is trained; its examples are then read in their order.
+        mode: of the collator.
+        dataset_class: makes the examples.
+        collator_class: makes batches of them.
+        collator_arguments: what this collator takes beside the arguments of `CompressionCollator`.
     """
-
-    _tag_names = ("context-compression",)
-    _name = "Multi-ratio compression"
-    _paper = _PAPER
-    _collator_mode = "compressed"
-
-    def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
-        if not isinstance(args, TrainingConfig):
-            raise TypeError(f"args must be a TrainingConfig, got {type(args).__name__}")
-        if not callable(getattr(model, "compress", None)):
-            raise TypeError(f"model must be a compressor with a compress method, got {type(model).__name__}")
-        check_choice("ratio_mode", args.ratio_mode, RATIO_MODES)
-        if args.ratio_schedule is not None:
-            _check_scheduled_ratios(args.ratio_schedule, model.config.compression_ratios)
-        _prepare_arguments(args)
-        # Only losses are needed in evaluation; logits would take one more forward pass.
-        args.prediction_loss_only = True
-        method = model.config.model_type.removesuffix("_compressor").replace("_", "-")
-        self._tag_names = (*self._tag_names, method)
-        # Whether texts are read behind memories is for `_check_batch` to say, not for the model to warn of.
-        model.base_model.warns_of_no_context = False
-        super().__init__(model=model, args=args, **kwargs)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log; what is a sum over ratios says so, and has its mean beside it."""
-        counts = self._metrics["train" if self.model.training else "eval"].pop("num_ratios_summed", [])
-        count = sum(counts) / len(counts) if counts else 1
-        for name in [name for name in logs if re.fullmatch(r"(eval_(\w+_)?)?loss", name)] if count > 1 else []:
-            logs[f"{name}_mean_over_ratios"] = logs[name] / count
-            logs["num_ratios_summed"] = count
-        super().log(logs, *args, **kwargs)
-
-    def step_ratios(self) -> list[int]:
-        """The ratios of the present step: all that its place in training has, or with "random" one of them."""
-        ratios = list(self.model.config.compression_ratios)
-        if not self.model.training:
-            return ratios
-        if self.args.ratio_schedule is not None:
-            done = self.state.global_step / max(1, self.state.max_steps)
-            ratios = [ratios for start, ratios in check_ratio_schedule(self.args.ratio_schedule) if start <= done][-1]
-        if self.args.ratio_mode != "random":
-            return ratios
-        # By step, so that all devices and accumulated batches agree and a resumed run draws the same.
-        return [random.Random(f"{self.args.seed}/{self.state.global_step}").choice(ratios)]
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Sum of the losses behind all memories of the step, from one encoding."""
-        inputs = without_metadata(inputs)
-        self._check_batch(inputs)
-
-        def step(**batch: Tensor) -> Tensor:
-            return self._step_loss(batch, num_items_in_batch)
-
-        with self.accelerator.autocast():
-            loss = as_forward_pass(model, self._unwrapped(), step, **inputs)
-        self._count_tokens(inputs)
-        # Whoever asks for outputs gets no logits: they are never all in memory.
-        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
-
-    def _unwrapped(self) -> PreTrainedModel:
-        return self.accelerator.unwrap_model(self.model)
-
-    def _check_batch(self, inputs: dict[str, Any]) -> None:
-        given, context_mode = "context_input_ids" in inputs, self.args.context_mode
-        if context_mode == "compressed" and not given:
-            raise ValueError(f"batches need context_input_ids: use CompressionCollator(mode={self._collator_mode!r})")
-        if self.args.ratio_mode == "per_sample" and given and "ratio" not in inputs:
-            raise ValueError("ratio_mode 'per_sample' needs a ratio in each row: use CompressionCollator(ratios=...)")
-        if context_mode != "compressed" and given:
-            raise ValueError(f"batches have context_input_ids, which context_mode {context_mode!r} does not compress")
-
-    def _memories(self, batch: dict[str, Tensor]) -> list[tuple[str, CompressedContext | None]]:
-        """The name of each loss of the step and the memory that its text is read behind, all from one encoding."""
-        if self.args.context_mode != "compressed":
-            return [(self.args.context_mode, None)]
-        ratios = self.step_ratios()
-        context = {"input_ids": batch["context_input_ids"], "attention_mask": batch["context_attention_mask"]}
-        if self.args.ratio_mode == "per_sample" and self.model.training:
-            return [(_MIXED, self._unwrapped().compress(**context, ratio=batch["ratio"]))]
-        memories = self._unwrapped().compress(**context, ratio=ratios)
-        self._metrics["train" if self.model.training else "eval"]["num_ratios_summed"].append(len(memories))
-        return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)]
-
-    def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
-        """Last hidden states of a text, `(batch_size, width, hidden_size)`."""
-        text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
-        return self._unwrapped().base_model(**text, memory=memory, use_cache=False).last_hidden_state
-
-    def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
-        target = self._target(batch, num_items_in_batch)
-        losses = [
-            self._memory_loss(self._states(batch, memory), batch["labels"], target, name)
-            for name, memory in self._memories(batch)
-        ]
-        return torch.stack(losses).sum()
-
-    def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
-        """What every memory of the step shares: here the number of target tokens that the loss is divided by."""
-        if num_items_in_batch is None:
-            return count_targets(inputs["labels"]).clamp(min=1)
-        return self._for_each_process(num_items_in_batch)
-
-    def _for_each_process(self, num_items_in_batch: Tensor | int) -> Tensor:
-        count = torch.as_tensor(num_items_in_batch)
-        # DDP averages over devices what was divided by the number of targets of all of them.
-        return count / (self.accelerator.num_processes if self.args.average_tokens_across_devices else 1)
-
-    def _memory_loss(self, states: Tensor, labels: Tensor, target: Tensor, name: str) -> Tensor:
-        chosen = prediction_positions(labels)
-        head = logits_function(self._unwrapped())
-        total, correct = negative_log_likelihood(
-            states[chosen], labels[:, 1:][chosen[:, :-1]], head, self.args.distillation_chunk_size
-        )
-        count = chosen.sum().clamp(min=1)
-        self._record(f"loss_{name}", total / count)
-        self._record(f"token_accuracy_{name}", correct / count)
-        return total / target
-
-    def _record(self, name: str, value: Tensor) -> None:
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append(self.accelerator.gather_for_metrics(value.detach().float()).mean().item())
-
-    def _count_tokens(self, inputs: dict[str, Any]) -> None:
-        if self.model.training:
-            count = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
-            self._total_train_tokens += count
-        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+    config, context_tokenizer, texts = model.config, None, tokenizer
+    if isinstance(config, CompressorConfig):
+        context_tokenizer = model.encoder_tokenizer
+        collator_arguments |= text_starts(config, tokenizer)
+        if args.ratio_mode == "per_sample" and args.context_mode == "compressed":
+            collator_arguments["ratios"] = list(config.compression_ratios)
+        if config.task_token_ids or config.is_encoder_decoder:
+            texts = text_tokenizer(tokenizer)
+    if data_args.prompt_format == "chat":
+        texts = text_tokenizer(tokenizer)
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    how = {"batch_size": args.per_device_train_batch_size, "context_tokenizer": context_tokenizer}
+    num_examples = args.max_steps * batch if args.max_steps > 0 else None
+    dataset = dataset_class(data_args, texts, num_examples, seed=args.seed, **how)
+    # An example is a function of its index, drawn at random already; in order, lengths grow and resuming is exact.
+    args.train_sampling_strategy = "sequential"
+    evaluation = None
+    if data_args.eval_sources:
+        count = data_args.num_eval_examples
+        evaluation = dataset_class(data_args.of_evaluation(), texts, count, seed=args.seed + 1, **how).as_dataset()
+    return {
+        "model": model,
+        "args": args,
+        "train_dataset": dataset.as_dataset(),
+        "eval_dataset": evaluation,
+        "processing_class": tokenizer,
+        "data_collator": collator_class.from_tokenizer(
+            tokenizer,
+            context_tokenizer,
+            seed=args.seed,
+            mode=mode,
+            with_metadata=True,
+            context_mode=args.context_mode if mode == "joint" else "compressed",
+            **collator_arguments,
+        ),
+    }
 
 
-def _check_scheduled_ratios(schedule: Sequence[Sequence[Any]], known: Sequence[int]) -> None:
-    wrong = sorted({ratio for _, ratios in check_ratio_schedule(schedule) for ratio in ratios} - set(known))
-    if wrong:
-        raise ValueError(f"ratio_schedule has the ratios {wrong}; the model's compression_ratios are {list(known)}")
+def record_prompts(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> None:
+    """Record the prompts of the training in the configuration, whose checkpoint is then asked with them."""
+    is_chat = data_args.prompt_format == "chat"
+    if is_chat and config.is_encoder_decoder:
+        raise ValueError("prompt_format 'chat' is for decoder-only compressors: an encoder-decoder has no template")
+    config.prompts = {task: templates[0] for task, templates in load_prompts(data_args.prompts).items()}
+    config.context_prefix = data_args.context_prefix
+    config.prompt_format = data_args.prompt_format
+    # Behind a task token, and behind keys and values, the template follows the memory as a whole.
+    stands_inside = is_chat and not config.task_token_ids
+    config.slots_after_ids = opening_ids(tokenizer) if stands_inside else []
 
 
-class DistillationTrainer(CompressionTrainer):
-    r"""Trains a compressor to answer as a teacher does that reads the whole context.
-
-    Equations 5 and 6 of the paper: KL(teacher || student) at the gold answer tokens, summed over them and over the
-    step's ratios; the mean is taken over rows only. Batches come from `CompressionCollator(mode="distillation")`, so
-    that teacher and student see the same prompt and answer.
-
-    Args:
-        model: a compressor.
-        args ([`TrainingConfig`]): training arguments.
-        teacher: the frozen teacher, a causal language model of the same vocabulary. `None`: the compressor's own
-            base without its adapters, which costs no memory.
-        kwargs: as for `CompressionTrainer`.
-
-    Raises:
-        ValueError: the teacher has another vocabulary, or `args.context_mode` is not "compressed".
-    """
-
-    _name = "Distillation from full context"
-    _collator_mode = "distillation"
-
-    def __init__(
-        self, model: PreTrainedModel, args: TrainingConfig, teacher: PreTrainedModel | None = None, **kwargs: Any
-    ):
-        super().__init__(model=model, args=args, **kwargs)
-        if args.context_mode != "compressed":
-            raise ValueError(f"distillation needs context_mode 'compressed', got {args.context_mode!r}")
-        # The loss is a mean over the batch's rows: the Trainer divides by the accumulation steps.
-        self.loss_is_scaled_for_ga = False
-        self.model_accepts_loss_kwargs = False
-        self.teacher = teacher
-        if teacher is not None:
-            sizes = [m.get_output_embeddings().weight.shape[0] for m in (model, teacher)]
-            if sizes[0] != sizes[1]:
-                raise ValueError(f"student and teacher must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens")
-            teacher.requires_grad_(False).eval()
-            self.teacher = self.accelerator.prepare_model(teacher, evaluation_mode=True)
-
-    def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
-        """The teacher's states that predict the answer tokens, `(num_answer_tokens, hidden_size)`."""
-        if "full_input_ids" not in inputs:
-            raise ValueError("batches need full_input_ids: use CompressionCollator(mode='distillation')")
-        text = {"input_ids": inputs["full_input_ids"], "attention_mask": inputs["full_attention_mask"]}
-        chosen = prediction_positions(inputs["full_labels"])
-        with torch.no_grad():
-            if self.teacher is not None:
-                return self.accelerator.unwrap_model(self.teacher).base_model(**text, use_cache=False)[0][chosen]
-            student = self._unwrapped()
-            with student.base_language_model(), _evaluating(student):
-                return student.base_model(**text, use_cache=False)[0][chosen]
-
-    def _memory_loss(self, states: Tensor, labels: Tensor, target: Tensor, name: str) -> Tensor:
-        student = self._unwrapped()
-        teacher = student if self.teacher is None else self.accelerator.unwrap_model(self.teacher)
-        chosen = prediction_positions(labels)
-        total = distillation_loss(
-            states[chosen],
-            target,
-            logits_function(student),
-            logits_function(teacher),
-            self.args.distillation_chunk_size,
-        )
-        self._record(f"kl_per_token_{name}", total / chosen.sum().clamp(min=1))
-        return total / labels.shape[0]
-
-
-def count_targets(labels: Tensor) -> Tensor:
-    """How many tokens of `labels` `(batch_size, width)` are predicted from the one before them."""
-    return (labels[:, 1:] != -100).sum()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off for a `with` block."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-def _prepare_arguments(args: Any) -> None:
-    """What makes TRL leave tokenized examples and our collator alone."""
-    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
-    args.remove_unused_columns = False
+def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> CompressionTrainer:
+    """The trainer of a recipe."""
+    model, tokenizer = load(model_args, data_args, args)
+    record_prompts(model.config, tokenizer, data_args)
+    if not model.config.is_encoder_decoder:
+        return CompressionTrainer(**trainer_arguments(model, tokenizer, data_args, args, args.context_mode))
+    check_vocabulary(model, tokenizer)
+    arguments = trainer_arguments(
+        model,
+        tokenizer,
+        data_args,
+        args,
+        args.context_mode,
+        collator_class=Seq2SeqCollator,
+        question_placement=model.config.question_placement,
+        context_end_ids=context_end_ids(tokenizer),
+    )
+    return Seq2SeqCompressionTrainer(**arguments)

@@ -13,14 +13,13 @@ import numpy as np
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ...configuration.nearest_names import check_choice
 from ...data.prompts import format_prompt
 from ...data.rows import draw_document
 from ...data.sources import DataSource
 from ...data.tokenized_rows import FileSource
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ...modeling.parts.prompting import DOCUMENT_END, before_answer, encode, prefix_ids, prompt_ids
-from ..fields import OVERLONG_CONTEXTS, PROMPT_FORMATS
+from ..fields import DataArguments
 from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
 
 MAX_ATTEMPTS = 100
@@ -37,104 +36,64 @@ class CompressionDataset(Dataset):
     that the limits cut off.
 
     Args:
-        sources: `DataSource` or recipe entries.
+        data: the sources, and how examples are made of them.
         tokenizer: makes the token ids.
         num_examples: length of the data set. `None` (not with generated documents): every row once, those of all
             sources mixed, with another one in place of a row that is passed over; with weights or a `task_schedule` as
             many examples as there are rows, each of a source that is drawn by its weight or, where there is none, its
             number of rows.
-        data_dir: folder that the sources' paths are relative to.
-        max_context_tokens: longest context.
-        min_context_tokens: shortest window of a plain text.
-        max_target_tokens: longest target; a reconstructed context is short enough for its target to fit.
-        questions_per_example: questions asked one after the other about one context.
-        canonical_prompts: the first template of each task only.
-        first_answer: the first answer of each question only; else one of them is drawn.
-        prompts: file of prompt templates, or the name of a packaged one; "default" when `None`.
-        prompt_format: "plain", or "chat": context and prompt are the user's turn of the tokenizer's chat template.
-        context_prefix: text in front of the contexts of questions and summaries, e.g. a heading; it is part of the
-            context, and its tokens count in `max_context_tokens`.
-        length_schedule: (fraction of the examples, longest context) pairs for texts and generated documents, linear in
-            between.
-        task_schedule: (fraction of the examples, tasks) pairs: from there on only these, of the sources that have
-            them; all tasks all the time when `None`. A source's weight goes to those of its tasks that are in it.
-            Neighbours of a group (`group_size`) are put in order together, so that there a change takes up to a group.
-        overlong_contexts: of contexts of questions and summaries that are too long: "truncate" their end or
-            "truncate_left" their beginning (both counted in `num_cut`), or "skip" them.
-        group_size: with more than 1, so many neighbours are put in order of length, and then dealt out in batches of
-            `batch_size` in random order: batches hold little padding.
-        batch_size: rows in a batch, for `group_size`, which is a multiple of it.
+        batch_size: rows in a batch: `data.group_batches` such batches are put in order of length together, and then
+            dealt out in random order, so that they hold little padding; a change of tasks takes up to a group.
         seed: everything is drawn from it.
         context_tokenizer: the encoder's, where it reads other tokens than the decoder; all lengths are in tokens of
             `tokenizer`.
 
     Raises:
-        ValueError: a source, a limit or a schedule that is not allowed, some but not all weights given, a task of the
+        ValueError: a source or a schedule that is not allowed, some but not all weights given, a task of the
             schedule that no source has, a source whose tasks it never has, or no number of examples.
     """
 
     def __init__(
         self,
-        sources: Sequence[DataSource | Mapping[str, Any]],
+        data: DataArguments,
         tokenizer: PreTrainedTokenizerBase,
         num_examples: int | None = None,
         *,
-        data_dir: str | None = None,
-        max_context_tokens: int = 1024,
-        min_context_tokens: int = 32,
-        max_target_tokens: int = 256,
-        questions_per_example: int = 1,
-        canonical_prompts: bool = False,
-        first_answer: bool = False,
-        prompts: str | None = None,
-        prompt_format: str = "plain",
-        context_prefix: str = "",
-        length_schedule: Sequence[Sequence[float]] | None = None,
-        task_schedule: Sequence[Sequence[Any]] | None = None,
-        overlong_contexts: str = "truncate",
-        group_size: int = 1,
         batch_size: int = 1,
         seed: int = 0,
         context_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        self.context_tokenizer = context_tokenizer
-        check_choice("overlong_contexts", overlong_contexts, OVERLONG_CONTEXTS)
-        check_choice("prompt_format", prompt_format, PROMPT_FORMATS)
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, which ends every target")
-        if max_target_tokens < 2 or not 1 <= min_context_tokens <= max_context_tokens or questions_per_example < 1:
-            raise ValueError(
-                "max_target_tokens must be at least 2, min_context_tokens 1 to max_context_tokens, and "
-                f"questions_per_example at least 1, got {max_target_tokens}, {min_context_tokens}, "
-                f"{max_context_tokens} and {questions_per_example}"
-            )
-        if group_size < 1 or batch_size < 1 or (group_size > 1 and group_size % batch_size):
-            raise ValueError(
-                f"group_size must be 1 or a multiple of batch_size, both at least 1, got {group_size} and {batch_size}"
-            )
-        self.group_size, self.batch_size = group_size, batch_size
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.data, self.tokenizer, self.context_tokenizer = data, tokenizer, context_tokenizer
+        self.end, self.seed = tokenizer.eos_token_id, seed
+        self.batch_size, self.group_size = batch_size, batch_size * data.group_batches
         self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
-        self.tokenizer, self.end, self.seed = tokenizer, tokenizer.eos_token_id, seed
-        self.max_context_tokens, self.min_context_tokens = max_context_tokens, min_context_tokens
-        self.max_target_tokens, self.questions_per_example = max_target_tokens, questions_per_example
-        self.canonical_prompts, self.prompts, self.overlong_contexts = canonical_prompts, prompts, overlong_contexts
-        self.first_answer, self.prompt_format = first_answer, prompt_format
-        self.prefix_ids = prefix_ids(tokenizer, context_prefix)
-        if len(self.prefix_ids) >= max_context_tokens:
+        self.shortest, self.longest = self._lengths()
+        self.prefix_ids = prefix_ids(tokenizer, data.context_prefix)
+        if len(self.prefix_ids) >= self.longest:
             raise ValueError(
-                f"context_prefix has {len(self.prefix_ids)} tokens, which leaves none of the {max_context_tokens} "
+                f"context_prefix has {len(self.prefix_ids)} tokens, which leaves none of the {self.longest} "
                 "(max_context_tokens) to the context"
             )
-        self.length_points = check_length_schedule(length_schedule or [(0.0, max_context_tokens)], 1)
-        entries = [entry if isinstance(entry, DataSource) else DataSource.from_mapping(entry) for entry in sources]
-        if not entries:
-            raise ValueError("at least one source is needed")
+        self.length_points = check_length_schedule(data.length_schedule or [(0.0, self.longest)], 1)
+        entries = data.parsed_sources()
+        self._check_sources(entries)
         self.sources = [
-            entry if entry.generated else FileSource(entry, data_dir, seed, tokenizer) for entry in entries
+            entry if entry.generated else FileSource(entry, data.data_dir, seed, tokenizer) for entry in entries
         ]
-        self.task_points = None if task_schedule is None else check_task_schedule(task_schedule)
+        self.task_points = None if data.task_schedule is None else check_task_schedule(data.task_schedule)
         self._check_tasks(entries)
         self._deal(entries, num_examples)
+
+    def _lengths(self) -> tuple[int, int]:
+        """Shortest window of a plain text and longest context, in tokens."""
+        return self.data.min_context_tokens, self.data.max_context_tokens
+
+    def _check_sources(self, entries: Sequence[DataSource]) -> None:
+        """Refuse sources that this kind of examples cannot be made of."""
 
     def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
         """Fix, for every index, its source and how many examples of that source came before it."""
@@ -242,7 +201,7 @@ class CompressionDataset(Dataset):
 
     def _example_at(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self.seed}/{index}")
-        limit = min(self.max_context_tokens, scheduled_length(self.length_points, index / len(self)))
+        limit = min(self.longest, scheduled_length(self.length_points, index / len(self)))
         position = int(self.source_of[index])
         source = self.sources[position]
         if isinstance(source, DataSource):
@@ -281,7 +240,7 @@ class CompressionDataset(Dataset):
         identifier = f"generated/{document.kind}/{document.seed}"
         if task != "question_answering":
             return self._text_example(task, ids, limit, identifier, rng)
-        questions = document.questions[: self.questions_per_example]
+        questions = document.questions[: self.data.questions_per_example]
         return self._question_example(ids, [(q.question, q.answer) for q in questions], limit, identifier, rng)
 
     def _from_file(
@@ -290,13 +249,13 @@ class CompressionDataset(Dataset):
         task = rng.choice(tasks)
         if task in ("question_answering", "summarisation"):
             # A context that belongs to a question cannot be made shorter, so the schedule does not bear on it.
-            limit = self.max_context_tokens
+            limit = self.longest
         limit = self._room(task, limit)
         row, texts = self._row(position, source.num_rows, turn), source.texts(task)
         for _ in range(MAX_ATTEMPTS):
             ids = texts[row]
             is_window = task in ("reconstruction", "continuation")
-            too_long = not is_window and self.overlong_contexts == "skip" and len(ids) > limit
+            too_long = not is_window and self.data.overlong_contexts == "skip" and len(ids) > limit
             if len(ids) >= 2 and not too_long:
                 break
             row = rng.randrange(source.num_rows)
@@ -315,7 +274,7 @@ class CompressionDataset(Dataset):
         if source.source.contexts_per_document > 1:
             texts_of, ids = self._joined_contexts(source, row, limit, rng)
         others = [other for text in texts_of for other in source.rows_of_text[text] if other != row]
-        rows = [row, *rng.sample(others, min(len(others), self.questions_per_example - 1))]
+        rows = [row, *rng.sample(others, min(len(others), self.data.questions_per_example - 1))]
         pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
         return self._question_example(ids, pairs, limit, identifier, rng)
 
@@ -341,30 +300,30 @@ class CompressionDataset(Dataset):
         return taken, ids
 
     def _answer(self, answers: Sequence[str], rng: random.Random) -> str:
-        return answers[0] if self.first_answer else rng.choice(answers)
+        return answers[0] if self.data.first_answer else rng.choice(answers)
 
     def _room(self, task: str, limit: int) -> int:
         """Tokens that a context's text may have, beside its prefix or the EOS that ends its reconstruction."""
         if task in ("question_answering", "summarisation"):
             return max(1, limit - len(self.prefix_ids))
-        return min(limit, self.max_target_tokens - 1) if task == "reconstruction" else limit
+        return min(limit, self.data.max_target_tokens - 1) if task == "reconstruction" else limit
 
     def _text_example(
         self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random
     ) -> dict[str, Any]:
         """A random window of a text: to repeat, or to be read up to some place and then continued."""
         longest, ends = max(1, min(limit, len(ids))), True
-        length = rng.randint(min(self.min_context_tokens, longest), longest)
+        length = rng.randint(min(self.shortest, longest), longest)
         if task == "reconstruction":
             start = rng.randrange(len(ids) - length + 1)
             context = target = ids[start : start + length]
         else:
             # A text that is too short for both gives up context first, down to half of it.
-            length = min(length, max(1, len(ids) // 2, len(ids) - self.max_target_tokens + 1))
-            start = rng.randrange(max(1, len(ids) - length - self.max_target_tokens + 2))
+            length = min(length, max(1, len(ids) // 2, len(ids) - self.data.max_target_tokens + 1))
+            start = rng.randrange(max(1, len(ids) - length - self.data.max_target_tokens + 2))
             context = ids[start : start + length]
-            end = start + length + self.max_target_tokens - 1
-            # The end of a text that was merely cut is nobody's to predict.
+            end = start + length + self.data.max_target_tokens - 1
+            # A text that is cut here does not end here: no EOS is learned.
             ends = end >= len(ids)
             target = ids[start + length : end + (not ends)]
         return self._finish(task, context, [(self._prompt(task, "", rng), target)], limit, identifier, ends)
@@ -386,7 +345,7 @@ class CompressionDataset(Dataset):
         turns = []
         for question, answer in pairs:
             prompt = self._prompt(task, question, rng)
-            answer = before_answer(prompt, self.prompt_format) + answer.strip()
+            answer = before_answer(prompt, self.data.prompt_format) + answer.strip()
             turns.append((prompt, encode(self.tokenizer, answer)))
         return self._finish(task, ids, turns, limit, identifier)
 
@@ -400,14 +359,14 @@ class CompressionDataset(Dataset):
         ends: bool = True,
     ) -> dict[str, Any]:
         num_cut = max(0, len(context) - limit)
-        kept = context[num_cut:] if self.overlong_contexts == "truncate_left" else context[:limit]
+        kept = context[num_cut:] if self.data.overlong_contexts == "truncate_left" else context[:limit]
         prefix = self.prefix_ids if task in ("question_answering", "summarisation") else []
-        prompts = prompt_ids(self.tokenizer, [prompt for prompt, _ in turns], self.prompt_format)
+        prompts = prompt_ids(self.tokenizer, [prompt for prompt, _ in turns], self.data.prompt_format)
         ended = []
         for prompt, (_, target) in zip(prompts.turns, turns, strict=True):
             whole = [*target, prompts.end] if ends else target
-            num_cut += max(0, len(whole) - self.max_target_tokens)
-            ended.append((prompt, whole[: self.max_target_tokens]))
+            num_cut += max(0, len(whole) - self.data.max_target_tokens)
+            ended.append((prompt, whole[: self.data.max_target_tokens]))
         return {
             "head_ids": prompts.head,
             "context_ids": [*prefix, *kept],
@@ -420,5 +379,5 @@ class CompressionDataset(Dataset):
         }
 
     def _prompt(self, task: str, question: str, rng: random.Random) -> str:
-        template_rng = None if self.canonical_prompts else rng
-        return format_prompt(task, question, rng=template_rng, path=self.prompts)
+        template_rng = None if self.data.canonical_prompts else rng
+        return format_prompt(task, question, rng=template_rng, path=self.data.prompts)

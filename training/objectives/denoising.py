@@ -1,71 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data and trainer of encoder-decoders: texts to denoise, questions in either place, and T5's decoder in the loss."""
+"""The objective denoising: T5's span corruption through the slots (DeCAL, section 4.1)."""
 
 from __future__ import annotations
 
+import itertools
 import random
-import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.rows import draw_document
 from ...data.sources import DataSource
+from ...data.task_tokens import add_sentinel_tokens
 from ...data.tokenized_rows import FileSource
-from ...modeling.memory.compressed_context import CompressedContext
 from ...modeling.parts.prompting import encode
-from ..arguments import TrainingConfig
-from .compression import CompressionTrainer
+from ..arguments import DataArguments, ModelArguments, TrainingConfig
+from .compression import load, trainer_arguments
 from .compression_collator import CompressionCollator
 from .compression_dataset import MAX_ATTEMPTS, CompressionDataset
+from .encoder_decoder import Seq2SeqCompressionTrainer, check_vocabulary
 
 _TEXT_TASKS = {"reconstruction", "continuation"}
 _SHORTEST_TEXT = 2
 
 
+@dataclass(frozen=True)
+class SpanCorruption:
+    """How much of a text is corrupted, and how long everything then is.
+
+    Args:
+        noise_density: share of the tokens that are taken out.
+        mean_span_length: mean length of a span of them.
+
+    Raises:
+        ValueError: a density that is not between 0 and 1, or a length below 1.
+    """
+
+    noise_density: float = 0.15
+    mean_span_length: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.noise_density < 1:
+            raise ValueError(f"noise_density must be between 0 and 1, got {self.noise_density!r}")
+        if self.mean_span_length < 1:
+            raise ValueError(f"mean_span_length must be at least 1, got {self.mean_span_length!r}")
+
+    def counts(self, num_tokens: int) -> tuple[int, int]:
+        """Number of noise tokens, and of spans that they fall into, in a text of at least 2 tokens."""
+        noise = min(max(round(num_tokens * self.noise_density), 1), num_tokens - 1)
+        # No more spans than there are gaps between them.
+        spans = min(max(round(noise / self.mean_span_length), 1), num_tokens - noise)
+        return noise, spans
+
+    def lengths(self, num_tokens: int) -> tuple[int, int]:
+        """Length of the encoder's input and of the target: a sentinel for each span and one EOS in both."""
+        noise, spans = self.counts(num_tokens)
+        return num_tokens - noise + spans + 1, noise + spans + 1
+
+    def raw_length(self, inputs_length: int) -> int:
+        """Longest text whose encoder input has at most `inputs_length` tokens.
+
+        Raises:
+            ValueError: not even a text of two tokens fits.
+        """
+        if self.lengths(2)[0] > inputs_length:
+            raise ValueError(f"inputs_length must be at least {self.lengths(2)[0]}, got {inputs_length}")
+        num_tokens = max(2, inputs_length // 2)
+        while self.lengths(num_tokens + 1)[0] <= inputs_length:
+            num_tokens += 1
+        return num_tokens
+
+    def noise_mask(self, num_tokens: int, rng: random.Random) -> list[bool]:
+        """Which tokens are taken out: spans of random lengths, kept ones and noise in turn, a kept one first."""
+        noise, spans = self.counts(num_tokens)
+        kept_lengths = _random_parts(num_tokens - noise, spans, rng)
+        noise_lengths = _random_parts(noise, spans, rng)
+        mask: list[bool] = []
+        for kept, taken in zip(kept_lengths, noise_lengths, strict=True):
+            mask += [False] * kept + [True] * taken
+        return mask
+
+
+def _random_parts(total: int, num_parts: int, rng: random.Random) -> list[int]:
+    """Cut `total` into so many parts of at least 1, all such ways equally likely."""
+    cuts = [0, *sorted(rng.sample(range(1, total), num_parts - 1)), total]
+    return [after - before for before, after in itertools.pairwise(cuts)]
+
+
+def corrupt(
+    tokens: Sequence[int], noise_mask: Sequence[bool], sentinel_ids: Sequence[int], end_id: int
+) -> tuple[list[int], list[int]]:
+    """Encoder input and target of a corrupted text.
+
+    Args:
+        tokens: the text.
+        noise_mask: which tokens are taken out, the first one not.
+        sentinel_ids: the sentinels in order.
+        end_id: EOS, the last token of both.
+
+    Returns:
+        The text with a sentinel for each noise span, and each sentinel with the tokens of its span.
+
+    Raises:
+        ValueError: more spans than sentinels.
+    """
+    inputs: list[int] = []
+    targets: list[int] = []
+    spans = itertools.groupby(zip(tokens, noise_mask, strict=True), key=lambda pair: bool(pair[1]))
+    used = 0
+    for is_noise, span in spans:
+        ids = [token for token, _ in span]
+        if not is_noise:
+            inputs += ids
+            continue
+        if used == len(sentinel_ids):
+            raise ValueError(f"the text has more noise spans than there are sentinels, {len(sentinel_ids)}")
+        inputs.append(sentinel_ids[used])
+        targets += [sentinel_ids[used], *ids]
+        used += 1
+    return [*inputs, end_id], [*targets, end_id]
+
+
 class DenoisingDataset(CompressionDataset):
     """Texts for `SpanCorruptionCollator`: `token_ids`, `id`, `num_cut`, `index`.
 
-    A text that is shorter than `num_tokens` is followed by another one, so that every example is full, as T5 packs its
+    A text that is too short is followed by another one, so that every example is full, as T5 packs its
     texts; the window of each text starts at a random place.
 
     Args:
-        sources: `DataSource` or recipe entries, whose tasks are reconstruction or continuation: plain text.
-        tokenizer: makes the token ids.
-        num_examples: length of the data set. `None` (not with generated documents): every row once as the first text
-            of an example, those of all sources mixed; with weights as many examples as there are rows, each of a
-            source that is drawn by its weight.
-        num_tokens: length of a text before corruption, see `SpanCorruption.raw_length`.
-        kwargs: `data_dir`, `group_size`, `batch_size` and `seed` as in `CompressionDataset`.
+        data: its sources have the tasks reconstruction or continuation, plain text; a text is so long that
+            `max_context_tokens` are left of it when `noise_density` of it is taken out.
+        tokenizer, num_examples, kwargs: as for `CompressionDataset`; without a number of examples, every row is once
+            the first text of an example.
 
     Raises:
         ValueError: a source or a limit that is not allowed, or another task.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[DataSource | Mapping[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        num_examples: int | None = None,
-        *,
-        num_tokens: int,
-        **kwargs: Any,
-    ):
-        if num_tokens < _SHORTEST_TEXT:
-            raise ValueError(f"num_tokens must be at least {_SHORTEST_TEXT}, got {num_tokens}")
-        entries = [entry if isinstance(entry, DataSource) else DataSource.from_mapping(entry) for entry in sources]
+    def _lengths(self) -> tuple[int, int]:
+        corruption = SpanCorruption(self.data.noise_density, self.data.mean_span_length)
+        num_tokens = corruption.raw_length(self.data.max_context_tokens)
+        return num_tokens, num_tokens
+
+    def _check_sources(self, entries: Sequence[DataSource]) -> None:
         for entry in entries:
             if not set(entry.tasks) <= _TEXT_TASKS:
                 raise ValueError(
                     f"denoising reads plain text: the tasks of source {entry.label!r} must be among "
                     f"{sorted(_TEXT_TASKS)}, got {list(entry.tasks)}"
                 )
-        if unknown := sorted(set(kwargs) - {"data_dir", "group_size", "batch_size", "seed", "context_tokenizer"}):
-            raise TypeError(f"DenoisingDataset has no {', '.join(unknown)}: its texts are all of one kind")
-        limits = {"max_context_tokens": num_tokens, "min_context_tokens": num_tokens}
-        super().__init__(entries, tokenizer, num_examples, **limits, **kwargs)
 
     @staticmethod
     def num_tokens(example: Mapping[str, Any]) -> int:
@@ -76,8 +159,8 @@ class DenoisingDataset(CompressionDataset):
         self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
     ) -> dict[str, Any]:
         ids: list[int] = []
-        while len(ids) < self.max_context_tokens:
-            document = draw_document(source, self.max_context_tokens, rng, self.tokenizer)
+        while len(ids) < self.longest:
+            document = draw_document(source, self.longest, rng, self.tokenizer)
             ids += encode(self.tokenizer, document.text)
         return self._text(ids, f"generated/{document.kind}/{document.seed}")
 
@@ -89,10 +172,10 @@ class DenoisingDataset(CompressionDataset):
         ids: list[int] = []
         for _ in range(MAX_ATTEMPTS):
             text = texts[row]
-            missing = self.max_context_tokens - len(ids)
+            missing = self.longest - len(ids)
             start = rng.randrange(max(1, len(text) - missing + 1))
             ids += text[start : start + missing].tolist()
-            if len(ids) == self.max_context_tokens:
+            if len(ids) == self.longest:
                 break
             row = rng.randrange(source.num_rows)
         if len(ids) < _SHORTEST_TEXT:
@@ -100,79 +183,66 @@ class DenoisingDataset(CompressionDataset):
         return self._text(ids, source.identifier(first))
 
     def _text(self, ids: list[int], identifier: str) -> dict[str, Any]:
-        return {"token_ids": ids[: self.max_context_tokens], "id": identifier, "num_cut": 0}
+        return {"token_ids": ids[: self.longest], "id": identifier, "num_cut": 0}
 
 
-class Seq2SeqCollator(CompressionCollator):
-    """`CompressionCollator` for encoder-decoders: questions go where the model's configuration places them.
+class SpanCorruptionCollator(CompressionCollator):
+    """Corrupts texts of `DenoisingDataset` and makes a compressor's batch of them.
 
-    With `question_placement="encoder"` the prompt stands in front of the context in `context_input_ids`, and
-    `input_ids` are the decoder's start token and the target alone.
+    The corrupted text is the context, in `context_input_ids`; `input_ids` are the decoder's start token and the
+    target, and `labels` the target. The noise of an example depends on its index, its text and the seed only.
 
     Args:
-        question_placement: "decoder" or "encoder".
-        context_end_ids: ids that a compressed context ends with, see `modeling.parts.prompting.context_end_ids`.
-        kwargs: as for `CompressionCollator`; `task_start_ids` of the model's configuration name the decoder's start
-            token, which in T5 is the pad, and not the tokenizer's BOS or EOS.
+        sentinel_ids: the sentinels in order.
+        end_id: EOS.
+        corruption: how much is corrupted.
+        kwargs: as for `CompressionCollator`; no token is put in front of a context.
+
+    Raises:
+        ValueError: see `CompressionCollator`.
     """
 
     def __init__(
         self,
         *args: Any,
-        question_placement: str = "decoder",
-        context_end_ids: Sequence[int] = (),
+        sentinel_ids: Sequence[int],
+        end_id: int,
+        corruption: SpanCorruption | None = None,
         **kwargs: Any,
     ):
-        super().__init__(*args, **{"restored_ids": (), **kwargs})
-        self.question_placement, self.context_end_ids = question_placement, list(context_end_ids)
+        super().__init__(*args, **kwargs)
+        self.context_start_ids = []
+        self.sentinel_ids, self.end_id = list(sentinel_ids), end_id
+        self.corruption = corruption or SpanCorruption()
 
-    def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:
-        question = example["prompt_ids"] if self.question_placement == "encoder" else []
-        return [*question, *super()._encoder_context(example), *self.context_end_ids]
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a batch; every tensor is `(batch_size, width)` of int64."""
+        return super().__call__([self._corrupted(example) for example in examples])
 
-    def _row(self, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        if self.question_placement == "encoder":
-            if example.get("more_turns"):
-                raise ValueError(
-                    "a context that is compressed with its question has one question: questions_per_example must be 1"
-                )
-            example = {**example, "prompt_ids": []}
-        return super()._row(example)
+    def _corrupted(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = example["token_ids"]
+        rng = random.Random(f"{self.seed}/{example.get('id', '')}/{example.get('index', '')}/{tokens}")
+        mask = self.corruption.noise_mask(len(tokens), rng)
+        context, target = corrupt(tokens, mask, self.sentinel_ids, self.end_id)
+        # The task only tells the token that the decoder starts with, which is the same for all.
+        return {**example, "context_ids": context, "prompt_ids": [], "target_ids": target, "task": "reconstruction"}
 
 
-class Seq2SeqCompressionTrainer(CompressionTrainer):
-    r"""`CompressionTrainer` for an encoder-decoder: the decoder reads the targets, and its cross-attention the slots.
-
-    The log's `token_accuracy_ratio_C` over span-corrupted texts is Table 1's accuracy.
-
-    Args:
-        model: a [`DeCALForConditionalGeneration`].
-        args ([`TrainingConfig`]): training arguments; `context_mode` is "compressed".
-        kwargs: as for `CompressionTrainer`; batches come from `SpanCorruptionCollator` or `Seq2SeqCollator`.
-
-    Raises:
-        ValueError: another `context_mode`.
-    """
-
-    _name = "Encoder-decoder compression"
-    _paper = {
-        "title": "DeCAL Tokenwise Compression",
-        "id": "2508.08514",
-        "citation": textwrap.dedent("""\
-            @misc{panwar2025decal,
-                title         = {{DeCAL} Tokenwise Compression},
-                author        = {Sameer Panwar},
-                year          = 2025,
-                eprint        = {2508.08514},
-                archivePrefix = {arXiv},
-            }"""),
-    }
-
-    def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
-        if args.context_mode != "compressed":
-            raise ValueError(f"an encoder-decoder needs context_mode 'compressed', got {args.context_mode!r}")
-        super().__init__(model=model, args=args, **kwargs)
-
-    def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
-        text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
-        return self._unwrapped().text_states(**text, memory=memory, use_cache=False).last_hidden_state
+def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Seq2SeqCompressionTrainer:
+    """The trainer of a recipe; its tokenizer gets T5's sentinels."""
+    model, tokenizer = load(model_args, data_args, args)
+    sentinel_ids = add_sentinel_tokens(tokenizer)
+    check_vocabulary(model, tokenizer)
+    arguments = trainer_arguments(
+        model,
+        tokenizer,
+        data_args,
+        args,
+        "compressed",
+        DenoisingDataset,
+        SpanCorruptionCollator,
+        sentinel_ids=sentinel_ids,
+        end_id=tokenizer.eos_token_id,
+        corruption=SpanCorruption(data_args.noise_density, data_args.mean_span_length),
+    )
+    return Seq2SeqCompressionTrainer(**arguments)

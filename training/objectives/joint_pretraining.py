@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples of joint pretraining: the first half of a document is compressed, repeated, and continued with the rest."""
+"""The objective joint: the first half of a document is compressed, repeated, and continued with the rest."""
 
 from __future__ import annotations
 
 import random
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...data.sources import DataSource
 from ...data.synthetic_documents import MAX_TOKENS, generate_document
 from ...data.tokenized_rows import FileSource
 from ...modeling.parts.prompting import context_start_ids, encode
+from ..arguments import DataArguments, ModelArguments, TrainingConfig
+from .compression import load, trainer_arguments
+from .compression_collator import JOINT_TASKS
 from .compression_dataset import MAX_ATTEMPTS, CompressionDataset
+from .compression_trainer import CompressionTrainer, count_targets
 
 _TASKS = {"reconstruction", "continuation"}
 # More tokens than a generated sentence has: a document so much longer is long enough after its last whole sentence.
@@ -29,70 +36,34 @@ class JointDataset(CompressionDataset):
     reads exactly p tokens; the collator puts them there, and in front of a reconstruction behind [AE].
 
     Args:
-        sources: `DataSource` or recipe entries, each with the tasks reconstruction and continuation.
-        tokenizer: makes the token ids.
-        num_examples: length of the data set. `None` (not with generated documents): every row once, those of all
-            sources mixed; with weights as many examples as there are rows, each of a source that is drawn by its
-            weight.
-        data_dir: folder that the sources' paths are relative to.
-        min_document_tokens: shortest document; shorter texts are passed over.
-        max_document_tokens: longest document; |X| is uniform between the two, as far as the text goes.
-        length_schedule: (fraction of the examples, longest document) pairs, linear in between.
-        group_size, batch_size: as in `CompressionDataset`.
-        seed: everything is drawn from it.
-        context_tokenizer: as in `CompressionDataset`.
+        data: its sources have the tasks reconstruction and continuation; |X| is uniform from `min_document_tokens` to
+            `max_document_tokens`, as far as the text goes, and shorter texts are passed over.
+        tokenizer, num_examples, kwargs: as for `CompressionDataset`.
 
     Raises:
         ValueError: a source or a limit that is not allowed, or another task.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[DataSource | Mapping[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        num_examples: int | None = None,
-        *,
-        data_dir: str | None = None,
-        min_document_tokens: int = 510,
-        max_document_tokens: int = 2040,
-        length_schedule: Sequence[Sequence[float]] | None = None,
-        group_size: int = 1,
-        batch_size: int = 1,
-        seed: int = 0,
-        context_tokenizer: PreTrainedTokenizerBase | None = None,
-    ):
-        self.start_ids = context_start_ids(tokenizer)
-        shortest = 2 * (len(self.start_ids) + 1)
-        if not shortest <= min_document_tokens <= max_document_tokens:
-            raise ValueError(
-                f"min_document_tokens must be {shortest} to max_document_tokens ({max_document_tokens}), "
-                f"got {min_document_tokens}"
-            )
-        entries = [entry if isinstance(entry, DataSource) else DataSource.from_mapping(entry) for entry in sources]
+    def _lengths(self) -> tuple[int, int]:
+        self.start_ids = context_start_ids(self.tokenizer)
+        least = 2 * (len(self.start_ids) + 1)
+        shortest, longest = self.data.min_document_tokens, self.data.max_document_tokens
+        if not least <= shortest <= longest:
+            raise ValueError(f"min_document_tokens must be {least} to max_document_tokens ({longest}), got {shortest}")
+        return shortest, longest
+
+    def _check_sources(self, entries: Sequence[DataSource]) -> None:
         for entry in entries:
             if set(entry.tasks) != _TASKS:
                 raise ValueError(
                     f"joint pretraining does {sorted(_TASKS)} on every document: these must be the tasks of source "
                     f"{entry.label!r}, got {list(entry.tasks)}"
                 )
-            if entry.generated and max_document_tokens > MAX_TOKENS - _SPARE_TOKENS:
+            if entry.generated and self.longest > MAX_TOKENS - _SPARE_TOKENS:
                 raise ValueError(
                     f"max_document_tokens must be at most {MAX_TOKENS - _SPARE_TOKENS} with generated documents, "
-                    f"got {max_document_tokens}"
+                    f"got {self.longest}"
                 )
-        super().__init__(
-            entries,
-            tokenizer,
-            num_examples,
-            data_dir=data_dir,
-            max_context_tokens=max_document_tokens,
-            min_context_tokens=min_document_tokens,
-            length_schedule=length_schedule,
-            group_size=group_size,
-            batch_size=batch_size,
-            seed=seed,
-            context_tokenizer=context_tokenizer,
-        )
 
     @staticmethod
     def num_tokens(example: Mapping[str, Any]) -> int:
@@ -102,7 +73,7 @@ class JointDataset(CompressionDataset):
     def _from_generated(
         self, source: DataSource, tasks: Sequence[str], limit: int, rng: random.Random
     ) -> dict[str, Any]:
-        length = rng.randint(self.min_context_tokens, max(self.min_context_tokens, limit))
+        length = rng.randint(self.shortest, max(self.shortest, limit))
         for _ in range(MAX_ATTEMPTS):
             document = generate_document(
                 rng.randrange(10**9),
@@ -126,16 +97,16 @@ class JointDataset(CompressionDataset):
         for _ in range(MAX_ATTEMPTS):
             ids = texts[row]
             available = len(ids) + len(self.start_ids)
-            if available >= self.min_context_tokens:
+            if available >= self.shortest:
                 break
             row = rng.randrange(source.num_rows)
         else:
             raise ValueError(
                 f"source {source.source.label!r}: {MAX_ATTEMPTS} rows in a row were shorter than "
-                f"{self.min_context_tokens} tokens (min_document_tokens)"
+                f"{self.shortest} tokens (min_document_tokens)"
             )
-        longest = max(self.min_context_tokens, min(limit, available))
-        length = rng.randint(self.min_context_tokens, longest)
+        longest = max(self.shortest, min(limit, available))
+        length = rng.randint(self.shortest, longest)
         return self._split(ids.tolist(), length, source.identifier(row), rng)
 
     def _split(self, ids: list[int], length: int, identifier: str, rng: random.Random) -> dict[str, Any]:
@@ -151,3 +122,97 @@ class JointDataset(CompressionDataset):
             "id": identifier,
             "num_cut": 0,
         }
+
+
+class JointPretrainingTrainer(CompressionTrainer):
+    r"""Trains a compressor to repeat its context and to go on after it: alpha * AE + (1 - alpha) * LM.
+
+    EPL, section 3.1.1, equations 2 and 3 and the weighted loss. A context is encoded once; both texts are read behind
+    the same slots, at every ratio of the step. Each loss is a mean over its own target tokens, of the whole step
+    (accumulated batches and all processes); ratios are summed.
+
+    A text starts with its task token, [AE] or [LM]; with BOS in methods that have none, which then cannot tell from
+    its start what to do. With `context_mode` "full_context" or "no_context" nothing is compressed, as in
+    [`CompressionTrainer`].
+
+    Args:
+        model: a compressor.
+        args ([`TrainingConfig`]): `alpha` is the weight of the reconstruction; with 0 or 1 the text without weight is
+            not read at all.
+        kwargs: as for `CompressionTrainer`; batches come from `CompressionCollator(mode="joint")`.
+    """
+
+    _name = "Joint pretraining on reconstruction and continuation"
+    _paper = {
+        "title": "Position IDs Matter: An Enhanced Position Layout for Efficient Context Compression in Large "
+        "Language Models",
+        "id": "2409.14364",
+        "citation": textwrap.dedent("""\
+            @inproceedings{zhao2025position,
+                title     = {Position {IDs} Matter: An Enhanced Position Layout for Efficient Context Compression in
+                             Large Language Models},
+                author    = {Runsong Zhao and Xin Liu and Xinyu Liu and Pengcheng Huang and Chunyang Xiao and
+                             Tong Xiao and JingBo Zhu},
+                booktitle = {Findings of the Association for Computational Linguistics: EMNLP 2025},
+                year      = 2025,
+            }"""),
+    }
+    _collator_mode = "joint"
+
+    def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
+        super().__init__(model=model, args=args, **kwargs)
+        weights = dict(zip(JOINT_TASKS, (args.alpha, 1 - args.alpha), strict=True))
+        self.weights = {task: weight for task, weight in weights.items() if weight > 0}
+
+    def _check_batch(self, inputs: dict[str, Any]) -> None:
+        super()._check_batch(inputs)
+        if "reconstruction_input_ids" not in inputs:
+            raise ValueError(
+                "batches need two texts, reconstruction and continuation: use mode='joint' in the collator"
+            )
+
+    def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | None) -> Tensor:
+        counts = self._target(batch, num_items_in_batch)
+        losses = []
+        for name, memory in self._memories(batch):
+            for (task, weight), count in zip(self.weights.items(), counts, strict=True):
+                states = self._states(batch, memory, f"{task}_")
+                losses.append(weight * self._memory_loss(states, batch[f"{task}_labels"], count, f"{task}_{name}"))
+        return torch.stack(losses).sum()
+
+    def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | None) -> Tensor:
+        """Number of target tokens of each text with a weight, `(num_texts,)`."""
+        if num_items_in_batch is None:
+            return self._count_targets([inputs]).clamp(min=1)
+        return self._for_each_process(num_items_in_batch)
+
+    def _count_targets(self, batches: Sequence[dict[str, Any]]) -> Tensor:
+        counts = [sum(count_targets(batch[f"{task}_labels"]) for batch in batches) for task in self.weights]
+        return torch.stack(counts)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
+        """Target tokens of each text in a whole step: the Trainer would count a single `labels`."""
+        if not batch_samples or "reconstruction_labels" not in batch_samples[0]:
+            return None
+        counts = self._count_targets(batch_samples).to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            counts = self.accelerator.reduce(counts, reduction="sum")
+        return counts
+
+    def _texts(self, inputs: dict[str, Any]) -> list[dict[str, Tensor]]:
+        names = ("input_ids", "attention_mask")
+        return [{name: inputs[f"{task}_{name}"] for name in names} for task in self.weights]
+
+    def _count_tokens(self, inputs: dict[str, Any]) -> None:
+        masks = [text["attention_mask"] for text in self._texts(inputs)]
+        super()._count_tokens({"attention_mask": torch.cat([mask.flatten() for mask in masks])})
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        for text in self._texts(inputs):
+            super()._track_num_input_tokens(text)
+
+
+def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> JointPretrainingTrainer:
+    """The trainer of a recipe."""
+    model, tokenizer = load(model_args, data_args, args)
+    return JointPretrainingTrainer(**trainer_arguments(model, tokenizer, data_args, args, "joint", JointDataset))

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from ...data.sources import DataSource
 from ...data.synthetic_documents import MIN_TOKENS
 from ...data.tokenized_rows import TokenizedTexts
 from ...modeling.parts.prompting import encode, start_token_id
-from ..base_trainer import StepGuard
+from ..arguments import DataArguments, ModelArguments, TrainingConfig
+from ..base_trainer import BaseTrainer
 from ..forward_redirection import as_forward_pass
+from ..loading import load_tokenizer, new_language_model, pretrained_language_model
 from ..losses import logits_function
 from ..schedules import check_length_schedule, scheduled_length
 
@@ -57,32 +59,18 @@ class LanguageModelingRows:
     """Makes one row after another; a row is token ids and labels, -100 where nothing is to be learned.
 
     Args:
-        sources: real text is read from sources with the task "continuation", what is copied from those with
-            "reconstruction", questions from those with "question_answering".
+        data: its `row_mixture` gives the share of each kind of row, among `ROW_KINDS`. Real text is read from sources
+            with the task "continuation", what is copied from those with "reconstruction", questions from those with
+            "question_answering", up to `max_questions` about one document.
         tokenizer: makes the token ids; its EOS ends copies and answers.
-        data_dir: folder that the sources' paths are relative to.
-        row_mixture: share of each kind of row, among `ROW_KINDS`.
-        max_questions: questions asked about one document.
-        canonical_prompts: take the first template of each task only; a small model then spends nothing on wording.
-        prompts: file of prompt templates, or the name of a packaged one; "default" when `None`.
         seed: draws the rows that a source's `max_samples` keeps.
 
     Raises:
         ValueError: an unknown kind of row, shares that are negative or all zero, or a kind without a source.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[DataSource],
-        tokenizer: PreTrainedTokenizerBase,
-        data_dir: str | None = None,
-        row_mixture: Mapping[str, float] | None = None,
-        max_questions: int = 8,
-        canonical_prompts: bool = True,
-        prompts: str | None = None,
-        seed: int = 0,
-    ):
-        mixture = dict(row_mixture) if row_mixture else dict.fromkeys(ROW_KINDS, 1.0)
+    def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int = 0):
+        mixture = dict(data.row_mixture) if data.row_mixture else dict.fromkeys(ROW_KINDS, 1.0)
         for kind, share in mixture.items():
             check_choice("kind of row in row_mixture:", kind, ROW_KINDS)
             if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < math.inf:
@@ -93,12 +81,10 @@ class LanguageModelingRows:
             raise ValueError("row_mixture: at least one share must be above 0")
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, which ends every answer and copy")
-        self.tokenizer = tokenizer
+        self.data, self.tokenizer = data, tokenizer
         self.start, self.end = start_token_id(tokenizer), tokenizer.eos_token_id
-        self.max_questions = max_questions
-        self.canonical_prompts, self.prompts = canonical_prompts, prompts
-        load_prompts(prompts)
-        self._read_sources(sources, data_dir, seed)
+        load_prompts(data.prompts)
+        self._read_sources(data.parsed_sources(), data.data_dir, seed)
 
     def _read_sources(self, sources: Sequence[DataSource], data_dir: str | None, seed: int) -> None:
         self.sources: dict[str, list[tuple[float, Any]]] = {kind: [] for kind in ROW_KINDS}
@@ -139,9 +125,9 @@ class LanguageModelingRows:
         if kind == "generated":
             document = draw_document(source, max_tokens, rng, self.tokenizer)
             questions = [(question.question, question.answer) for question in document.questions]
-            return self._question_row(encode(self.tokenizer, document.text), questions[: self.max_questions], rng)
+            return self._question_row(encode(self.tokenizer, document.text), questions[: self.data.max_questions], rng)
         ids, questions = source.draw(max_tokens, rng)
-        return self._question_row(ids, rng.sample(questions, min(len(questions), self.max_questions)), rng)
+        return self._question_row(ids, rng.sample(questions, min(len(questions), self.data.max_questions)), rng)
 
     def _copy_row(self, source: DataSource | TokenizedTexts, max_tokens: int, rng: random.Random) -> _Row:
         if isinstance(source, DataSource):
@@ -163,8 +149,8 @@ class LanguageModelingRows:
         return ids, labels
 
     def _prompt(self, task: str, question: str, rng: random.Random) -> list[int]:
-        template_rng = None if self.canonical_prompts else rng
-        return encode(self.tokenizer, format_prompt(task, question, rng=template_rng, path=self.prompts))
+        template_rng = None if self.data.canonical_prompts else rng
+        return encode(self.tokenizer, format_prompt(task, question, rng=template_rng, path=self.data.prompts))
 
 
 class LanguageModelingBatches(Dataset):
@@ -274,7 +260,7 @@ class LanguageModelingCollator:
         }
 
 
-class LanguageModelingTrainer(StepGuard):
+class LanguageModelingTrainer(BaseTrainer):
     """A `transformers.Trainer` that computes logits only where there is a label, and knows Muon.
 
     In these rows one token in five has a label; a fused head over all positions would spend most of its time on
@@ -302,3 +288,34 @@ class LanguageModelingTrainer(StepGuard):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+
+def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> LanguageModelingTrainer:
+    """Trainer of a base language model, new (`model_config`) or pretrained (`base`)."""
+    if (model_args.model_config is None) == (model_args.base is None):
+        raise ValueError("language_modeling needs either model_config (a new model) or base (a pretrained one)")
+    if args.max_steps < 1:
+        raise ValueError(f"language_modeling needs max_steps: its rows never end (got {args.max_steps})")
+    tokenizer = load_tokenizer(model_args, data_args, args.seed)
+    if model_args.base is not None:
+        model = pretrained_language_model(model_args)
+    else:
+        model = new_language_model(model_args, tokenizer)
+    rows = LanguageModelingRows(data_args, tokenizer, args.seed)
+    batches = LanguageModelingBatches(
+        rows,
+        num_batches=args.max_steps * args.gradient_accumulation_steps * args.world_size,
+        tokens_per_batch=data_args.tokens_per_batch,
+        batches_per_step=args.gradient_accumulation_steps * args.world_size,
+        length_schedule=data_args.length_schedule or [(0.0, data_args.max_context_tokens)],
+        max_length=model.config.max_position_embeddings,
+        seed=args.seed,
+    )
+    args.per_device_train_batch_size = 1
+    return LanguageModelingTrainer(
+        model=model,
+        args=args,
+        train_dataset=batches,
+        data_collator=LanguageModelingCollator(tokenizer.pad_token_id),
+        processing_class=tokenizer,
+    )

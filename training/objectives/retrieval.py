@@ -14,12 +14,16 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import ModelOutput
 
-from ...data.retrieval_sources import RetrievalCollection, RetrievalSource, TextEncoder
+from ...configuration.configuration_compressor import RETRIEVAL_LOADER
+from ...configuration.methods import methods_loaded_by
+from ...configuration.nearest_names import check_choice
+from ...data.retrieval_sources import RetrievalCollection, TextEncoder
 from ...modeling.parts.late_interaction import chamfer
 from ...modeling.parts.prompting import text_tokenizer
-from ..arguments import DataArguments, TrainingConfig
-from ..base_trainer import StepGuard, without_metadata
+from ..arguments import DataArguments, ModelArguments, TrainingConfig
+from ..base_trainer import BaseTrainer, without_metadata
 from ..forward_redirection import as_forward_pass
+from ..loading import DEFAULT_METHOD, load_compressor, load_tokenizer
 
 
 def contrastive_loss(
@@ -93,29 +97,20 @@ class RetrievalPairs(Dataset):
     Two examples with one `query_key` have the same query, with one `document_key` the same document.
 
     Args:
-        sources: [`RetrievalSource`] or recipe entries.
+        data: its sources are [`RetrievalSource`] or their fields; queries are cut to `max_query_tokens`, documents to
+            `max_context_tokens`.
         tokenizer: makes the token ids.
-        data_dir: folder that local paths are relative to.
-        max_query_tokens: queries are cut to so many tokens.
-        max_document_tokens: documents are cut to so many tokens.
 
     Raises:
         ValueError: no source, or see [`RetrievalCollection`].
     """
 
-    def __init__(
-        self,
-        sources: Sequence[RetrievalSource | Mapping[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        data_dir: str | None = None,
-        max_query_tokens: int = 64,
-        max_document_tokens: int = 1024,
-    ):
-        if not sources:
-            raise ValueError("the recipe has no sources: give at least one {corpus, queries, relevance}")
-        self._collections = [RetrievalCollection(source, data_dir) for source in sources]
-        self._encode_query = TextEncoder(tokenizer, max_query_tokens)
-        self._encode_document = TextEncoder(tokenizer, max_document_tokens)
+    def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase):
+        if not data.sources:
+            raise ValueError("there are no sources: give at least one {corpus, queries, relevance}")
+        self._collections = [RetrievalCollection(source, data.data_dir) for source in data.sources]
+        self._encode_query = TextEncoder(tokenizer, data.max_query_tokens)
+        self._encode_document = TextEncoder(tokenizer, data.max_context_tokens)
         self._places: list[tuple[int, int, int]] = [
             (number, query, document)
             for number, collection in enumerate(self._collections)
@@ -163,7 +158,7 @@ class RetrievalCollator:
         return batch
 
 
-class RetrievalTrainer(StepGuard):
+class RetrievalTrainer(BaseTrainer):
     r"""Trains a dual encoder, one model for queries and documents, with the Chamfer similarity in a contrastive loss.
 
     Negatives are the other documents of the batch, those of all devices; the loss of several devices is that of one
@@ -218,25 +213,20 @@ class RetrievalTrainer(StepGuard):
         return contrastive_loss(scores, query_keys, document_keys, first, self.args.contrastive_temperature)
 
 
-def build_retrieval_trainer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, args: TrainingConfig
-) -> RetrievalTrainer:
-    """Trainer of a retrieval model on the pairs that the recipe's `sources` describe.
+def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> RetrievalTrainer:
+    """The trainer of a recipe: a dual encoder, from the encoder of a checkpoint or of a T5.
 
     Raises:
-        ValueError: a source that does not fit.
+        ValueError: a source that does not fit, or a method without a retrieval model.
     """
-    pairs = RetrievalPairs(
-        data_args.sources or [],
-        text_tokenizer(tokenizer),
-        data_args.data_dir,
-        max_query_tokens=data_args.max_query_tokens,
-        max_document_tokens=data_args.max_context_tokens,
-    )
+    if model_args.checkpoint is None or model_args.method is not None:
+        methods = methods_loaded_by(RETRIEVAL_LOADER)
+        check_choice("method of the objective retrieval:", model_args.method or DEFAULT_METHOD, methods)
+    tokenizer = load_tokenizer(model_args, data_args, args.seed)
     return RetrievalTrainer(
-        model=model,
+        model=load_compressor(model_args, tokenizer, RETRIEVAL_LOADER),
         args=args,
-        train_dataset=pairs,
+        train_dataset=RetrievalPairs(data_args, text_tokenizer(tokenizer)),
         data_collator=RetrievalCollator(tokenizer.pad_token_id),
         processing_class=tokenizer,
     )

@@ -13,7 +13,7 @@ from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.evaluation.analysis.attention import attention_by_head, memory_attention
-from context_compressors.evaluation.plots import plot_memory_attention
+from context_compressors.evaluation.analysis.pictures import plot_memory_attention
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM

@@ -7,9 +7,12 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from context_compressors.training.objectives.compression import CompressionTrainer, DistillationTrainer, TeacherTrainer
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
+from context_compressors.training.objectives.compression_trainer import CompressionTrainer
+from context_compressors.training.objectives.distillation import DistillationTrainer
+from context_compressors.training.objectives.teacher import TeacherTrainer
 
 SOURCES = [{"generated": True, "tasks": ["question_answering", "reconstruction", "continuation"], "weight": 1}]
 
@@ -17,7 +20,9 @@ SOURCES = [{"generated": True, "tasks": ["question_answering", "reconstruction",
 @pytest.fixture(scope="module")
 def dataset(tokenizer):
     return CompressionDataset(
-        SOURCES, tokenizer, 24, max_context_tokens=60, max_target_tokens=64, questions_per_example=2
+        DataArguments(sources=SOURCES, max_context_tokens=60, max_target_tokens=64, questions_per_example=2),
+        tokenizer,
+        24,
     )
 
 

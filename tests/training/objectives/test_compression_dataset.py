@@ -14,6 +14,7 @@ from context_compressors.data.sources import DataSource
 from context_compressors.data.synthetic_documents import generate_document
 from context_compressors.data.tokenized_rows import FileSource, TokenizedRows, TokenizedTexts
 from context_compressors.modeling.parts.prompting import encode
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 from context_compressors.training.schedules import check_length_schedule, scheduled_length
 
@@ -35,8 +36,10 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def make(tokenizer, folder, *sources, num_examples=40, **fields):
-    return CompressionDataset(list(sources), tokenizer, num_examples, data_dir=folder, **fields)
+def make(tokenizer, folder, *sources, num_examples=40, seed=0, batch_size=1, context_tokenizer=None, **fields):
+    data = DataArguments(sources=list(sources), data_dir=folder, **fields)
+    how = {"seed": seed, "batch_size": batch_size, "context_tokenizer": context_tokenizer}
+    return CompressionDataset(data, tokenizer, num_examples, **how)
 
 
 TEXT = {"path": "text.parquet", "tasks": ["reconstruction", "continuation"], "weight": 1}
@@ -66,26 +69,28 @@ def test_every_row_comes_once_before_any_comes_again(tokenizer, folder):
 
 def test_without_a_number_all_rows_come_once(tokenizer, folder):
     sources = [{"path": "qa.parquet", "tasks": ["question_answering"]}, {**TEXT, "weight": None}]
-    dataset = CompressionDataset(sources, tokenizer, data_dir=folder)
+    dataset = CompressionDataset(DataArguments(sources=sources, data_dir=folder), tokenizer)
     rows = [(place, dataset._row(place, [18, 5][place], turn)) for place, turn in dealt(dataset)]
     assert sorted(rows) == [(0, row) for row in range(18)] + [(1, row) for row in range(5)]
     # The last row of the texts is empty, and gives its place to another one.
     ids = [dataset[index]["id"] for index in range(23)]
     assert len({*ids} - {f"text.parquet/{row}" for row in range(5)}) == 18
     assert {f"text.parquet/{row}" for row in range(4)} < {*ids}
-    again, other = (CompressionDataset(sources, tokenizer, data_dir=folder, seed=seed) for seed in (0, 1))
+    again, other = (
+        CompressionDataset(DataArguments(sources=sources, data_dir=folder), tokenizer, seed=seed) for seed in (0, 1)
+    )
     assert dealt(again) == dealt(dataset) != dealt(other)
     assert dataset.source_of.tolist() != sorted(dataset.source_of.tolist())
 
 
 def test_without_a_number_weights_and_schedules_draw_as_many_examples_as_there_are_rows(tokenizer, folder):
     weighted = [{**QUESTIONS, "weight": 1}, {**TEXT, "weight": 30}]
-    dataset = CompressionDataset(weighted, tokenizer, data_dir=folder)
+    dataset = CompressionDataset(DataArguments(sources=weighted, data_dir=folder), tokenizer)
     assert len(dataset) == 23
     assert (dataset.source_of == 1).sum() > 18
     sources = [{**QUESTIONS, "weight": None}, {**TEXT, "weight": None}]
     schedule = [[0.0, ["continuation"]], [0.5, list(TASKS)]]
-    dataset = CompressionDataset(sources, tokenizer, data_dir=folder, task_schedule=schedule)
+    dataset = CompressionDataset(DataArguments(sources=sources, data_dir=folder, task_schedule=schedule), tokenizer)
     assert len(dataset) == 23
     assert set(dataset.source_of[:12]) == {1}
 
@@ -284,7 +289,7 @@ def test_groups_hold_the_same_examples_in_batches_of_like_length(tokenizer, fold
         return max(len(example["context_ids"]) + len(example["target_ids"]) for example in batch)
 
     plain = make(tokenizer, folder, TEXT, num_examples=44)
-    grouped = make(tokenizer, folder, TEXT, num_examples=44, group_size=20, batch_size=4)
+    grouped = make(tokenizer, folder, TEXT, num_examples=44, group_batches=5, batch_size=4)
     for start, end in ((0, 20), (20, 40), (40, 44)):
         first, second = ([data[index] for index in range(start, end)] for data in (plain, grouped))
         assert sorted(map(str, first)) == sorted(map(str, second))
@@ -292,7 +297,7 @@ def test_groups_hold_the_same_examples_in_batches_of_like_length(tokenizer, fold
     assert sum(map(width, batches[1])) < 0.85 * sum(map(width, batches[0]))
     widths = [width(batch) for batch in batches[1][:5]]
     assert widths != sorted(widths) or [width(batch) for batch in batches[1][5:]] != sorted(map(width, batches[1][5:]))
-    again = make(tokenizer, folder, TEXT, num_examples=44, group_size=20, batch_size=4)
+    again = make(tokenizer, folder, TEXT, num_examples=44, group_batches=5, batch_size=4)
     assert [again[index] for index in reversed(range(44))] == [grouped[index] for index in range(44)][::-1]
 
 
@@ -325,7 +330,7 @@ def more_than_2_gib(monkeypatch):
 
     def use(**columns):
         table = pyarrow.table({name: pyarrow.chunked_array([values] * 1076) for name, values in columns.items()})
-        monkeypatch.setattr("context_compressors.data.sources.read_table", lambda source, data_dir: table)
+        monkeypatch.setattr("context_compressors.data.rows.read_table", lambda source, data_dir: table)
         return table
 
     return chunk, use
@@ -386,12 +391,12 @@ def test_iteration_ends(tokenizer, folder):
 @pytest.mark.parametrize(
     ("sources", "fields", "message"),
     [
-        ([], {}, "at least one source"),
+        ([], {}, "there are no sources: give at least one"),
         ([GENERATED], {"num_examples": None}, "give a number of examples"),
         ([TEXT, {**QUESTIONS, "weight": None}], {}, r"give a weight to every source or to none; \['qa.parquet'\]"),
         ([{**GENERATED, "weight": None}], {}, "give a weight to every source"),
         ([TEXT], {"num_examples": 0}, "num_examples must be at least 1"),
-        ([TEXT], {"max_context_tokens": 16}, "min_context_tokens 1 to max_context_tokens"),
+        ([TEXT], {"max_context_tokens": 16}, "min_context_tokens must be 1 to max_context_tokens"),
         ([TEXT], {"max_target_tokens": 1}, "max_target_tokens must be at least 2"),
         (
             [TEXT],
@@ -414,7 +419,7 @@ def test_iteration_ends(tokenizer, folder):
         ),
         ([TEXT], {"task_schedule": [[0.0, ["continuation"] * 2]]}, "names a task twice"),
         ([TEXT, QUESTIONS], {"task_schedule": [[0.0, ["continuation"]]]}, r"a task of the sources \['qa.parquet'\]"),
-        ([TEXT], {"group_size": 6, "batch_size": 4}, "group_size must be 1 or a multiple of batch_size"),
+        ([TEXT], {"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(tokenizer, folder, sources, fields, message):

@@ -20,14 +20,10 @@ from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.parts.prompting import context_end_ids
-from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.arguments import DataArguments, parse_recipe
 from context_compressors.training.loading import load_compressor, new_encoder_decoder
-from context_compressors.training.objectives.denoising import (
-    DenoisingDataset,
-    Seq2SeqCollator,
-    Seq2SeqCompressionTrainer,
-)
-from context_compressors.training.objectives.span_corruption import SpanCorruptionCollator
+from context_compressors.training.objectives.denoising import DenoisingDataset, SpanCorruption, SpanCorruptionCollator
+from context_compressors.training.objectives.encoder_decoder import Seq2SeqCollator, Seq2SeqCompressionTrainer
 from context_compressors.training.resume import changed_config
 from context_compressors.training.train import main
 
@@ -57,12 +53,14 @@ def test_texts_are_full_and_depend_on_their_index_alone(tokenizer, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": words}), tmp_path / "texts.parquet")
     sources = [{"path": "texts.parquet", "tasks": ["continuation"]}, {**SOURCE}]
     sources[0]["weight"] = 1
-    data = DenoisingDataset(sources, tokenizer, 12, num_tokens=70, data_dir=str(tmp_path))
+    # So long is what 70 tokens become.
+    arguments = DataArguments(sources=sources, max_context_tokens=64, data_dir=str(tmp_path))
+    data = DenoisingDataset(arguments, tokenizer, 12)
     examples = [data[index] for index in range(12)]
     assert {len(example["token_ids"]) for example in examples} == {70}
     assert [example["index"] for example in examples] == list(range(12))
     assert len({tuple(example["token_ids"]) for example in examples}) == 12
-    again = DenoisingDataset(sources, tokenizer, 12, num_tokens=70, data_dir=str(tmp_path))
+    again = DenoisingDataset(arguments, tokenizer, 12)
     assert again[7] == examples[7]
 
 
@@ -71,7 +69,7 @@ def test_without_a_number_every_row_starts_an_example_once(tokenizer, tmp_path):
         table = pyarrow.table({"text": [f"{name} {row} bells " * 9 for row in range(size)]})
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
     sources = [{"path": f"{name}.parquet", "tasks": ["continuation"]} for name in "ab"]
-    data = DenoisingDataset(sources, tokenizer, num_tokens=20, data_dir=str(tmp_path))
+    data = DenoisingDataset(DataArguments(sources=sources, data_dir=str(tmp_path)), tokenizer)
     ids = [data[index]["id"] for index in range(len(data))]
     assert sorted(ids) == [f"a.parquet/{row}" for row in range(9)] + [f"b.parquet/{row}" for row in range(4)]
     assert ids != sorted(ids, key=lambda name: name[0])
@@ -81,15 +79,19 @@ def test_questions_are_no_text_to_denoise(tokenizer):
     with pytest.raises(
         ValueError, match=r"must be among \['continuation', 'reconstruction'\], got.*question_answering"
     ):
-        DenoisingDataset([{**SOURCE, "tasks": ["question_answering"]}], tokenizer, 3, num_tokens=20)
-    with pytest.raises(ValueError, match="num_tokens must be at least 2, got 1"):
-        DenoisingDataset([SOURCE], tokenizer, 3, num_tokens=1)
+        DenoisingDataset(DataArguments(sources=[{**SOURCE, "tasks": ["question_answering"]}]), tokenizer, 3)
+    with pytest.raises(ValueError, match="inputs_length must be at least 3, got 2"):
+        DenoisingDataset(DataArguments(sources=[SOURCE], max_context_tokens=2, min_context_tokens=1), tokenizer, 3)
 
 
 def test_empty_texts_alone_are_an_error(tokenizer, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["", ""]}), tmp_path / "texts.parquet")
     data = DenoisingDataset(
-        [{"path": "texts.parquet", "tasks": ["continuation"]}], tokenizer, num_tokens=9, data_dir=str(tmp_path)
+        DataArguments(
+            sources=[{"path": "texts.parquet", "tasks": ["continuation"]}],
+            data_dir=str(tmp_path),
+        ),
+        tokenizer,
     )
     with pytest.raises(ValueError, match="rows in a row were empty"):
         data[0]
@@ -135,7 +137,7 @@ def test_a_new_model_is_as_large_as_its_tokenizer_with_sentinels(model, own_toke
 def test_the_loss_is_that_of_the_stock_form_at_every_ratio(model, own_tokenizer, make_config):
     """What the trainer computes from its batch is T5's loss of corrupted text and target, summed over the ratios."""
     sentinels = add_sentinel_tokens(own_tokenizer)
-    data = DenoisingDataset([SOURCE], own_tokenizer, 4, num_tokens=40)
+    data = DenoisingDataset(DataArguments(sources=[SOURCE], max_context_tokens=37), own_tokenizer, 4)
     collator = SpanCorruptionCollator.from_tokenizer(
         own_tokenizer,
         sentinel_ids=sentinels,
@@ -283,7 +285,7 @@ def test_the_paper_recipe_holds_section_4_1(tmp_path):
     assert args.max_steps * args.per_device_train_batch_size * 8 == 128_000_000
     assert (args.warmup_steps, args.learning_rate, args.lr_scheduler_type) == (10_000, 0.01, "inverse_sqrt")
     assert (args.optimizer, args.max_grad_norm, args.weight_decay) == ("adafactor", 0, 0)
-    corruption = data.span_corruption()
+    corruption = SpanCorruption(data.noise_density, data.mean_span_length)
     assert (data.noise_density, data.mean_span_length) == (0.15, 3.0)
     assert corruption.lengths(corruption.raw_length(data.max_context_tokens)) == (1024, 229)
     config = DeCALConfig(decoder_config=model.model_config, **model.method_config)

@@ -9,11 +9,12 @@ from context_compressors.data.task_tokens import task_start_ids
 from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.training.objectives.compression import CompressionTrainer, DistillationTrainer
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
-from context_compressors.training.objectives.joint_pretraining import JointDataset
-from context_compressors.training.objectives.joint_trainer import JointPretrainingTrainer
+from context_compressors.training.objectives.compression_trainer import CompressionTrainer
+from context_compressors.training.objectives.distillation import DistillationTrainer
+from context_compressors.training.objectives.joint_pretraining import JointDataset, JointPretrainingTrainer
 
 TASKS = ("reconstruction", "continuation")
 LORA = {"rank": 4, "alpha": 8}
@@ -33,7 +34,7 @@ TASK_TOKENS_ONLY = {"encoder_lora": None, "trainable_parameters": ["task_embeddi
 @pytest.fixture(scope="module")
 def dataset(tokenizer):
     sources = [{"generated": True, "tasks": list(TASKS), "weight": 1}]
-    return JointDataset(sources, tokenizer, 24, min_document_tokens=24, max_document_tokens=80)
+    return JointDataset(DataArguments(sources=sources, min_document_tokens=24, max_document_tokens=80), tokenizer, 24)
 
 
 @pytest.fixture
@@ -219,7 +220,9 @@ def test_evaluation_gives_every_loss(make_trainer, build, dataset, context_mode)
 @pytest.fixture(scope="module")
 def questions(tokenizer):
     sources = [{"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}]
-    return CompressionDataset(sources, tokenizer, 24, max_context_tokens=60, prompts="memory_tokens")
+    return CompressionDataset(
+        DataArguments(sources=sources, max_context_tokens=60, prompts="memory_tokens"), tokenizer, 24
+    )
 
 
 def language_model_loss(base, model, input_ids, labels):

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from context_compressors.data.sources import DataSource
 from context_compressors.data.synthetic_documents import generate_document
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.language_modeling import (
     LanguageModelingBatches,
     LanguageModelingCollator,
@@ -35,7 +36,8 @@ def rows(tokenizer, tmp_path_factory):
         DataSource(path="qa.parquet", tasks=("question_answering",)),
         DataSource(generated=True, tasks=("question_answering", "reconstruction"), weight=2),
     ]
-    return lambda **fields: LanguageModelingRows(sources, tokenizer, str(folder), **fields)
+    same = {"sources": sources, "data_dir": str(folder), "canonical_prompts": True}
+    return lambda **fields: LanguageModelingRows(DataArguments(**same, **fields), tokenizer)
 
 
 def make(rows, mixture):
@@ -150,7 +152,10 @@ def test_wrong_mixtures_are_refused(rows, fields, message):
 
 def test_a_kind_of_row_needs_a_source(tokenizer):
     with pytest.raises(ValueError, match="row_mixture asks for text rows"):
-        LanguageModelingRows([DataSource(generated=True, tasks=("reconstruction",))], tokenizer, None, {"text": 1})
+        LanguageModelingRows(
+            DataArguments(sources=[DataSource(generated=True, tasks=("reconstruction",))], row_mixture={"text": 1}),
+            tokenizer,
+        )
 
 
 @pytest.mark.parametrize(

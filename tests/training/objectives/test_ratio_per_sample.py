@@ -6,12 +6,12 @@ import torch
 import yaml
 
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
-from context_compressors.training.arguments import parse_recipe
-from context_compressors.training.objectives.compression import CompressionTrainer, DistillationTrainer
+from context_compressors.training.arguments import DataArguments, parse_recipe
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
-from context_compressors.training.objectives.joint_pretraining import JointDataset
-from context_compressors.training.objectives.joint_trainer import JointPretrainingTrainer
+from context_compressors.training.objectives.compression_trainer import CompressionTrainer
+from context_compressors.training.objectives.distillation import DistillationTrainer
+from context_compressors.training.objectives.joint_pretraining import JointDataset, JointPretrainingTrainer
 from context_compressors.training.train import build_trainer
 
 RATIOS = [2, 4]
@@ -23,8 +23,12 @@ OBJECTIVES = {"compressed": "compression"}
 def datasets(tokenizer):
     questions = [{"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}]
     documents = [{"generated": True, "tasks": ["reconstruction", "continuation"], "weight": 1}]
-    rows = CompressionDataset(questions, tokenizer, 24, max_context_tokens=60, max_target_tokens=64)
-    joint = JointDataset(documents, tokenizer, 24, min_document_tokens=24, max_document_tokens=80)
+    rows = CompressionDataset(
+        DataArguments(sources=questions, max_context_tokens=60, max_target_tokens=64), tokenizer, 24
+    )
+    joint = JointDataset(
+        DataArguments(sources=documents, min_document_tokens=24, max_document_tokens=80), tokenizer, 24
+    )
     return {"compressed": rows, "distillation": rows, "joint": joint}
 
 

@@ -15,7 +15,7 @@ from context_compressors import DeCALConfig, DeCALForRetrieval
 from context_compressors.data.retrieval_sources import RetrievalCollection, RetrievalSource, TextEncoder
 from context_compressors.evaluation.retrieval import encode_texts, ndcg, score_texts
 from context_compressors.modeling.parts.late_interaction import chamfer
-from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.arguments import DataArguments, parse_recipe
 from context_compressors.training.objectives.retrieval import (
     RetrievalCollator,
     RetrievalPairs,
@@ -107,7 +107,7 @@ def test_texts_are_as_the_tokenizer_gives_them_and_cut_texts_are_counted(tokeniz
 
 
 def test_a_batch_is_padded_and_keys_tell_equal_texts(tokenizer, write_tables):
-    data = RetrievalPairs([SOURCE, SOURCE], tokenizer, write_tables())
+    data = RetrievalPairs(DataArguments(sources=[SOURCE, SOURCE], data_dir=write_tables()), tokenizer)
     assert len(data) == 2 * 9
     batch = RetrievalCollator(0)([data[index] for index in (0, 8, 1, 9)])
     # Rows 0 and 8 have one query, 8 and 1 one document; the second source's are others.
@@ -216,7 +216,7 @@ def new_trainer(tokenizer, folder, make_config, **fields):
     return RetrievalTrainer(
         model=DeCALForRetrieval(config),
         args=make_config(per_device_train_batch_size=4, **fields),
-        train_dataset=RetrievalPairs([SOURCE], tokenizer, folder),
+        train_dataset=RetrievalPairs(DataArguments(sources=[SOURCE], data_dir=folder), tokenizer),
         data_collator=RetrievalCollator(tokenizer.pad_token_id),
     )
 
@@ -251,7 +251,7 @@ def test_what_a_trainer_cannot_do_is_refused(tokenizer, write_tables, base_folde
     for fields, message in (
         ({"method": "gmsa"}, "method of the objective retrieval: 'gmsa'"),
         ({"method": None}, "method of the objective retrieval: 'mean_pooling'"),
-        ({"sources": []}, "the recipe has no sources"),
+        ({"sources": []}, "there are no sources"),
         (
             {"eval_sources": [SOURCE]},
             "eval_sources .* not to retrieval: measure rankings with benchmarks/decal/retrieval.py",

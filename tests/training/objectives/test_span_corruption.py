@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from context_compressors.data.task_tokens import add_sentinel_tokens
-from context_compressors.training.objectives.span_corruption import SpanCorruption, SpanCorruptionCollator, corrupt
+from context_compressors.training.objectives.denoising import SpanCorruption, SpanCorruptionCollator, corrupt
 
 SENTINELS = list(range(900, 1000))
 

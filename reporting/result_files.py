@@ -21,17 +21,15 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def write_results(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a result file, folders included, without indentation and with floats at four significant digits.
+def write_json(content: Mapping[str, Any], path: str | os.PathLike[str], indent: int | None = 2) -> Path:
+    """Write plain JSON values to a file, folders included, and return its path.
 
     The file is replaced at once: a run that is stopped leaves the old one whole.
 
     Args:
         content: plain JSON values.
         path: the file.
-
-    Returns:
-        The path.
+        indent: of nested values; everything in one line when `None`.
 
     Raises:
         ValueError: a number that is not finite.
@@ -39,7 +37,13 @@ def write_results(content: Mapping[str, Any], path: str | os.PathLike[str]) -> P
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-    text = json.dumps(rounded(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    separators = (",", ":") if indent is None else None
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators)
     draft.write_text(text + "\n", encoding="utf-8")
     draft.replace(path)
     return path
+
+
+def write_results(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write a result file as `write_json`, without indentation and with floats at four significant digits."""
+    return write_json(rounded(content), path, indent=None)

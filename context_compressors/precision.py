@@ -24,7 +24,7 @@ def fastest_dtype(device: torch.device | str) -> torch.dtype:
 
 
 def _seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """Least time of a product: whatever else runs on the machine only adds to it."""
+    """Seconds of a matrix product, the least of several, since other programs only add to it."""
     rows, inner, columns = _SHAPE
     left = torch.ones(rows, inner, dtype=dtype, device=device)
     right = torch.ones(columns, inner, dtype=dtype, device=device)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command is defined: its words, its arguments, those that several commands share, and what it runs."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..configuration.nearest_names import nearest
+
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+
+
+class NearestNameParser(argparse.ArgumentParser):
+    """An `ArgumentParser` without abbreviations, which refuses an unknown option with the nearest right one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse the arguments; exits with code 2 and the nearest right name when one is unknown."""
+        # Intermixed: options may stand between or after the files.
+        namespace, unknown = self.parse_known_intermixed_args(args, namespace)
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            name = unknown[0].partition("=")[0]
+            self.error(f"unknown option {name!r}{nearest(name, options)}")
+        return namespace
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """An argument of a command, in the words of `ArgumentParser.add_argument`."""
+    return names, options
+
+
+def command(
+    name: str, description: str, *arguments: Argument, examples: str
+) -> Callable[[Callable[[argparse.Namespace], None]], Callable[..., int]]:
+    """Make a command's `main(argv)` of the function that runs it.
+
+    Args:
+        name: of the sub-command of `context-compressors`.
+        description: what it does, for its help.
+        arguments: from `argument`.
+        examples: command lines that can be run, one a line, for its help.
+
+    Returns:
+        A decorator of a function of the parsed arguments, which raises `ValueError`, `OSError` or `ImportError` where
+        the user has to change something. What it makes takes the arguments behind the command's name, `sys.argv[1:]`
+        when `None`, and returns the exit code 0; wrong arguments exit with 2.
+    """
+
+    def define(run: Callable[[argparse.Namespace], None]) -> Callable[..., int]:
+        @functools.wraps(run)
+        def main(argv: Sequence[str] | None = None) -> int:
+            lines = "\n".join(f"  {line}".rstrip() for line in examples.strip().splitlines())
+            parser = NearestNameParser(
+                prog=f"context-compressors {name}", description=description, epilog=f"examples:\n{lines}"
+            )
+            for names, options in arguments:
+                parser.add_argument(*names, **options)
+            run(parser.parse_args(argv))
+            return 0
+
+        return main
+
+    return define
+
+
+def positive_int(text: str) -> int:
+    """Read a whole number of at least 1, for `type=` of an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def check_device(name: str) -> None:
+    """Raise `ValueError` naming the allowed ones unless this machine has the device, or it is "auto"."""
+    if name == "auto":
+        return
+    import torch
+
+    allowed = ["auto", "cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        allowed += [kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
+    if name not in allowed:
+        raise ValueError(f"device must be one of {', '.join(allowed)} on this machine, got {name!r}")
+
+
+def device_name(text: str) -> str:
+    """Read a device that this machine has, or "auto", for `type=` of an argument."""
+    try:
+        check_device(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+# Arguments that several commands have.
+DEVICE = argument(
+    "--device",
+    type=device_name,
+    default="auto",
+    help="such as cpu or cuda:0 (default: an accelerator if there is one)",
+)
+DTYPE = argument(
+    "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: as saved)"
+)
+TRUST_REMOTE_CODE = argument(
+    "--trust-remote-code",
+    action="store_true",
+    help="allow a checkpoint of a method that this package does not have to run its own code",
+)
+REVISION = argument("--revision", help="branch, tag or commit on the Hub")
+BASE_MODEL = argument(
+    "--base-model",
+    metavar="MODEL",
+    help="Hub id or folder of a light checkpoint's base (default: as the checkpoint says)",
+)
+COLUMN = argument(
+    "--column", default="context", help="column of .jsonl and .parquet files with the text (default: %(default)s)"
+)
+MAX_TOKENS = argument(
+    "--max-tokens", type=positive_int, metavar="N", help="keep only so many tokens of each document (default: all)"
+)
+ALLOW_UNTRAINED_RATIO = argument(
+    "--allow-untrained-ratio", action="store_true", help="go on with a ratio that the model was not trained for"
+)
+PROMPTS = argument(
+    "--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)"
+)
+PROMPT_FORMAT = argument(
+    "--prompt-format", default="plain", metavar="FORMAT", help="of a plain language model: plain (default) or chat"
+)
+TEACHER = argument(
+    "--teacher",
+    metavar="MODEL",
+    help="language model, or adapter folder of PEFT, of the bounds (default: the compressor's own decoder)",
+)
+TEACHER_BASE = argument(
+    "--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)"
+)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer of a compressor: cross-entropy of the targets behind the memories of every ratio."""
+
+from __future__ import annotations
+
+import random
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from trl import SFTTrainer
+
+from ...configuration.nearest_names import check_choice
+from ...modeling.memory.compressed_context import CompressedContext
+from ..arguments import TrainingConfig
+from ..base_trainer import BaseTrainer, take_tokenized_examples, without_metadata
+from ..fields import RATIO_MODES
+from ..forward_redirection import as_forward_pass
+from ..losses import logits_function, negative_log_likelihood, prediction_positions
+from ..schedules import check_ratio_schedule
+
+_PAPER = {
+    "title": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
+    "id": "2510.20797",
+    "citation": textwrap.dedent("""\
+        @misc{feldman2025simple,
+            title         = {Simple Context Compression: Mean-Pooling and Multi-Ratio Training},
+            author        = {Yair Feldman and Yoav Artzi},
+            year          = 2025,
+            eprint        = {2510.20797},
+            archivePrefix = {arXiv},
+        }"""),
+}
+
+# What the log calls a loss over rows of different ratios.
+_MIXED = "mixed_ratios"
+
+
+class CompressionTrainer(BaseTrainer, SFTTrainer):
+    r"""Trains a compressor at several ratios: a context is encoded once, each ratio's memory is read once.
+
+    The loss is cross-entropy of the targets (mean over target tokens), summed over the step's ratios. Where there are
+    several, the log has `num_ratios_summed` and `loss_mean_over_ratios` beside `loss`. Logits exist for target
+    positions only, `distillation_chunk_size` of them at a time.
+
+    With another `context_mode` than "compressed", nothing is compressed: the compressor's decoder reads texts that
+    have the context in front of them, or none. These are the bounds FullContext and NoContext (EPL, Appendix D) of a
+    compressor whose task tokens alone train, `trainable_parameters=["task_embeddings$"]`.
+
+    Args:
+        model: a compressor (anything with `compress`).
+        args ([`TrainingConfig`]): `ratio_mode` "all" trains every ratio of the checkpoint at each step (section 4.2 of
+            the paper), "random" one ratio per step, drawn from the seed and the step, and "per_sample" reads each row
+            at the ratio that the collator drew for it (GMSA, section 4.1); `context_mode` is that of the collator.
+            Evaluation is always at every ratio.
+        kwargs: as for `trl.SFTTrainer`; batches come from `CompressionCollator`.
+
+    Raises:
+        TypeError: the model cannot compress, or `args` is not a `TrainingConfig`.
+    """
+
+    _tag_names = ("context-compression",)
+    _name = "Multi-ratio compression"
+    _paper = _PAPER
+    _collator_mode = "compressed"
+
+    def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
+        if not isinstance(args, TrainingConfig):
+            raise TypeError(f"args must be a TrainingConfig, got {type(args).__name__}")
+        if not callable(getattr(model, "compress", None)):
+            raise TypeError(f"model must be a compressor with a compress method, got {type(model).__name__}")
+        check_choice("ratio_mode", args.ratio_mode, RATIO_MODES)
+        if args.ratio_schedule is not None:
+            _check_scheduled_ratios(args.ratio_schedule, model.config.compression_ratios)
+        take_tokenized_examples(args)
+        # Only losses are needed in evaluation; logits would take one more forward pass.
+        args.prediction_loss_only = True
+        method = model.config.model_type.removesuffix("_compressor").replace("_", "-")
+        self._tag_names = (*self._tag_names, method)
+        # Whether texts are read behind memories is for `_check_batch` to say, not for the model to warn of.
+        model.base_model.warns_of_no_context = False
+        super().__init__(model=model, args=args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log; what is a sum over ratios says so, and has its mean beside it."""
+        counts = self._metrics["train" if self.model.training else "eval"].pop("num_ratios_summed", [])
+        count = sum(counts) / len(counts) if counts else 1
+        for name in [name for name in logs if re.fullmatch(r"(eval_(\w+_)?)?loss", name)] if count > 1 else []:
+            logs[f"{name}_mean_over_ratios"] = logs[name] / count
+            logs["num_ratios_summed"] = count
+        super().log(logs, *args, **kwargs)
+
+    def step_ratios(self) -> list[int]:
+        """The ratios of the present step: all that its place in training has, or with "random" one of them."""
+        ratios = list(self.model.config.compression_ratios)
+        if not self.model.training:
+            return ratios
+        if self.args.ratio_schedule is not None:
+            done = self.state.global_step / max(1, self.state.max_steps)
+            ratios = [ratios for start, ratios in check_ratio_schedule(self.args.ratio_schedule) if start <= done][-1]
+        if self.args.ratio_mode != "random":
+            return ratios
+        # By step, so that all devices and accumulated batches agree and a resumed run draws the same.
+        return [random.Random(f"{self.args.seed}/{self.state.global_step}").choice(ratios)]
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Sum of the losses behind all memories of the step, from one encoding."""
+        inputs = without_metadata(inputs)
+        self._check_batch(inputs)
+
+        def step(**batch: Tensor) -> Tensor:
+            return self._step_loss(batch, num_items_in_batch)
+
+        with self.accelerator.autocast():
+            loss = as_forward_pass(model, self._unwrapped(), step, **inputs)
+        self._count_tokens(inputs)
+        # Whoever asks for outputs gets no logits: they are never all in memory.
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+    def _unwrapped(self) -> PreTrainedModel:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _check_batch(self, inputs: dict[str, Any]) -> None:
+        given, context_mode = "context_input_ids" in inputs, self.args.context_mode
+        if context_mode == "compressed" and not given:
+            raise ValueError(f"batches need context_input_ids: use CompressionCollator(mode={self._collator_mode!r})")
+        if self.args.ratio_mode == "per_sample" and given and "ratio" not in inputs:
+            raise ValueError("ratio_mode 'per_sample' needs a ratio in each row: use CompressionCollator(ratios=...)")
+        if context_mode != "compressed" and given:
+            raise ValueError(f"batches have context_input_ids, which context_mode {context_mode!r} does not compress")
+
+    def _memories(self, batch: dict[str, Tensor]) -> list[tuple[str, CompressedContext | None]]:
+        """The name of each loss of the step and the memory that its text is read behind, all from one encoding."""
+        if self.args.context_mode != "compressed":
+            return [(self.args.context_mode, None)]
+        ratios = self.step_ratios()
+        context = {"input_ids": batch["context_input_ids"], "attention_mask": batch["context_attention_mask"]}
+        if self.args.ratio_mode == "per_sample" and self.model.training:
+            return [(_MIXED, self._unwrapped().compress(**context, ratio=batch["ratio"]))]
+        memories = self._unwrapped().compress(**context, ratio=ratios)
+        self._metrics["train" if self.model.training else "eval"]["num_ratios_summed"].append(len(memories))
+        return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)]
+
+    def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
+        """Last hidden states of a text, `(batch_size, width, hidden_size)`."""
+        text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
+        return self._unwrapped().base_model(**text, memory=memory, use_cache=False).last_hidden_state
+
+    def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
+        target = self._target(batch, num_items_in_batch)
+        losses = [
+            self._memory_loss(self._states(batch, memory), batch["labels"], target, name)
+            for name, memory in self._memories(batch)
+        ]
+        return torch.stack(losses).sum()
+
+    def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+        """What every memory of the step shares: here the number of target tokens that the loss is divided by."""
+        if num_items_in_batch is None:
+            return count_targets(inputs["labels"]).clamp(min=1)
+        return self._for_each_process(num_items_in_batch)
+
+    def _for_each_process(self, num_items_in_batch: Tensor | int) -> Tensor:
+        count = torch.as_tensor(num_items_in_batch)
+        # DDP averages over devices what was divided by the number of targets of all of them.
+        return count / (self.accelerator.num_processes if self.args.average_tokens_across_devices else 1)
+
+    def _memory_loss(self, states: Tensor, labels: Tensor, target: Tensor, name: str) -> Tensor:
+        chosen = prediction_positions(labels)
+        head = logits_function(self._unwrapped())
+        total, correct = negative_log_likelihood(
+            states[chosen], labels[:, 1:][chosen[:, :-1]], head, self.args.distillation_chunk_size
+        )
+        count = chosen.sum().clamp(min=1)
+        self._record(f"loss_{name}", total / count)
+        self._record(f"token_accuracy_{name}", correct / count)
+        return total / target
+
+    def _record(self, name: str, value: Tensor) -> None:
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][name].append(self.accelerator.gather_for_metrics(value.detach().float()).mean().item())
+
+    def _count_tokens(self, inputs: dict[str, Any]) -> None:
+        if self.model.training:
+            count = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
+            self._total_train_tokens += count
+        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+
+
+def _check_scheduled_ratios(schedule: Sequence[Sequence[Any]], known: Sequence[int]) -> None:
+    wrong = sorted({ratio for _, ratios in check_ratio_schedule(schedule) for ratio in ratios} - set(known))
+    if wrong:
+        raise ValueError(f"ratio_schedule has the ratios {wrong}; the model's compression_ratios are {list(known)}")
+
+
+def count_targets(labels: Tensor) -> Tensor:
+    """How many tokens of `labels` `(batch_size, width)` are predicted from the one before them."""
+    return (labels[:, 1:] != -100).sum()

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objective distillation: a compressor learns to answer as a teacher does that reads the whole context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..arguments import DataArguments, ModelArguments, TrainingConfig
+from ..loading import teacher_language_model
+from ..losses import distillation_loss, logits_function, prediction_positions
+from .compression import load, record_prompts, trainer_arguments
+from .compression_trainer import CompressionTrainer
+
+
+class DistillationTrainer(CompressionTrainer):
+    r"""Trains a compressor to answer as a teacher does that reads the whole context.
+
+    Equations 5 and 6 of the paper: KL(teacher || student) at the gold answer tokens, summed over them and over the
+    step's ratios; the mean is taken over rows only. Batches come from `CompressionCollator(mode="distillation")`, so
+    that teacher and student see the same prompt and answer.
+
+    Args:
+        model: a compressor.
+        args ([`TrainingConfig`]): training arguments.
+        teacher: the frozen teacher, a causal language model of the same vocabulary. `None`: the compressor's own
+            base without its adapters, which costs no memory.
+        kwargs: as for `CompressionTrainer`.
+
+    Raises:
+        ValueError: the teacher has another vocabulary, or `args.context_mode` is not "compressed".
+    """
+
+    _name = "Distillation from full context"
+    _collator_mode = "distillation"
+
+    def __init__(
+        self, model: PreTrainedModel, args: TrainingConfig, teacher: PreTrainedModel | None = None, **kwargs: Any
+    ):
+        super().__init__(model=model, args=args, **kwargs)
+        if args.context_mode != "compressed":
+            raise ValueError(f"distillation needs context_mode 'compressed', got {args.context_mode!r}")
+        # The loss is a mean over the batch's rows: the Trainer divides by the accumulation steps.
+        self.loss_is_scaled_for_ga = False
+        self.model_accepts_loss_kwargs = False
+        self.teacher = teacher
+        if teacher is not None:
+            sizes = [m.get_output_embeddings().weight.shape[0] for m in (model, teacher)]
+            if sizes[0] != sizes[1]:
+                raise ValueError(f"student and teacher must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens")
+            teacher.requires_grad_(False).eval()
+            self.teacher = self.accelerator.prepare_model(teacher, evaluation_mode=True)
+
+    def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+        """The teacher's states that predict the answer tokens, `(num_answer_tokens, hidden_size)`."""
+        if "full_input_ids" not in inputs:
+            raise ValueError("batches need full_input_ids: use CompressionCollator(mode='distillation')")
+        text = {"input_ids": inputs["full_input_ids"], "attention_mask": inputs["full_attention_mask"]}
+        chosen = prediction_positions(inputs["full_labels"])
+        with torch.no_grad():
+            if self.teacher is not None:
+                return self.accelerator.unwrap_model(self.teacher).base_model(**text, use_cache=False)[0][chosen]
+            student = self._unwrapped()
+            with student.base_language_model(), _evaluating(student):
+                return student.base_model(**text, use_cache=False)[0][chosen]
+
+    def _memory_loss(self, states: Tensor, labels: Tensor, target: Tensor, name: str) -> Tensor:
+        student = self._unwrapped()
+        teacher = student if self.teacher is None else self.accelerator.unwrap_model(self.teacher)
+        chosen = prediction_positions(labels)
+        total = distillation_loss(
+            states[chosen],
+            target,
+            logits_function(student),
+            logits_function(teacher),
+            self.args.distillation_chunk_size,
+        )
+        self._record(f"kl_per_token_{name}", total / chosen.sum().clamp(min=1))
+        return total / labels.shape[0]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for a `with` block."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> DistillationTrainer:
+    """The trainer of a recipe; its teacher is the compressor's own base where the recipe names none."""
+    model, tokenizer = load(model_args, data_args, args)
+    record_prompts(model.config, tokenizer, data_args)
+    teacher = None if model_args.teacher is None else teacher_language_model(model_args)
+    return DistillationTrainer(teacher=teacher, **trainer_arguments(model, tokenizer, data_args, args, "distillation"))

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objective teacher: a plain language model learns to answer from the whole context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl import SFTTrainer
+
+from ...configuration.nearest_names import check_choice
+from ..arguments import DataArguments, ModelArguments, TrainingConfig
+from ..base_trainer import BaseTrainer, take_tokenized_examples, without_metadata
+from ..loading import load_tokenizer, pretrained_language_model
+from .compression import trainer_arguments
+
+
+class TeacherTrainer(BaseTrainer, SFTTrainer):
+    """Supervised fine-tuning of a plain language model on full contexts: the teacher of distillation.
+
+    Takes the arguments of `trl.SFTTrainer`; batches come from `CompressionCollator(mode="full_context")`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        take_tokenized_examples(kwargs["args"])
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """TRL's own loss."""
+        return super().compute_loss(model, without_metadata(inputs), return_outputs, num_items_in_batch)
+
+
+def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> TeacherTrainer:
+    """Trainer of the full-context teacher: the base with LoRA (`teacher_lora`) or with all its weights."""
+    tokenizer = load_tokenizer(model_args, data_args, args.seed)
+    model = pretrained_language_model(model_args)
+    peft_config = None
+    if model_args.teacher_lora is not None:
+        from peft import LoraConfig
+
+        settings = {"rank": 16, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}
+        for name in model_args.teacher_lora:
+            check_choice("field of teacher_lora", name, settings)
+        settings |= model_args.teacher_lora
+        for name, kind, words in (("rank", int, "a whole number"), ("alpha", (int, float), "a number")):
+            value = settings[name]
+            if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+                raise ValueError(f"{name} of teacher_lora must be {words} above 0, got {value!r}")
+        if not isinstance(settings["dropout"], (int, float)) or not 0 <= settings["dropout"] < 1:
+            raise ValueError(f"dropout of teacher_lora must be from 0 to below 1, got {settings['dropout']!r}")
+        peft_config = LoraConfig(
+            r=settings["rank"],
+            lora_alpha=settings["alpha"],
+            lora_dropout=settings["dropout"],
+            target_modules=settings["target_modules"],
+            task_type="CAUSAL_LM",
+        )
+    arguments = trainer_arguments(model, tokenizer, data_args, args, "full_context")
+    return TeacherTrainer(peft_config=peft_config, **arguments)
