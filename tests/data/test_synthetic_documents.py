@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import itertools
 import re
 from collections import Counter
 
@@ -52,20 +53,17 @@ def test_length_is_kept_and_almost_reached(seed, length, kind, split):
     assert document.questions
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("length", [MIN_TOKENS, MAX_TOKENS])
 @pytest.mark.parametrize("kind", KINDS)
-def test_shortest_and_longest_documents(kind, length, split):
-    for seed in range(3):
+def test_shortest_and_longest_documents(kind):
+    for split, length, seed in itertools.product(["train", "test"], [MIN_TOKENS, MAX_TOKENS], range(3)):
         document = generate_document(seed, num_tokens=length, kind=kind, split=split)
         assert count_words(document.text) <= length
         assert count_words(document.text) > (length - 40 if length == MAX_TOKENS else 5)
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_answer_stands_in_the_text(kind, split):
-    for seed in range(20):
+def test_every_answer_stands_in_the_text(kind):
+    for split, seed in itertools.product(["train", "test"], range(20)):
         document = generate_document(seed, num_tokens=300, kind=kind, split=split)
         for question in document.questions:
             assert has_word(document.text, question.answer), question
@@ -125,9 +123,8 @@ FACTS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("facts", [1, 2])
-def test_few_facts_are_the_same_ones_about_many_records(kind, facts):
-    for seed in range(20):
+def test_few_facts_are_the_same_ones_about_many_records(kind):
+    for facts, seed in itertools.product([1, 2], range(20)):
         document = generate_document(seed, num_tokens=96, kind=kind, facts_per_record=facts)
         sentences = re.split(r"(?<=[.]) ", document.text)
         said = Counter(next(p for p in FACTS[kind] if re.search(p, sentence)) for sentence in sentences)

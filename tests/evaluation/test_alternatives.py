@@ -45,12 +45,12 @@ def naive_bm25(tokenizer, text, question, budget):
 @pytest.mark.parametrize(
     "question", ["Who likes cheese?", "Where does Carl's red cat live?", "Zanzibar?", "Is it?", ""]
 )
-@pytest.mark.parametrize("budget", [1, 10, 17, 40, 77, 10_000])
-def test_bm25_fills_its_budget_with_the_best_sentences_in_the_order_of_the_text(tokenizer, question, budget):
+def test_bm25_fills_its_budget_with_the_best_sentences_in_the_order_of_the_text(tokenizer, question):
     ids = encode(tokenizer, TEXT)
-    found = bm25_context(tokenizer, ids, question, budget)
-    assert len(found) == min(budget, len(ids))
-    assert found == naive_bm25(tokenizer, TEXT, question, budget)
+    for budget in (1, 10, 17, 40, 77, 10_000):
+        found = bm25_context(tokenizer, ids, question, budget)
+        assert len(found) == min(budget, len(ids)), budget
+        assert found == naive_bm25(tokenizer, TEXT, question, budget), budget
 
 
 def test_bm25_answers_where_the_beginning_does_not(tokenizer):

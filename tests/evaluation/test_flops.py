@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations against numbers worked out by hand, and against what torch counts in real modules."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -204,21 +206,21 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("ratio", [4, 8])
 @pytest.mark.parametrize(("method", "fields"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")
-def test_compression_is_what_torch_counts(method: str, fields: dict, ratio: int):
+def test_compression_is_what_torch_counts(method: str, fields: dict):
     fields = {name: llama(**value) if name == "encoder_config" else value for name, value in fields.items()}
     if "encoder_lora" not in fields:
         fields["encoder_lora"] = None
     config = AutoConfig.for_model(f"{method}_compressor", decoder_config=llama(), compression_ratios=[4, 8], **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     ids = torch.full((1, 256), 3)
-    memory = model.compress(ids, ratio=ratio)
-    assert config.num_slots(256, ratio) == int(memory.num_slots)
-    total = counted(lambda: model.compress(ids, ratio=ratio))
     # Chunks stand in one batch, so that a short last one costs as much as a full one.
     length = 300 if fields.get("chunk_size") else 256
-    assert total == pytest.approx(compression_flops(config, length, ratio), rel=0.05)
+    for ratio in (4, 8):
+        memory = model.compress(ids, ratio=ratio)
+        assert config.num_slots(256, ratio) == int(memory.num_slots), ratio
+        total = counted(functools.partial(model.compress, ids, ratio=ratio))
+        assert total == pytest.approx(compression_flops(config, length, ratio), rel=0.05), ratio
 
 
 @pytest.mark.parametrize("is_gated", [True, False])

@@ -59,7 +59,14 @@ def test_every_base_and_layout_of_the_paper_has_a_recipe():
     assert {path.stem for path in (RECIPES / "epl" / "layouts").glob("*.yaml")} == set(LAYOUTS)
 
 
-@pytest.mark.parametrize(("method", "layout", "base"), list(itertools.product(CLASSES, LAYOUTS, EPL_BASES)))
+# A layout changes one field, on any base.
+EPL_RUNS = [
+    *itertools.product(CLASSES, ["enhanced"], EPL_BASES),
+    *itertools.product(CLASSES, ("default", "uniform"), list(EPL_BASES)[:1]),
+]
+
+
+@pytest.mark.parametrize(("method", "layout", "base"), EPL_RUNS)
 def test_epl_pretraining_holds_table_8(method, layout, base, tmp_path):
     files = [f"epl/{method}.yaml", f"epl/layouts/{layout}.yaml", f"epl/bases/{base}.yaml", "epl/pretraining.yaml"]
     model, data, args = parse(*files, folder=tmp_path)
