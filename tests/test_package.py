@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel and the editable install hold everything, and the root package stays light."""
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -11,6 +12,8 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -125,6 +128,47 @@ def test_every_folder_with_code_is_a_listed_package():
         top = max((package for package in FOLDERS if f"{name}.".startswith(f"{package}.")), key=len)
         folder = ROOT.joinpath(FOLDERS[top], *name[len(top) :].split(".")[1:])
         assert (folder / "__init__.py").is_file(), f"{name} is listed, and is no package"
+
+
+# A folder imports from itself and from the rows before its own: `training` and `evaluation` not from each other.
+FLOORS = (
+    ("__init__", "reporting", "configuration"),
+    ("modeling",),
+    ("data",),
+    ("training", "evaluation"),
+    ("hub_cards",),
+    ("demo",),
+    ("cli",),
+)
+
+
+def imports_of_the_package() -> dict[str, set[str]]:
+    """Each module of the package and those of it that it imports, inside functions, too."""
+    paths = {
+        ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts]).removesuffix(".__init__"): path
+        for package, folder in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        found[module] = set()
+        for node in (node for node in statements if node.level):
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            names = {f"{source}.{alias.name}" for alias in node.names}
+            found[module] |= names & paths.keys() or {source}
+    return found
+
+
+def test_files_and_folders_import_downwards_without_circles():
+    imports = imports_of_the_package()
+    assert len(list(TopologicalSorter(imports).static_order())) == len(imports)
+    floor = {folder: number for number, folders in enumerate(FLOORS) for folder in folders}
+    for module, sources in imports.items():
+        for source in sources if "." in module else ():
+            above, below = ([*name.split("."), "__init__"][1] for name in (module, source))
+            assert above == below or floor[below] < floor[above], f"{module} imports {source}"
 
 
 def test_version_is_the_same_everywhere():

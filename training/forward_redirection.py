@@ -12,7 +12,9 @@ from torch import nn
 Result = TypeVar("Result")
 
 
-def as_forward_pass(wrapped: nn.Module, module: nn.Module, function: Callable[..., Result], **inputs: Any) -> Result:
+def redirected_forward(
+    wrapped: nn.Module, module: nn.Module, function: Callable[..., Result], **inputs: Any
+) -> Result:
     """Run `function(**inputs)` in place of the forward pass of `module`, called through `wrapped`.
 
     A step that encodes once, reads several memories and applies the LM head by itself makes several passes. Wrappers

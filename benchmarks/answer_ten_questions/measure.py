@@ -27,10 +27,9 @@ from transformers import Cache, Pipeline
 from transformers.utils import logging
 
 from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, positive_int, save_and_report, timed
-from context_compressors.demo import CHECKPOINT, decoder_ids, load, num_shared, read_pages
+from context_compressors.demo import CHECKPOINT, decoder_ids, fastest_dtype, load, num_shared, read_pages
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.parts.prompting import full_context_ids, question_ids
-from context_compressors.precision import fastest_dtype
 from context_compressors.reporting.tables import markdown_table
 
 TEXT = "text"

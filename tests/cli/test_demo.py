@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from context_compressors import cli, demo, precision
+from context_compressors import cli, demo
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.data.task_tokens import add_task_tokens
@@ -155,8 +155,8 @@ def test_every_ratio_is_asked_from_its_own_memory(checkpoint: Path):
 def test_the_faster_of_two_types_is_taken(monkeypatch: pytest.MonkeyPatch):
     for seconds, dtype in (((2.0, 1.0), torch.bfloat16), ((1.0, 2.0), torch.float32)):
         times = dict(zip((torch.float32, torch.bfloat16), seconds, strict=True))
-        monkeypatch.setattr(precision, "_seconds", lambda kind, device, times=times: times[kind])
-        assert precision.fastest_dtype("cpu") is dtype
+        monkeypatch.setattr(demo, "_seconds", lambda kind, device, times=times: times[kind])
+        assert demo.fastest_dtype("cpu") is dtype
 
 
 # --- tables ---

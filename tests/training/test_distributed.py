@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import context_compressors.training
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import parse_recipe
-from context_compressors.training.forward_redirection import as_forward_pass
+from context_compressors.training.forward_redirection import redirected_forward
 from context_compressors.training.train import main
 
 CONFIGURATIONS = Path(context_compressors.training.__file__).parent / "accelerate"
@@ -265,22 +265,22 @@ def test_a_step_is_one_forward_pass_and_leaves_the_model_as_it_was():
 
     module.register_forward_hook(lambda *_: calls.append("hook"))
     value = torch.ones(1, 3)
-    result = as_forward_pass(Wrapper(), module, lambda x: module.weight @ x[0], x=value)
+    result = redirected_forward(Wrapper(), module, lambda x: module.weight @ x[0], x=value)
     torch.testing.assert_close(result, module.weight.sum(dim=1))
     assert calls == ["wrapper", "hook"]
     assert "forward" not in vars(module)
     with pytest.raises(RuntimeError, match="broken"):
-        as_forward_pass(module, module, lambda: (_ for _ in ()).throw(RuntimeError("broken")))
+        redirected_forward(module, module, lambda: (_ for _ in ()).throw(RuntimeError("broken")))
     torch.testing.assert_close(module(value), value @ module.weight.T + module.bias)
 
 
 def test_several_gpus_in_one_process_and_compilation_are_refused():
     module = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="accelerate launch"):
-        as_forward_pass(nn.DataParallel(module), module, lambda x: x, x=torch.ones(1))
+        redirected_forward(nn.DataParallel(module), module, lambda x: x, x=torch.ones(1))
     compiled = torch.compile(module, backend="eager")
     with pytest.raises(ValueError, match="torch_compile"):
-        as_forward_pass(compiled, compiled, lambda x: x, x=torch.ones(1))
+        redirected_forward(compiled, compiled, lambda x: x, x=torch.ones(1))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.optimization import get_scheduler
 
 import context_compressors.training
+from context_compressors.cli import train as train_command
 from context_compressors.data.prompts import TASKS
 from context_compressors.data.sources import DataSource
 from context_compressors.modeling.modeling_compression_tokens import CompressionTokensForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.training import train_command
 from context_compressors.training.arguments import parse_recipe, read_recipe, recorded_recipe
 from context_compressors.training.fields import DataArguments, ModelArguments, TrainingFields
 from context_compressors.training.loading import load_compressor

@@ -20,7 +20,7 @@ from ...modeling.memory.compressed_context import CompressedContext
 from ..arguments import TrainingConfig
 from ..base_trainer import BaseTrainer, take_tokenized_examples, without_metadata
 from ..fields import RATIO_MODES
-from ..forward_redirection import as_forward_pass
+from ..forward_redirection import redirected_forward
 from ..losses import logits_function, negative_log_likelihood, prediction_positions
 from ..schedules import check_ratio_schedule
 
@@ -117,7 +117,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
             return self._step_loss(batch, num_items_in_batch)
 
         with self.accelerator.autocast():
-            loss = as_forward_pass(model, self._unwrapped(), step, **inputs)
+            loss = redirected_forward(model, self._unwrapped(), step, **inputs)
         self._count_tokens(inputs)
         # Whoever asks for outputs gets no logits: they are never all in memory.
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss

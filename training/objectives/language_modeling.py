@@ -29,7 +29,7 @@ from ...data.tokenized_rows import TokenizedTexts
 from ...modeling.parts.prompting import encode, start_token_id
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer
-from ..forward_redirection import as_forward_pass
+from ..forward_redirection import redirected_forward
 from ..loading import load_tokenizer, new_language_model, pretrained_language_model
 from ..losses import logits_function
 from ..schedules import check_length_schedule, scheduled_length
@@ -279,7 +279,7 @@ class LanguageModelingTrainer(BaseTrainer):
             return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
 
         with self.accelerator.autocast():
-            total = as_forward_pass(model, module, step, input_ids=inputs["input_ids"], targets=labels[labelled])
+            total = redirected_forward(model, module, step, input_ids=inputs["input_ids"], targets=labels[labelled])
         count = labelled.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         loss = total / count.clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:

@@ -22,7 +22,7 @@ from ...modeling.parts.late_interaction import chamfer
 from ...modeling.parts.prompting import text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer, without_metadata
-from ..forward_redirection import as_forward_pass
+from ..forward_redirection import redirected_forward
 from ..loading import DEFAULT_METHOD, load_compressor, load_tokenizer
 
 
@@ -197,7 +197,7 @@ class RetrievalTrainer(BaseTrainer):
             return torch.stack(losses).sum()
 
         with self.accelerator.autocast():
-            loss = as_forward_pass(model, module, step, **without_metadata(inputs))
+            loss = redirected_forward(model, module, step, **without_metadata(inputs))
         return (loss, ModelOutput(loss=loss)) if return_outputs else loss
 
     def _ratio_loss(self, module: PreTrainedModel, batch: dict[str, Tensor], ratio: int) -> Tensor:
