@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backbones with settings of one call's own: other threads run the same weights with other settings meanwhile."""
+"""Views of a backbone with settings for one call, while other threads run the same weights with other settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOOKED = "_output_capturing_hooks_installed"
 
 
 def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> PreTrainedModel:
-    """The backbone itself, or where a call would leave its mark on it, a view for that call.
+    """The backbone itself, or a view for one call where that call would change the backbone's settings.
 
     A view has the same layers, weights and hooks. Its own are the configuration, in which the library notes
     `is_causal` for the length of a pass, and a rotary embedding whose frequencies follow the length of the sequence.

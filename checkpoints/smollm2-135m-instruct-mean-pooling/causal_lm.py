@@ -213,7 +213,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         return getattr(self.generation_config, name, None) if given is None else given
 
     def _mask_of_pads(self, question: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-        """The mask of a question with pads that came without one, which the library would find too late for us."""
+        """The mask of a question with pads that came without one; the library would make it behind our checks."""
         pad, eos = self._setting("pad_token_id", arguments), self._setting("eos_token_id", arguments)
         if (
             pad is None

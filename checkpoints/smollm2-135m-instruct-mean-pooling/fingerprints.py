@@ -214,7 +214,7 @@ def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float
 
 
 def version(tensor: Tensor) -> tuple[Any, ...]:
-    """What is another after the tensor has got other values, without a look at them: place, shape, changes in place.
+    """A tensor's place, shape and count of changes in place: another key once its values change, found without a look.
 
     Args:
         tensor: any tensor; what is written through its `data` is not seen.

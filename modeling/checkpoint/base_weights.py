@@ -286,7 +286,7 @@ def merge(
     stored: Mapping[str, Tensor],
     checkpoint: str | os.PathLike,
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """All weights of a compressor: the bases' own, and over them what its checkpoint stores.
+    """All weights of a compressor: what its checkpoint stores, and for the rest the bases' own.
 
     Args:
         skeleton: the compressor on the meta device.
@@ -324,7 +324,7 @@ def merge(
 
 
 def check_base(language_model: nn.Module) -> None:
-    """Refuse a base that could not be taken over whole; what is left behind would silently change its output."""
+    """Refuse a base that a compressor cannot hold whole: what it lacked would silently change its output."""
     name = type(language_model).__name__
     devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
     if len(devices) > 1 or "meta" in devices:

@@ -22,8 +22,11 @@ from ..parts.packing import left_padded, pack
 from .backbone import CompressorHead
 from .input_checks import (
     TokenRows,
+    check_cache,
     check_cached_mask,
     check_keywords,
+    check_labels,
+    check_logits_to_keep,
     check_memory,
     check_memory_ratio,
     check_together,
@@ -195,13 +198,18 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             the slots as `encoder_last_hidden_state`.
 
         Raises:
+            TypeError: ids, labels, a ratio, a memory or a cache that are none, or a misspelt argument.
             ValueError: no context, two of them, no text, or what `compress` and `text_states` refuse.
         """
         check_keywords(kwargs)
+        check_cache(past_key_values)
+        check_logits_to_keep(logits_to_keep)
+        has_text = memory is not None or context_input_ids is not None
+        labels = check_labels(labels, input_ids if has_text else decoder_input_ids)
         return_dict = kwargs.pop("return_dict", None)
         loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         decoding = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
-        if memory is not None or context_input_ids is not None:
+        if has_text:
             if decoder_input_ids is not None or input_ids is None:
                 raise ValueError("with `memory` or `context_input_ids` the decoder's text is `input_ids`")
             if context_input_ids is None:

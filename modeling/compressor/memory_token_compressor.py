@@ -225,7 +225,7 @@ def start_memory_tokens(model: CompressorModel) -> None:
 class MemoryTokenModel(CompressorModel):
     r"""
     A compressor whose encoder reads `[S(i); M(i)]`: the context of a chunk, then learned memory tokens, the same for
-    all chunks (EPL, equation 1 and section 3.1.1). A method says what is carried over (`read_memory`).
+    all chunks (EPL, equation 1 and section 3.1.1). A method says what of them is the memory (`read_memory`).
 
     Args:
         config ([`CompressorConfig`]): the configuration; one token is learned where `num_memory_tokens` is `None`.
@@ -262,4 +262,4 @@ class MemoryTokenModel(CompressorModel):
 
     def read_memory(self, rows: MemoryRows) -> Sequence[Slots]:
         """Run the encoder over the rows and read the memory of each ratio."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what is carried over to the decoder")
+        raise NotImplementedError(f"{type(self).__name__} does not say what its memory is read from")

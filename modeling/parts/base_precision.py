@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A base of a half type some of whose own weights train, and are therefore held in float32.
+"""Running a base in its own half type although some of its own weights train, and are held in float32.
 
-The base computes in its own type all the same: a map's input and weight must have one type. Adapters and method parts
-see to their types themselves.
+A map's input and weight must have one type. Adapters and method parts see to their types themselves.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class LayerSemanticAlignment(nn.Module):
 
     @torch.no_grad()
     def copy_blocks(self, decoder: PreTrainedModel) -> None:
-        """Take over the values of the decoder's first blocks.
+        """Copy the values of the decoder's first blocks.
 
         Args:
             decoder: the decoder's backbone, with or without adapters.

@@ -36,7 +36,7 @@ class _Passes(threading.local):
 
 
 class _AdaptedByPass:
-    """A LoRA layer that asks the thread's own pass which of its adapters are active, and outside of one PEFT."""
+    """A LoRA layer whose active adapters are those of the thread's own pass, and outside of one those of PEFT."""
 
     @property
     def active_adapter(self) -> str | list[str]:
@@ -58,7 +58,7 @@ def _adapted_by_pass(layer_class: type) -> type:
 
 
 def _new_layer(layer_class: type) -> nn.Module:
-    """An empty layer: a class that was made here can be neither pickled nor copied by its name."""
+    """An empty layer for pickling and copying, which cannot find a class that was made here by its name."""
     layer_class = _adapted_by_pass(layer_class)
     return layer_class.__new__(layer_class)
 
@@ -165,31 +165,6 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
         active = layer._active_adapter
         foreign = [other for other in ([active] if isinstance(active, str) else active) if other not in OWN_ADAPTERS]
     return _activated(passes, foreign if name is None else [name, *foreign])
-
-
-class PeftTargetMixin:
-    """What a compressor does when `peft.get_peft_model` puts somebody else's adapter on it.
-
-    PEFT leaves what trains already as it is, but saves its own adapter only: everything else is frozen.
-    """
-
-    @property
-    def peft_config(self) -> dict[str, Any]:
-        """The settings of the adapters that PEFT has put on this model, by name."""
-        if "_peft_config" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no adapters beside its own")
-        return self.__dict__["_peft_config"]
-
-    @peft_config.setter
-    def peft_config(self, value: dict[str, Any]) -> None:
-        self.__dict__["_peft_config"] = value
-        for name, parameter in self.named_parameters():
-            if not set(value) & set(name.split(".")):
-                parameter.requires_grad_(False)
-
-    @peft_config.deleter
-    def peft_config(self) -> None:
-        del self.__dict__["_peft_config"]
 
 
 class CheckpointWithAdapters:
