@@ -179,6 +179,14 @@ def test_generation_refuses_impossible_numbers(arguments: dict, message: str):
         generation_flops(llama(), **{"num_slots": 1, "question_length": 1, "answer_length": 1, **arguments})
 
 
+@pytest.mark.parametrize("wrong", [None, True, 2.5, "2"])
+def test_counts_refuse_what_is_no_number(wrong):
+    with pytest.raises(TypeError, match="answer_length must be an int"):
+        generation_flops(llama(), 1, 1, wrong)
+    with pytest.raises(TypeError, match="num_heads must be an int"):
+        layer_flops(5, 8, 4, wrong, 2, 16)
+
+
 # --- by method ---
 
 # Whole windows of ComprExIT, one segment and one chunk: nothing is padded, nothing is read behind a cache.
