@@ -75,3 +75,32 @@ def test_results_are_rounded_to_four_digits_and_written_whole(tmp_path: Path):
         write_results({"score": float("nan")}, path)
     assert [file.name for file in path.parent.iterdir()] == ["result.json"]
     assert json.loads(path.read_text(encoding="utf-8")) == {"score": 0.6667}
+
+
+def test_the_scripts_print_tables_of_their_result_files(script):
+    further = {"answer_latency": ["new_tokens"], "encoder_cost": ["length"]}
+    for name in ("answer_latency", "compression_overhead", "decal", "encoder_cost", "forgetting", "sinkhorn"):
+        for path in (BENCHMARKS / name).glob("retrieval.json" if name == "decal" else "*.json"):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            settings = [content["settings"][setting] for setting in further.get(name, [])]
+            module = script("decal.retrieval" if name == "decal" else f"{name}.measure")
+            assert module.table(content["rows"], *settings).count("\n") > len(content["rows"]), path
+
+
+def test_the_page_on_overhead_has_the_times_of_its_result_files(script):
+    overhead, folder = script("compression_overhead.measure"), BENCHMARKS / "compression_overhead"
+
+    def ratios(*names: str) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in names:
+            for row in json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["rows"]:
+                found.setdefault(row["method"].replace("_", ""), []).append(f"{overhead.time_ratio(row):.2f}")
+        return found
+
+    small, wide = ratios("cpu", "cpu_memory_tokens"), ratios("cpu_1024")
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([\d., ]+) \| ([\d., ]+) \|", page, re.MULTILINE)
+    assert len(rows) == 6
+    for title, *cells in rows:
+        method = {"500xCompressor": "fivehundredx"}.get(title, title.lower().replace(" ", ""))
+        assert cells == [", ".join(small[method]), ", ".join(wide[method])], title
