@@ -20,7 +20,7 @@ from .field_checks import (
     text,
     token_id_list,
 )
-from .layer_shape import stack_flops
+from .layer_shape import check_at_least, stack_flops
 from .versions import CODE_VERSION, CONFIG_SCHEMA, Steps, bring_up_to_date
 
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
@@ -362,9 +362,8 @@ class CompressorConfig(PreTrainedConfig):
 
     def _chunks(self, num_context_tokens: int, ratio: int) -> list[tuple[int, int]]:
         """Lengths of a context's chunks, and how many there are of each."""
-        for name, value, least in (("num_context_tokens", num_context_tokens, 0), ("ratio", ratio, 1)):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_at_least(0, num_context_tokens=num_context_tokens)
+        check_at_least(1, ratio=ratio)
         size = self.chunk_size or max(1, num_context_tokens)
         full, rest = divmod(num_context_tokens, size)
         return [(length, times) for length, times in ((size, full), (rest, 1)) if length and times]

@@ -368,8 +368,15 @@ def generate_document(
         The document, with all one-hop and two-hop questions that its sentences answer.
 
     Raises:
+        TypeError: a seed or number that is no int.
         ValueError: a length, kind or split that is not allowed, or a length in which no sentence fits.
     """
+    numbers = {"seed": seed, "num_tokens": num_tokens, "facts_per_record": facts_per_record}
+    for name, value in numbers.items():
+        if name == "facts_per_record" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
     if not MIN_TOKENS <= num_tokens <= MAX_TOKENS:
         raise ValueError(f"num_tokens must be {MIN_TOKENS} to {MAX_TOKENS}, got {num_tokens}")
     if split not in SPLITS:

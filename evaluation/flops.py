@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..configuration.layer_shape import LayerShape, stack_flops
+from ..configuration.layer_shape import LayerShape, check_at_least, stack_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,8 +55,8 @@ def generation_flops(
     Raises:
         ValueError: a number below zero, no token to read or to write, or key/value slots without a cache.
     """
-    _check_at_least(0, num_slots=num_slots, question_length=question_length)
-    _check_at_least(1, answer_length=answer_length)
+    check_at_least(0, num_slots=num_slots, question_length=question_length)
+    check_at_least(1, answer_length=answer_length)
     if slots_are_key_values and not cached:
         raise ValueError("slots_are_key_values needs cached=True: without a cache there is no place for them")
     if config.is_encoder_decoder:
@@ -107,9 +107,3 @@ def full_context_flops(
     """
     reading = stack_flops(config, num_context_tokens) if config.is_encoder_decoder else 0
     return reading + generation_flops(config, num_context_tokens, question_length, answer_length)
-
-
-def _check_at_least(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")

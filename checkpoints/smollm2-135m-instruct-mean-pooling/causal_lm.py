@@ -19,7 +19,15 @@ from .key_value_memory import num_cached_slots
 from .base_precision import as_head_takes
 from .packing import left_padded
 from .backbone import CompressorHead
-from .input_checks import check_ids, check_memory, check_memory_ratio, check_together, token_rows
+from .input_checks import (
+    check_ids,
+    check_labels,
+    check_logits_to_keep,
+    check_memory,
+    check_memory_ratio,
+    check_together,
+    token_rows,
+)
 from .modeling_compressor import CompressorModel, DecoderOnlyPreTrainedModel
 from .serving import decoder_language_model
 
@@ -99,6 +107,8 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         Returns:
             `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, and the cache.
         """
+        labels = check_labels(labels, input_ids)
+        check_logits_to_keep(logits_to_keep)
         return_dict = kwargs.pop("return_dict", None)
         loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         outputs = self.model(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .compressed_context import CompressedContext
@@ -21,7 +22,20 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-_OWN_KEYWORDS = ("context_input_ids", "context_attention_mask", "memory", "ratio", "text_position_offset")
+_KEYWORDS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "labels",
+    "context_input_ids",
+    "context_attention_mask",
+    "memory",
+    "ratio",
+    "use_cache",
+    "text_position_offset",
+    "logits_to_keep",
+)
 # Some methods ask for memory by the ratio, however short the context is.
 _MAX_RATIO = 65_536
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -334,6 +348,7 @@ def check_memory_ratio(memory: CompressedContext | None, ratio: Any, context_att
         context_attention_mask: the caller's.
 
     Raises:
+        TypeError: a ratio that is neither an int nor an integer tensor.
         ValueError: a mask, a ratio without a memory, or another one than the memory's, with both.
     """
     if context_attention_mask is not None:
@@ -344,19 +359,84 @@ def check_memory_ratio(memory: CompressedContext | None, ratio: Any, context_att
         raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
     if not is_memory(memory):
         return
+    is_tensor = isinstance(ratio, Tensor) and ratio.dtype in _INTEGER_DTYPES and ratio.dim() < 2
+    if not is_tensor and (isinstance(ratio, bool) or not isinstance(ratio, int)):
+        raise TypeError(f"`ratio` must be an int or a LongTensor, got {ratio!r}")
     own, asked = torch.as_tensor(memory.ratio).cpu(), torch.as_tensor(ratio).cpu()
     fit = own.dim() == 0 or asked.dim() == 0 or 1 in (len(own), len(asked)) or own.shape == asked.shape
     if not fit or not bool((own == asked).all()):
         raise ValueError(f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out")
 
 
+def check_integers(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
+    """What numbers the tokens of a text, such as its positions, must be an integer tensor; `None` is none at all.
+
+    Raises:
+        TypeError: no tensor, or one of another type.
+        ValueError: it has none of the shapes.
+    """
+    if value is None:
+        return
+    if not isinstance(value, Tensor) or value.dtype not in _INTEGER_DTYPES:
+        raise TypeError(f"`{name}` must be an integer tensor, got {getattr(value, 'dtype', type(value).__name__)}")
+    if tuple(value.shape) not in shapes:
+        raise ValueError(f"`{name}` must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
+
+
+def check_labels(labels: Any, text_ids: Any) -> Tensor | None:
+    """The labels of a text as a LongTensor, or `None` where there are none.
+
+    Args:
+        labels: `(batch_size, num_text_tokens)`.
+        text_ids: the text, same shape; `None` where the labels are all that there is of it.
+
+    Raises:
+        TypeError: no integer tensor.
+        ValueError: another shape than the text's.
+    """
+    if labels is None:
+        return None
+    text = text_ids if isinstance(text_ids, Tensor) else labels
+    check_integers("labels", labels, tuple(getattr(text, "shape", ())))
+    if labels.dim() != 2:
+        raise ValueError(f"`labels` must have shape (batch_size, num_text_tokens), got {tuple(labels.shape)}")
+    return labels.long()
+
+
+def check_logits_to_keep(value: Any) -> None:
+    """Which logits are wanted: the number of the last ones, or their indices.
+
+    Raises:
+        TypeError: neither an int nor an integer tensor.
+        ValueError: a number below zero, or a tensor that is no list of indices.
+    """
+    if isinstance(value, Tensor):
+        if value.dim() != 1:
+            raise ValueError(f"`logits_to_keep` must be a number or a list of indices, got shape {tuple(value.shape)}")
+        check_integers("logits_to_keep", value, tuple(value.shape))
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`logits_to_keep` must be an int or an integer tensor, got {value!r}")
+    elif value < 0:
+        raise ValueError(f"`logits_to_keep` must be 0 or more, got {value}")
+
+
+def check_cache(cache: Any) -> None:
+    """A cache must be one of the library's.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if cache is not None and not isinstance(cache, Cache):
+        raise TypeError(f"`past_key_values` must be a transformers.Cache, got {type(cache).__name__}")
+
+
 def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Refuse keywords that are nearly one of a compressor's own: the language model would swallow them.
+    """Refuse keywords that are nearly one that `forward` reads: the language model would swallow them.
 
     Raises:
         TypeError: with the nearest right name.
     """
     for name in keywords:
-        nearest = difflib.get_close_matches(name, _OWN_KEYWORDS, n=1, cutoff=0.8)
-        if nearest:
+        nearest = difflib.get_close_matches(name.lower(), _KEYWORDS, n=1, cutoff=0.8)
+        if nearest and name not in _KEYWORDS:
             raise TypeError(f"unexpected argument {name!r}; did you mean {nearest[0]!r}?")

@@ -100,6 +100,15 @@ class LayerShape:
         return keys_and_values + 2 * length * projection + scores
 
 
+def check_at_least(least: int, **values: int) -> None:
+    """Raise a `TypeError` for what is no int, and a `ValueError` for an int below `least`, by its name."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
 def layer_flops(
     length: int,
     hidden_size: int,
@@ -108,7 +117,15 @@ def layer_flops(
     num_key_value_heads: int,
     intermediate_size: int,
 ) -> int:
-    """Operations of one layer, attention and feed-forward, over `length` tokens at once (equations 9 and 10)."""
+    """Operations of one layer, attention and feed-forward, over `length` tokens at once (equations 9 and 10).
+
+    Raises:
+        TypeError: an argument that is no int.
+        ValueError: a size below 1, or a length below 0.
+    """
+    check_at_least(0, length=length)
+    check_at_least(1, hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads)
+    check_at_least(1, num_key_value_heads=num_key_value_heads, intermediate_size=intermediate_size)
     return LayerShape(hidden_size, head_dim, num_heads, num_key_value_heads, intermediate_size).flops(length)
 
 
@@ -128,3 +145,8 @@ def stack_flops(config: PreTrainedConfig, length: int, num_layers: int | None = 
 def linear_flops(num_vectors: int, in_features: int, out_features: int) -> int:
     """Operations of a linear map of so many vectors."""
     return 2 * num_vectors * in_features * out_features
+
+
+def perceptron_flops(num_vectors: int, in_features: int, hidden_size: int) -> int:
+    """Operations of a perceptron of two layers, the second one from `hidden_size` to itself."""
+    return linear_flops(num_vectors, in_features, hidden_size) + linear_flops(num_vectors, hidden_size, hidden_size)

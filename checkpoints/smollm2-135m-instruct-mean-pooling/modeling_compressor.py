@@ -32,7 +32,10 @@ from .packing import PackedSequence, pack, reads_falling_ids_as_packed, text_pos
 from .backbone import CompressorBackbone
 from .input_checks import (
     TokenRows,
+    check_cache,
     check_cached_mask,
+    check_ids,
+    check_integers,
     check_keywords,
     check_memory,
     check_memory_ratio,
@@ -312,6 +315,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
 
         Raises:
+            TypeError: ids, positions, a ratio, a memory or a cache that are none, or a misspelt argument.
             ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
                 text row without tokens, unknown token ids, a mask of the wrong shape, a memory of another model,
                 width or batch size, or a filled cache in training with gradient checkpointing.
@@ -325,6 +329,10 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         check_keywords(kwargs)
         if kwargs.pop("inputs_embeds", None) is not None:
             raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
+        check_ids("input_ids", input_ids)
+        check_integers("position_ids", position_ids, tuple(input_ids.shape), (1, input_ids.shape[1]))
+        check_integers("text_position_offset", text_position_offset, (len(input_ids),), (1,))
+        check_cache(past_key_values)
         if context_input_ids is None:
             check_memory_ratio(memory, ratio, context_attention_mask)
         cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())

@@ -149,6 +149,8 @@ def decoder_position_ids(
     _check_choice("carrier", carrier, CARRIERS)
     _check_choice("task", task, TASKS)
     _check_count("num_text_tokens", num_text_tokens)
+    _check_counts("chunk_lengths", chunk_lengths)
+    _check_counts("memory_counts", memory_counts)
     if len(chunk_lengths) != len(memory_counts):
         raise ValueError(
             "chunk_lengths and memory_counts must name the same chunks, "
@@ -200,7 +202,7 @@ def voco_position_ids(
     _check_choice("layout", layout, POSITION_LAYOUTS)
     _check_count("start_id", start_id)
     _check_count("num_following_tokens", num_following_tokens)
-    _check_memory_count(num_vision_tokens, num_voco_tokens)
+    _check_memory_count(num_vision_tokens, num_voco_tokens, ("num_vision_tokens", "num_voco_tokens"))
     vision_end = start_id + num_vision_tokens
     if layout == "default":
         voco_ids = _range(vision_end, num_voco_tokens, device)
@@ -260,8 +262,17 @@ def _check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} must be zero or more, got {value}")
 
 
-def _check_memory_count(num_tokens: int, num_memory_tokens: int) -> None:
-    _check_count("num_tokens", num_tokens)
-    _check_count("num_memory_tokens", num_memory_tokens)
+def _check_counts(name: str, values: Sequence[int]) -> None:
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{name} must be a list of ints, got {values!r}")
+    for value in values:
+        _check_count(name, value)
+
+
+def _check_memory_count(
+    num_tokens: int, num_memory_tokens: int, names: tuple[str, str] = ("num_tokens", "num_memory_tokens")
+) -> None:
+    _check_count(names[0], num_tokens)
+    _check_count(names[1], num_memory_tokens)
     if num_memory_tokens > 0 and num_tokens == 0:
-        raise ValueError(f"num_memory_tokens must be 0 where there is no context token, got {num_memory_tokens}")
+        raise ValueError(f"{names[1]} must be 0 where {names[0]} is 0, got {num_memory_tokens}")

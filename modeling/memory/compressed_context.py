@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -274,14 +275,24 @@ class CompressedContext:
             A new memory.
 
         Raises:
+            TypeError: Something else.
+            ValueError: A tensor of more than one dimension.
             IndexError: A row outside the batch.
         """
         if isinstance(index, slice):
             index = range(self.batch_size)[index]
-        if isinstance(index, Sequence):
-            index = torch.as_tensor(index) if len(index) else torch.zeros(0, dtype=torch.long)
-        index = index.cpu() if isinstance(index, Tensor) else index
-        index = torch.arange(self.batch_size)[index].reshape(-1).to(self.device)
+        if not isinstance(index, Tensor):
+            places = list(index) if isinstance(index, Sequence) and not isinstance(index, (str, bytes)) else [index]
+            if not all(_is_int(place) for place in places):
+                raise TypeError(
+                    f"index must be an int, a slice, a list of ints, or a tensor of ints or bools, got {index!r}"
+                )
+            index = torch.tensor(places, dtype=torch.long)
+        elif index.is_floating_point() or index.is_complex():
+            raise TypeError(f"index must be a tensor of ints or bools, got one of {index.dtype}")
+        elif index.dim() > 1:
+            raise ValueError(f"index must have at most one dimension, got shape {tuple(index.shape)}")
+        index = torch.arange(self.batch_size)[index.cpu()].reshape(-1).to(self.device)
         length = int(self.num_slots[index].max()) if len(index) else 0
         carrier = self._map_carrier(lambda tensor, slot_dim: tensor[index].narrow(slot_dim, 0, length))
         return self._replace(carrier, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
@@ -296,8 +307,11 @@ class CompressedContext:
             A new memory of `batch_size * repeats` rows.
 
         Raises:
-            ValueError: `repeats` is below one.
+            TypeError: `repeats` is no int.
+            ValueError: It is below one.
         """
+        if not _is_int(repeats):
+            raise TypeError(f"repeats must be an int, got {repeats!r}")
         if repeats < 1:
             raise ValueError(f"repeats must be 1 or more, got {repeats}")
         carrier = self._map_carrier(lambda tensor, slot_dim: tensor.repeat_interleave(repeats, dim=0))
@@ -322,6 +336,8 @@ class CompressedContext:
             TypeError: Something else than a `CompressedContext`.
             ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
         """
+        if not isinstance(memories, Iterable) or isinstance(memories, Tensor):
+            raise TypeError(f"concatenate takes CompressedContext objects, got {type(memories).__name__}")
         memories = list(memories)
         for memory in memories:
             if not is_memory(memory):
@@ -411,6 +427,10 @@ class CompressedContext:
                 raise ValueError(
                     f"the memory holds values up to {largest:.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
                 )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:

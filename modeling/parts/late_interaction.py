@@ -24,6 +24,7 @@ def chamfer(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor,
         without vectors scores 0 with every document, a document without vectors minus infinity with every other query.
 
     Raises:
+        TypeError: an argument that is no tensor, or vectors of complex numbers.
         ValueError: a shape that does not fit.
     """
     _check_shapes(query_vectors, query_mask, document_vectors, document_mask)
@@ -45,13 +46,16 @@ def chamfer(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor,
 
 def _check_shapes(query_vectors: Tensor, query_mask: Tensor, document_vectors: Tensor, document_mask: Tensor) -> None:
     for name, vectors, mask in (("query", query_vectors, query_mask), ("document", document_vectors, document_mask)):
+        for argument, value in ((f"{name}_vectors", vectors), (f"{name}_mask", mask)):
+            if not isinstance(value, Tensor) or value.is_complex():
+                raise TypeError(f"{argument} must be a tensor of real numbers, got {type(value).__name__}")
         if vectors.dim() != 3 or mask.shape != vectors.shape[:2]:
             raise ValueError(
-                f"{name} vectors must have shape (rows, length, vector_size) and their mask (rows, length), got "
+                f"{name}_vectors must have shape (rows, length, vector_size) and {name}_mask (rows, length), got "
                 f"{tuple(vectors.shape)} and {tuple(mask.shape)}"
             )
     if query_vectors.shape[2] != document_vectors.shape[2]:
         raise ValueError(
-            "query and document vectors must have the same size, got "
+            "query_vectors and document_vectors must have the same size, got "
             f"{query_vectors.shape[2]} and {document_vectors.shape[2]}"
         )

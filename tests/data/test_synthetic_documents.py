@@ -156,3 +156,10 @@ def test_length_counts_in_the_tokens_of_a_tokenizer(tokenizer):
 def test_wrong_arguments_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         generate_document(0, **fields)
+
+
+@pytest.mark.parametrize("name", ["seed", "num_tokens", "facts_per_record"])
+def test_numbers_of_other_types_are_refused(name):
+    for wrong in (True, 2.5, "2", [2]):
+        with pytest.raises(TypeError, match=f"{name} must be an int"):
+            generate_document(**{"seed": 0, name: wrong})

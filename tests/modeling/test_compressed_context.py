@@ -44,6 +44,23 @@ def test_rows_outside_the_batch_are_refused(index):
         make_memory((3, 5, 0, 1)).rows(index)
 
 
+@pytest.mark.parametrize("index", [None, True, 1.0, "1", ["a"], [True], {}, torch.tensor([0.0])], ids=str)
+def test_rows_that_are_no_numbers_are_refused(index):
+    with pytest.raises(TypeError, match="index must be"):
+        make_memory().rows(index)
+    with pytest.raises(ValueError, match="at most one dimension"):
+        make_memory().rows(torch.tensor([[0]]))
+
+
+def test_other_things_than_numbers_or_memories_are_refused():
+    for repeats in (None, True, 2.0, "2", torch.tensor([2])):
+        with pytest.raises(TypeError, match="repeats must be an int"):
+            make_memory().repeat_interleave(repeats)
+    for memories in (None, 5, torch.tensor(0), "text"):
+        with pytest.raises(TypeError, match="concatenate takes CompressedContext objects"):
+            make_memory().concatenate(memories)
+
+
 @pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
 def test_rows_are_repeated_for_beams(carrier):
     memory = make_memory((3, 1), carrier=carrier, ratio=torch.tensor([4, 2]))

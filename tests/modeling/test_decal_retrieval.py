@@ -138,7 +138,7 @@ def test_autocast_changes_no_score_and_no_gradient():
 
 def test_shapes_that_do_not_fit_are_named():
     vectors, mask = ragged((2, 3), 3, 4, 0)
-    with pytest.raises(ValueError, match=r"document vectors must have shape .* got \(2, 3, 4\) and \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"document_vectors must have shape .* got \(2, 3, 4\) and \(2, 2\)"):
         chamfer(vectors, mask, vectors, mask[:, :2])
     with pytest.raises(ValueError, match="the same size, got 4 and 3"):
         chamfer(vectors, mask, vectors[:, :, :3], mask)

@@ -295,6 +295,45 @@ def test_ids_of_other_dimensions_are_refused(model, ids):
             call(ids)
 
 
+@pytest.mark.parametrize("name", ["labels", "position_ids", "text_position_offset"])
+def test_labels_and_positions_of_other_types_and_shapes_are_refused(model, name):
+    for wrong, error in ((TEXT.float(), TypeError), (TEXT.tolist(), TypeError), (TEXT[:, :2], ValueError)):
+        with raises(error, f"`{name}` must"):
+            model(TEXT, **{name: wrong})
+
+
+def test_labels_of_four_bytes_are_taken(model):
+    assert model(TEXT, labels=TEXT.int()).loss.equal(model(TEXT, labels=TEXT).loss)
+
+
+def test_other_things_than_a_cache_or_a_number_of_logits_are_refused(model):
+    with raises(TypeError, "`past_key_values` must be a transformers.Cache", "list"):
+        model(TEXT, past_key_values=[TEXT])
+    for wrong, error in (("all", TypeError), (2.5, TypeError), (-1, ValueError), (TEXT, ValueError)):
+        with raises(error, "`logits_to_keep`"):
+            model(TEXT, logits_to_keep=wrong)
+
+
+@pytest.mark.parametrize("name", ["atention_mask", "ATTENTION_MASK", "label", "memry", "context_input_id"])
+def test_misspelt_arguments_are_refused(model, name):
+    with raises(TypeError, name, "did you mean"):
+        model(TEXT, **{name: None})
+
+
+def test_a_ratio_beside_a_memory_that_is_no_number_is_refused(model):
+    memory = model.compress(CONTEXT)
+    for ratio in ("2", 2.0, [2], object()):
+        with raises(TypeError, "`ratio` must be an int"):
+            model(TEXT, memory=memory, ratio=ratio)
+
+
+def test_a_memory_behind_ids_that_are_none_is_refused(model):
+    memory = model.compress(CONTEXT)
+    for wrong in (TEXT.tolist(), "text", object()):
+        with raises(TypeError, "`input_ids`"):
+            model(wrong, memory=memory)
+
+
 def test_unknown_arguments_of_compress_are_refused(model):
     with raises(TypeError, "rate"):
         model.compress(CONTEXT, rate=4)
