@@ -31,9 +31,9 @@ from trl import SFTConfig, SFTTrainer
 
 import context_compressors
 
+from .data.prompts import default_prompts
 from .data.task_tokens import text_starts
 from .evaluation.metrics import normalize_answer
-from .evaluation.task_text import default_prompts
 from .modeling.parts.prompting import context_start_ids, document_ids, full_context_ids
 from .reporting.environment import environment
 from .reporting.tables import markdown_table

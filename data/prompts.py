@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..configuration.nearest_names import nearest
 from .yaml_text import read_yaml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
 DEFAULT_PROMPTS = "default"
@@ -92,3 +96,19 @@ def format_prompt(
     template = templates[0] if rng is None else rng.choice(templates)
     # str.format would trip over braces inside the question.
     return template.replace("{question}", question)
+
+
+def default_prompts(config: PreTrainedConfig) -> str | dict[str, str] | None:
+    """The prompts that a compressor is asked with when none are named.
+
+    Args:
+        config: a compressor's configuration.
+
+    Returns:
+        Those that the configuration records from training; else the name of the method's usual ones: "memory_tokens"
+        with task tokens, whose reconstruction and continuation need no words, "comprexit" for ComprExIT, "chat" in a
+        chat; and `None`, the packaged prompts, for all others.
+    """
+    if config.prompts is None:
+        return None if config.usual_prompts == "default" else config.usual_prompts
+    return {**{task: load_prompts(config.usual_prompts)[task][0] for task in TASKS}, **config.prompts}

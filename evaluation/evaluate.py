@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..data.prompts import default_prompts
 from ..data.task_tokens import task_start_ids
 from ..modeling.checkpoint.fingerprints import fingerprint
 from ..modeling.parts.prompting import start_token_id, text_tokenizer
@@ -26,7 +27,6 @@ from .samples import EvaluationDataset, Sample, SampleBuilder
 from .scoring import Condition, Scorer
 from .seq2seq_scoring import Seq2SeqScorer
 from .settings import EvaluationSettings
-from .task_text import default_prompts
 
 
 def evaluate_model(

@@ -13,7 +13,6 @@ from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.evaluation.task_text import text_ids
 
 
 def builder(tokenizer, max_positions=512, **options):
@@ -42,17 +41,6 @@ def test_restorations_are_drawn_from_texts_that_are_long_enough(tokenizer, caplo
     texts = [tokenizer.decode(sample.context_ids) for sample in samples]
     assert [text in source for text, source in zip(texts, long, strict=True)] == [True, True]
     assert "20 texts of less than 32 tokens left out" in caplog.text
-
-
-def test_the_text_of_a_task_is_its_start_and_its_first_prompt(model, token_model, tokenizer):
-    ae, lm = token_model.config.task_token_ids.values()
-    question = encode(tokenizer, "\n### Question:\nWho?\n### Answer:\n")
-    assert text_ids(token_model.config, tokenizer, RECONSTRUCTION) == [ae]
-    assert text_ids(token_model.config, tokenizer, CONTINUATION) == [lm]
-    assert text_ids(token_model.config, tokenizer, QA, "Who?") == [lm, *question]
-    plain = encode(tokenizer, "\nQuestion: Who?\nAnswer:")
-    assert text_ids(token_model.config, tokenizer, QA, "Who?", "default") == [lm, *plain]
-    assert text_ids(model.config, tokenizer, QA, "Who?") == [tokenizer.bos_token_id, *plain]
 
 
 def test_several_summaries_of_a_context_are_references_of_one_sample(tokenizer, model):

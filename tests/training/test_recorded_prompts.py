@@ -6,8 +6,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from context_compressors import EvaluationSettings, MeanPoolingForCausalLM
-from context_compressors.data.prompts import TASKS, load_prompts
-from context_compressors.evaluation.task_text import default_prompts, text_ids
+from context_compressors.data.prompts import default_prompts, load_prompts
 from context_compressors.modeling.parts.prompting import document_ids, encode, question_ids
 from context_compressors.training.train import main
 
@@ -52,12 +51,10 @@ def test_prompts_of_the_recipe_are_in_the_checkpoint_and_are_taken(trained):
     assert config.context_prefix == "# Text\n"
     start = tokenizer.bos_token_id
     expected = [start, *encode(tokenizer, "Q: Who?\nA:")]
-    assert question_ids(config, tokenizer, "Who?") == text_ids(config, tokenizer, TASKS[0], "Who?") == expected
-    assert text_ids(config, tokenizer, "reconstruction") == [start, *encode(tokenizer, "Again:")]
+    assert question_ids(config, tokenizer, "Who?") == expected
+    assert default_prompts(config) == config.prompts
     heading = encode(tokenizer, "# Text\n")
     assert document_ids(config, tokenizer, "Nora.") == [start, *heading, *encode(tokenizer, "Nora.")]
-    named = text_ids(config, tokenizer, TASKS[0], "Who?", prompts="default")
-    assert named == [start, *encode(tokenizer, "\nQuestion: Who?\nAnswer:")]
 
 
 def test_an_evaluation_takes_them_too_and_says_so(trained):

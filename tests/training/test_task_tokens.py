@@ -7,9 +7,14 @@ from context_compressors.configuration.configuration_five_hundred_x import FiveH
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.data.task_tokens import add_task_tokens, check_task_tokens, text_starts
-from context_compressors.evaluation.task_text import text_ids
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
-from context_compressors.modeling.parts.prompting import context_start_ids, encode, restored_ids, text_tokenizer
+from context_compressors.modeling.parts.prompting import (
+    context_start_ids,
+    encode,
+    restored_ids,
+    start_ids,
+    text_tokenizer,
+)
 from context_compressors.training.arguments import ModelArguments
 from context_compressors.training.loading import load_compressor
 from context_compressors.training.tokenizer import leave_out_bos
@@ -108,15 +113,16 @@ def test_a_reconstruction_restores_what_stands_in_front_of_a_context(own_tokeniz
     bos = own_tokenizer.bos_token_id
     base = LlamaConfig(vocab_size=400, bos_token_id=bos)
     model = ICAEConfig(decoder_config=base, position_layout="enhanced")
-    assert text_ids(model, own_tokenizer, "reconstruction") == [400, bos]
-    assert text_ids(model, own_tokenizer, "continuation") == [401]
+    assert start_ids(model, own_tokenizer, [], "reconstruction") == [400]
+    assert restored_ids(model, own_tokenizer) == [bos]
+    assert start_ids(model, own_tokenizer, []) == [401]
     earlier = ICAEConfig(decoder_config=base, restores_context_start=False)
-    assert text_ids(earlier, own_tokenizer, "reconstruction") == [400]
+    assert restored_ids(earlier, own_tokenizer) == []
     # As the trigger, BOS is the context's first token itself, unless it has the position in front of it.
     for layout, restored in (("default", []), ("uniform", []), ("enhanced", [bos])):
         config = FiveHundredXConfig(decoder_config=base, reconstruction_trigger="bos", position_layout=layout)
         assert restored_ids(config, own_tokenizer) == restored
-        assert text_ids(config, own_tokenizer, "reconstruction") == [bos, *restored]
+        assert start_ids(config, own_tokenizer, [], "reconstruction") == [bos]
     assert restored_ids(MeanPoolingConfig(decoder_config=base), own_tokenizer) == []
     assert restored_ids(DeCALConfig(), own_tokenizer) == []
     starts = text_starts(model, own_tokenizer)
