@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from .. import __version__
 from ..configuration.nearest_names import nearest
 
-# name -> (module, one line of help); a module is imported when it is called, and what loads torch only when its
-# arguments are read
+# Name -> one line of help. The module of that name is imported when the command is called, and what loads torch only
+# when its arguments are read.
 _COMMANDS = {
-    "train": ("train", "train a compressor (or a teacher, or a base model) as a recipe says"),
-    "evaluate": ("evaluate", "score a checkpoint beside no context and full context"),
-    "evaluate-needles": ("needles", "ask for one fact in running text, by length and ratio"),
-    "compress": ("compress", "read documents once, and keep each as a memory file"),
-    "ask": ("ask", "answer questions from memory files or documents"),
-    "analyse": ("analyse", "measure and draw what slots are made of and how alike they are"),
-    "attention": ("attention", "draw what a document's memory tokens attend to, by layer"),
-    "curves": ("curves", "draw training logs, and tell how soon each run reaches a loss"),
-    "flops": ("flops", "count the operations of every method beside the full context"),
-    "card": ("card", "write a checkpoint's card from its training run and its evaluation"),
-    "upload": ("upload", "build a Hub repository from a checkpoint, and push it"),
-    "demo": ("demo", "answer questions about five pages from their text and from a few vectors; fine-tune; save"),
+    "train": "train a compressor (or a teacher, or a base model) as a recipe says",
+    "evaluate": "score a checkpoint beside no context and full context",
+    "evaluate-needles": "ask for one fact in running text, by length and ratio",
+    "compress": "read documents once, and keep each as a memory file",
+    "ask": "answer questions from memory files or documents",
+    "analyse": "measure and draw what slots are made of and how alike they are",
+    "attention": "draw what a document's memory tokens attend to, by layer",
+    "curves": "draw training logs, and tell how soon each run reaches a loss",
+    "flops": "count the operations of every method beside the full context",
+    "card": "write a checkpoint's card from its training run and its evaluation",
+    "upload": "build a Hub repository from a checkpoint, and push it",
+    "demo": "answer questions about five pages from their text and from a few vectors; fine-tune; save",
 }
 
 _OPTIONS = ("--help", "--version", "--traceback")
@@ -42,7 +42,7 @@ code an error came from, instead of its message alone."""
 
 def _help() -> str:
     width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {text}" for name, text in _COMMANDS.items()]
     return "\n".join(
         [
             "usage: context-compressors [--help] [--version] [--traceback] COMMAND ...",
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind, allowed = ("option", _OPTIONS) if name.startswith("-") else ("command", _COMMANDS)
         print(f"context-compressors: error: unknown {kind} {name!r}{nearest(name, allowed)}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f".{_COMMANDS[name][0]}", __package__).main
+    command = importlib.import_module(f".{name.replace('-', '_')}", __package__).main
     try:
         return command(rest)
     except (ValueError, TypeError, OSError, ImportError) as error:

@@ -7,7 +7,7 @@ import random
 import pytest
 from naive_twin import encode
 
-from context_compressors.cli.needles import main
+from context_compressors.cli.evaluate_needles import main
 from context_compressors.data.synthetic_documents import generate_document, split_of
 from context_compressors.evaluation import needles
 from context_compressors.evaluation.evaluate import evaluate_model
