@@ -4,7 +4,7 @@
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import boolean, one_of
+from .field_checks import boolean, lora_or, one_of
 from .layer_shape import linear_flops
 
 TOKEN_ATTENTIONS = ("causal", "bidirectional")
@@ -46,8 +46,8 @@ class CompressionTokensConfig(CompressorConfig):
         self.linear_after_encoder = boolean("linear_after_encoder", linear_after_encoder)
         super().__init__(
             compression_ratios=compression_ratios,
-            encoder_lora={} if encoder_lora == "default" else encoder_lora,
-            decoder_lora={} if decoder_lora == "default" else decoder_lora,
+            encoder_lora=lora_or(encoder_lora, {}),
+            decoder_lora=lora_or(decoder_lora, {}),
             **kwargs,
         )
 

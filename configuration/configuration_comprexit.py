@@ -5,7 +5,7 @@ from typing import Any
 
 from .configuration_compressor import CompressorConfig
 from .field_checks import boolean, int_between, one_of
-from .layer_shape import linear_flops
+from .layer_shape import linear_flops, perceptron_flops
 from .versions import with_question_prompt
 
 SLOT_AGGREGATIONS = ("transport", "window_attention", "window_attention_two_norms", "mean")
@@ -139,8 +139,7 @@ class ComprExITConfig(CompressorConfig):
             if self.slot_aggregation != "mean":
                 total += linear_flops(num_tokens + slots, width, self.metric_size)
                 total += linear_flops(num_tokens, self.metric_size, 1)
-        hidden = self.hidden_size
-        return total + linear_flops(slots, width, hidden) + linear_flops(slots, hidden, hidden)
+        return total + perceptron_flops(slots, width, self.hidden_size)
 
     def _transport_flops(self, width: int, num_tokens: int, ratio: int) -> int:
         slots = self.chunk_slots(num_tokens, ratio)

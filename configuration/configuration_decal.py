@@ -22,7 +22,7 @@ FROM_SCRATCH = {
     "relative_attention_num_buckets": 128,
     "relative_attention_max_distance": 512,
 }
-_UNUSED_FIELDS = {
+_UNUSED_FIELDS: dict[str, Any] = {
     "encoder_config": None,
     "encoder_lora": None,
     "decoder_lora": None,

@@ -4,8 +4,8 @@
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import boolean, one_of
-from .layer_shape import linear_flops
+from .field_checks import boolean, lora_or, one_of
+from .layer_shape import linear_flops, perceptron_flops
 
 ENCODER_TYPES = ("language_model", "embeddings")
 ENCODER_ATTENTIONS = ("bidirectional", "causal")
@@ -66,12 +66,10 @@ class MeanPoolingConfig(CompressorConfig):
             )
         self.encoder_type = one_of("encoder_type", encoder_type, ENCODER_TYPES)
         self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
-        if encoder_lora == "default":
-            encoder_lora = {} if encoder_type == "language_model" else None
         super().__init__(
             compression_ratios=compression_ratios,
-            encoder_lora=encoder_lora,
-            decoder_lora={} if decoder_lora == "default" else decoder_lora,
+            encoder_lora=lora_or(encoder_lora, {} if encoder_type == "language_model" else None),
+            decoder_lora=lora_or(decoder_lora, {}),
             **kwargs,
         )
         # A merged checkpoint's encoder is a copy of the decoder, and reads the same tokens.
@@ -79,7 +77,7 @@ class MeanPoolingConfig(CompressorConfig):
         if self.embedding_residual and is_another:
             raise ValueError(
                 "`embedding_residual` adds the decoder's embeddings of the same tokens: it must be False with another "
-                f"language model as encoder ({self.encoder_name_or_path or self.encoder_config.model_type!r})"
+                f"language model as encoder ({self.encoder_name_or_path or self.get_encoder_config().model_type!r})"
             )
         if self.encoder_type == "embeddings" and (self.encoder_lora is not None or self.encoder_config is not None):
             raise ValueError(
@@ -94,8 +92,7 @@ class MeanPoolingConfig(CompressorConfig):
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the encoder, of the linear map and of the perceptron."""
-        reading = super().chunk_flops(num_tokens, ratio) if self.has_encoder else 0
-        slots, width = self.chunk_slots(num_tokens, ratio), self.hidden_size
-        first = linear_flops(slots, self.get_encoder_config().hidden_size, width)
-        perceptron = first + linear_flops(slots, width, width) if self.mlp_after_pooling else 0
-        return reading + (first if self.linear_after_pooling else 0) + perceptron
+        total = super().chunk_flops(num_tokens, ratio) if self.has_encoder else 0
+        sizes = self.chunk_slots(num_tokens, ratio), self.get_encoder_config().hidden_size, self.hidden_size
+        total += linear_flops(*sizes) if self.linear_after_pooling else 0
+        return total + (perceptron_flops(*sizes) if self.mlp_after_pooling else 0)

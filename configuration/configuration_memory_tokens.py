@@ -2,12 +2,12 @@
 """What the configurations of ICAE and 500xCompressor have in common."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedConfig
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import one_of
+from .field_checks import lora_or, one_of
 from .versions import BEHIND_TASK_TOKEN, with_question_prompt
 
 MEMORY_TOKENS = ("by_ratio", "fixed")
@@ -60,12 +60,11 @@ class MemoryTokensConfig(CompressorConfig):
     ):
         self.memory_tokens = one_of("memory_tokens", memory_tokens, MEMORY_TOKENS)
         self.memory_start = one_of("memory_start", memory_start, MEMORY_STARTS)
-        if encoder_lora == "default":
-            encoder_lora = {"rank": 128, "alpha": 256.0, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+        default_lora = {"rank": 128, "alpha": 256.0, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
         super().__init__(
             compression_ratios=compression_ratios,
             chunk_size=chunk_size,
-            encoder_lora=encoder_lora,
+            encoder_lora=lora_or(encoder_lora, default_lora),
             task_token_ids=task_token_ids,
             **kwargs,
         )
@@ -85,7 +84,7 @@ class MemoryTokensConfig(CompressorConfig):
 
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """ceil(n / r); ceil(L / r) of a chunk of any length with `memory_tokens="fixed"`."""
-        return super().chunk_slots(self.chunk_size if self.memory_tokens == "fixed" else num_tokens, ratio)
+        return super().chunk_slots(self._longest_chunk if self.memory_tokens == "fixed" else num_tokens, ratio)
 
     def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
         """A memory token for every slot."""
@@ -94,4 +93,8 @@ class MemoryTokensConfig(CompressorConfig):
     @property
     def num_memory_tokens(self) -> int:
         """Learned memory tokens, |M| = ceil(L / r) for the lowest ratio."""
-        return -(-self.chunk_size // min(self.compression_ratios))
+        return super().chunk_slots(self._longest_chunk, min(self.compression_ratios))
+
+    @property
+    def _longest_chunk(self) -> int:
+        return cast(int, self.chunk_size)

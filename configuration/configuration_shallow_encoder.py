@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from .configuration_compressor import CompressorConfig
 from .configuration_memory_tokens import MEMORY_STARTS
-from .field_checks import int_between, one_of
+from .field_checks import int_between, lora_or, one_of
 
 AUTOENCODING, KEFT = "autoencoding", "keft"
 TRAINING_STAGES = (AUTOENCODING, KEFT)
@@ -72,11 +72,10 @@ class ShallowEncoderConfig(CompressorConfig):
         self.training_stage = one_of("training_stage", training_stage, TRAINING_STAGES)
         self.appended_tokens = int_between("appended_tokens", appended_tokens, 0)
         self.memory_start = one_of("memory_start", memory_start, MEMORY_STARTS)
-        if encoder_lora == "default":
-            encoder_lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
+        default_lora = {"rank": 128, "alpha": 32.0, "dropout": 0.05, "target_modules": "all-linear"}
         super().__init__(
             compression_ratios=compression_ratios,
-            encoder_lora=encoder_lora,
+            encoder_lora=lora_or(encoder_lora, default_lora),
             bos_before_text=bos_before_text,
             **kwargs,
         )

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from .configuration_shallow_encoder import ShallowEncoderConfig
 from .field_checks import int_between
-from .layer_shape import linear_flops
+from .layer_shape import perceptron_flops
 
 
 class TCPAutoencoderConfig(ShallowEncoderConfig):
@@ -39,6 +39,5 @@ class TCPAutoencoderConfig(ShallowEncoderConfig):
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the encoder and of the perceptron."""
-        slots, width = self.chunk_slots(num_tokens, ratio), self.hidden_size
-        first = linear_flops(slots, self.get_encoder_config().hidden_size, width)
-        return super().chunk_flops(num_tokens, ratio) + first + linear_flops(slots, width, width)
+        widths = self.get_encoder_config().hidden_size, self.hidden_size
+        return super().chunk_flops(num_tokens, ratio) + perceptron_flops(self.chunk_slots(num_tokens, ratio), *widths)

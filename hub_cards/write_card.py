@@ -79,77 +79,32 @@ def write_card(
     folder = Path(folder)
     config = _read_config(folder)
     training = _training_record(folder, recipe, hardware)
+    fields: dict[str, Any] = {"model_id": model_id or public_name(str(folder)), "license": license}
     compresses = isinstance(config, CompressorConfig)
     if compresses and config.auto_class == RETRIEVAL_LOADER:
-        return _write_retrieval_card(folder, config, training, reports, limits, summary, model_id, license)
-    report = _merged(reports)
-    num_parameters = _num_parameters(config)
-    if report is not None and report.num_parameters not in (None, num_parameters):
-        raise ValueError(
-            f"the scores are of a model with {report.num_parameters:,} parameters ({report.model}); "
-            f"the one in {folder} has {num_parameters:,}"
-        )
-    scores = [] if report is None else _scores(report, compresses)
-    fields: dict[str, Any] = {
-        "model_id": model_id or public_name(str(folder)),
-        "scores_note": None if report is None else _scores_note(report),
-        "license": license,
-    }
-    if compresses:
-        pictures = {} if report is None else _pictures(report, folder)
-        text = model_card(config, training, scores, limits, summary=summary, pictures=pictures, **fields)
+        rankings, note = _rankings(folder, reports)
+        text = retrieval_card(config, training, rankings, limits, summary=summary, scores_note=note, **fields)
     else:
-        summary = summary or (
-            f"A language model of {num_parameters:,} parameters ({config.model_type}), trained on the data below: "
-            "context compressors stand on it."
-        )
-        text = language_model_card(
-            config, training, scores, limits, summary=summary, num_parameters=num_parameters, **fields
-        )
-    return _written(folder, text)
-
-
-def _written(folder: Path, text: str) -> Path:
+        report, num_parameters = _merged(reports), _num_parameters(config)
+        if report is not None and report.num_parameters not in (None, num_parameters):
+            raise ValueError(
+                f"the scores are of a model with {report.num_parameters:,} parameters ({report.model}); "
+                f"the one in {folder} has {num_parameters:,}"
+            )
+        scores = [] if report is None else _scores(report, compresses)
+        fields["scores_note"] = None if report is None else _scores_note(report)
+        if compresses:
+            pictures = {} if report is None else _pictures(report, folder)
+            text = model_card(config, training, scores, limits, summary=summary, pictures=pictures, **fields)
+        else:
+            fields["summary"] = summary or (
+                f"A language model of {num_parameters:,} parameters ({config.model_type}), trained on the data below: "
+                "context compressors stand on it."
+            )
+            text = language_model_card(config, training, scores, limits, num_parameters=num_parameters, **fields)
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def _write_retrieval_card(
-    folder: Path,
-    config: PreTrainedConfig,
-    training: TrainingRecord,
-    results: Sequence[EvaluationReport | str | Path],
-    limits: Sequence[str],
-    summary: str | None,
-    model_id: str | None,
-    license: str,
-) -> Path:
-    """`write_card` for a checkpoint that `AutoModelForTextEncoding` loads."""
-    scores, notes = [], []
-    for file in results:
-        if isinstance(file, EvaluationReport):
-            raise ValueError(
-                f"{folder} is a retrieval checkpoint: its scores are a file of benchmarks/decal/retrieval.py"
-            )
-        found, note = _retrieval_scores(Path(file), folder.resolve().name)
-        if {score.ratio for score in found} & {score.ratio for score in scores}:
-            raise ValueError(
-                f"two of the files have scores of {folder.resolve().name!r} at one ratio: give one of them"
-            )
-        scores += found
-        notes.append(note)
-    text = retrieval_card(
-        config,
-        training,
-        scores,
-        limits,
-        model_id=model_id or public_name(str(folder)),
-        summary=summary,
-        scores_note=" ".join(dict.fromkeys(notes)) or None,
-        license=license,
-    )
-    return _written(folder, text)
 
 
 def _pictures(report: EvaluationReport, folder: Path) -> dict[str, str]:
@@ -336,6 +291,24 @@ def _scores_note(report: EvaluationReport) -> str:
     if outside:
         notes.append(f"Out of domain (no part of the data set was trained on): {', '.join(outside)}.")
     return " ".join(notes)
+
+
+def _rankings(
+    folder: Path, results: Sequence[EvaluationReport | str | Path]
+) -> tuple[list[RetrievalScore], str | None]:
+    """The scores of a checkpoint that ranks documents, in all files, and how they were measured."""
+    scores, notes, name = [], [], folder.resolve().name
+    for file in results:
+        if isinstance(file, EvaluationReport):
+            raise ValueError(
+                f"{folder} is a retrieval checkpoint: its scores are a file of benchmarks/decal/retrieval.py"
+            )
+        found, note = _retrieval_scores(Path(file), name)
+        if {score.ratio for score in found} & {score.ratio for score in scores}:
+            raise ValueError(f"two of the files have scores of {name!r} at one ratio: give one of them")
+        scores += found
+        notes.append(note)
+    return scores, " ".join(dict.fromkeys(notes)) or None
 
 
 def _retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:

@@ -63,6 +63,11 @@ def language_model_config(field: str, value: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
+def lora_or(value: Any, default: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A method's own adapter where the value is "default"."""
+    return default if value == "default" else value
+
+
 def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
