@@ -97,20 +97,21 @@ class DeCALConfig(CompressorConfig):
             if kwargs.get("decoder_start_token_id") is None:
                 kwargs["decoder_start_token_id"] = decoder_config.decoder_start_token_id
             decoder_config = decoder_config.decoder_config
-        if not isinstance(decoder_config, PreTrainedConfig):
+        if decoder_config is None or isinstance(decoder_config, dict):
             decoder_config = {**FROM_SCRATCH, **(decoder_config or {})}
-        elif decoder_config.model_type != "t5":
+        elif getattr(decoder_config, "model_type", None) != "t5":
             raise ValueError(f"`decoder_config` must be a T5Config, got {type(decoder_config).__name__}")
         if compression_ratios is None:
             compression_ratios = 1 if compression == "none" else 2
         is_retrieval = RETRIEVAL_LOADER in (kwargs.get("auto_map") or {})
+        start = kwargs.pop("decoder_start_token_id", None)
         super().__init__(
             decoder_config=decoder_config,
             compression_ratios=compression_ratios,
             is_encoder_decoder=kwargs.pop("is_encoder_decoder", True),
             # T5 v1.1 has an output table of its own; transformers' configuration of it says the opposite.
             tie_word_embeddings=kwargs.pop("tie_word_embeddings", None),
-            decoder_start_token_id=kwargs.pop("decoder_start_token_id", None),
+            decoder_start_token_id=start,
             **kwargs,
         )
         if is_retrieval:
@@ -119,9 +120,9 @@ class DeCALConfig(CompressorConfig):
         self._check_fields()
         if self.tie_word_embeddings is None:
             self.tie_word_embeddings = bool(self.decoder_config.scale_decoder_outputs)
-        if self.decoder_start_token_id is None:
+        if start is None:
             start = getattr(self.decoder_config, "decoder_start_token_id", None)
-            self.decoder_start_token_id = self.pad_token_id if start is None else start
+        self.decoder_start_token_id: int = self.pad_token_id if start is None else start
 
     def _check_fields(self) -> None:
         for field, value in _UNUSED_FIELDS.items():

@@ -44,7 +44,6 @@ class MemoryTokensConfig(CompressorConfig):
         kwargs: fields of [`CompressorConfig`].
     """
 
-    default_task_tokens = TASK_TOKENS
     card_fields = {**CompressorConfig.card_fields, "memory_tokens": "Memory tokens of a chunk"}
     migrations = {1: _from_schema_1}
 
@@ -72,6 +71,11 @@ class MemoryTokensConfig(CompressorConfig):
             raise ValueError("`chunk_size` must be an int: there are chunk_size / ratio memory tokens, got None")
         if task_token_ids is None:
             self.task_token_ids = {token: self.vocab_size + i for i, token in enumerate(self.default_task_tokens)}
+
+    @property
+    def default_task_tokens(self) -> tuple[str, ...]:
+        """The task tokens that there are when none are given."""
+        return TASK_TOKENS
 
     @classmethod
     def for_base(
