@@ -138,8 +138,8 @@ def commands() -> list[list[str]]:
 @pytest.mark.slow
 def test_the_method_passes_the_shared_tests_and_its_own(copied: Path):
     # The page runs them all; these are of every kind.
-    names = ("errors", "generation", "padding", "question_answering", "saving", "training", "window_end")
-    files = [f"tests/modeling/test_{name}.py" for name in names]
+    names = ("errors", "generation", "padding", "positions_and_chunks", "question_answering", "saving", "training")
+    files = [f"tests/modeling/test_{name}.py" for name in (*names, "window_end")]
     options = ("-q", "-n0", "-p", "no:cacheprovider", "-k", "window_end", "-m", "not slow")
     output = run(copied, "-m", "pytest", *options, *files)
     passed = int(re.search(r"(\d+) passed", output)[1])

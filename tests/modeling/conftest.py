@@ -52,7 +52,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, cases in CASES.items():
         if name in metafunc.fixturenames:
             cases = [case for case in cases if all(condition(case) for condition in conditions)]
-            metafunc.parametrize(name, [pytest.param(case, marks=case.marks, id=str(case)) for case in cases])
+            marks = [() if case.is_quick(name) else pytest.mark.slow for case in cases]
+            params = [pytest.param(case, marks=mark, id=str(case)) for case, mark in zip(cases, marks, strict=True)]
+            metafunc.parametrize(name, params)
 
 
 def _random_rows(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
@@ -207,7 +209,7 @@ def start_light():
     return start
 
 
-@pytest.fixture(params=["stories260K", "TinyStories-656K"])
+@pytest.fixture(params=["stories260K", pytest.param("TinyStories-656K", marks=pytest.mark.slow)])
 def pretrained_base(request) -> Path:
     """Folder of a small pretrained Llama."""
     folder = PRETRAINED / request.param

@@ -5,7 +5,6 @@ import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -294,12 +293,15 @@ class Case:
                     parameter += 0.15 * torch.randn_like(parameter)
         return cast_frozen(model, dtype).eval()
 
-    @property
-    def marks(self) -> tuple:
-        """In a developer's inner loop one method goes through most of it, the others as they come."""
-        is_quick = self.method is METHODS[0] and self.variant in QUICK and self.architecture in ("llama", "gemma2")
-        is_quick = is_quick or self == Case(self.method)
-        return () if is_quick else (pytest.mark.slow,)
+    def is_quick(self, fixture: str) -> bool:
+        """Whether it is in a developer's inner loop: one method with most of it, the others as they come.
+
+        These where a test is on methods, and one of each memory form where it is on bases or settings.
+        """
+        if self.method is METHODS[0] and self.variant in QUICK and self.architecture in ("llama", "gemma2"):
+            return True
+        in_the_loop = fixture in ("method_case", "case") or self.method.name in ON_EVERY_BASE
+        return in_the_loop and self == Case(self.method)
 
     @property
     def all_of_its_method(self) -> list["Case"]:
