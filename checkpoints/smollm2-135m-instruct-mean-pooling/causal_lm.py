@@ -69,11 +69,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         """See [`CompressorModel.base_language_model`]."""
         return self.model.base_language_model()
 
-    def merge_adapters(self) -> None:
-        """See [`CompressorModel.merge_adapters`]."""
-        self.model._merge_adapters(lambda: [name for name, _ in self.named_parameters()])
-        self.apply_trainable_set()
-
     def decoder_language_model(self) -> PreTrainedModel:
         """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server.
 

@@ -18,6 +18,7 @@ from .field_checks import (
     ratio_tuple,
     task_token_map,
     text,
+    text_or_none,
     token_id_list,
 )
 from .layer_shape import check_at_least, stack_flops
@@ -152,11 +153,11 @@ class CompressorConfig(PreTrainedConfig):
         self.encoder_config = (
             None if encoder_config is None else language_model_config("encoder_config", encoder_config)
         )
-        self.base_model_name_or_path = base_model_name_or_path
-        self.base_model_revision = base_model_revision
-        self.encoder_name_or_path = encoder_name_or_path
-        self.encoder_revision = encoder_revision
-        self.encoder_tokenizer = encoder_tokenizer
+        self.base_model_name_or_path = text_or_none("base_model_name_or_path", base_model_name_or_path)
+        self.base_model_revision = text_or_none("base_model_revision", base_model_revision)
+        self.encoder_name_or_path = text_or_none("encoder_name_or_path", encoder_name_or_path)
+        self.encoder_revision = text_or_none("encoder_revision", encoder_revision)
+        self.encoder_tokenizer = text_or_none("encoder_tokenizer", encoder_tokenizer)
         self.compression_ratios = ratio_tuple(compression_ratios)
         self.chunk_size = positive_int_or_none("chunk_size", chunk_size)
         self.position_layout = one_of("position_layout", position_layout, POSITION_LAYOUTS)

@@ -60,7 +60,10 @@ def language_model_config(field: str, value: Any) -> PreTrainedConfig:
     if not isinstance(value, dict) or "model_type" not in value:
         raise ValueError(f"`{field}` must be a PreTrainedConfig or a dict with `model_type`, got {value!r}")
     fields = dict(value)
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    try:
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except ValueError as error:
+        raise ValueError(f"`{field}` is no configuration of a model: {error}") from error
 
 
 def lora_or(value: Any, default: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -124,6 +127,10 @@ def text(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"`{field}` must be a text, got {value!r}")
     return value
+
+
+def text_or_none(field: str, value: Any) -> str | None:
+    return None if value is None else text(field, value)
 
 
 def prompt_map(value: Any) -> dict[str, str] | None:

@@ -172,7 +172,10 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
             unknown id.
     """
     device = inputs[0].input_ids.device
-    facts = [tensor for rows in inputs for tensor in _facts(rows)] + [tensor[None] for tensor in also]
+    facts = [tensor[None] for tensor in also]
+    for rows in reversed(inputs):
+        mask = rows.attention_mask
+        facts = [mask.sum(dim=1), rows.unknown().any()[None], (mask < 0).any()[None], *facts]
     values = torch.cat([tensor.to(device=device, dtype=torch.long) for tensor in facts]).tolist()
     for rows in inputs:
         rows.lengths, (has_unknown, is_wrong) = values[: len(rows.input_ids)], values[len(rows.input_ids) :][:2]
@@ -196,12 +199,6 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
             )
         rows.input_ids = rows.input_ids.masked_fill(rows.attention_mask == 0, 0)
     return values
-
-
-def _facts(rows: TokenRows) -> tuple[Tensor, ...]:
-    """Lengths of the rows, whether there are unknown ids, and whether there are wrong values in the mask."""
-    mask = rows.attention_mask
-    return mask.sum(dim=1), rows.unknown().any()[None], (mask < 0).any()[None]
 
 
 def check_ratios(

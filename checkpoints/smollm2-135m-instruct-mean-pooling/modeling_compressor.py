@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +112,38 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
         backbone.start_from_base()
         self.config.dtype = dtype
         self.generation_config = copy.deepcopy(getattr(base, "generation_config", None) or GenerationConfig())
+
+    def merge_adapters(self) -> None:
+        """Add the adapters to the weights they sit on, so that inference needs no `peft`.
+
+        A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
+        warning says so. What else trains goes on training.
+        """
+        backbone, config = self.base_model, self.config
+        if config.encoder_lora is not None or config.decoder_lora is not None:
+            if getattr(config, "quantization_config", None) is not None:
+                raise ValueError(
+                    "adapters cannot be merged into quantized weights: load the checkpoint unquantized first"
+                )
+            # Most weights are the base's no more.
+            remember_base(self, None)
+            if config.has_encoder and backbone.encoder_model is None:
+                logger.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
+                backbone.encoder_model = copy.deepcopy(backbone.language_model)
+                config.encoder_config = copy.deepcopy(config.decoder_config)
+            if backbone.encoder_model is not None:
+                merge_lora(backbone.encoder_model, ENCODER)
+            merge_lora(backbone.language_model, DECODER)
+            config.encoder_lora = config.decoder_lora = None
+            if config.trainable_parameters is not None:
+                names = [f"model.{name}" if self is backbone else name for name, _ in self.named_parameters()]
+                # None left is an empty list: `None` would be the method's own set.
+                config.trainable_parameters = [
+                    pattern
+                    for pattern in config.trainable_parameters
+                    if any(re.search(pattern, name) for name in names)
+                ]
+        self.apply_trainable_set()
 
 
 class _BaseAlone(threading.local):
@@ -243,39 +275,6 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         # Replicas work in threads of their own, and for the thread that makes them.
         replica._base_alone = SimpleNamespace(wanted=self._base_alone.wanted)
         return replica
-
-    def merge_adapters(self) -> None:
-        """Add the adapters to the weights they sit on, so that inference needs no `peft`.
-
-        A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
-        warning says so. What else trains goes on training.
-        """
-        self._merge_adapters(lambda: [f"model.{name}" for name, _ in self.named_parameters()])
-        self.apply_trainable_set()
-
-    def _merge_adapters(self, parameter_names: Callable[[], list[str]]) -> None:
-        """Merge; `parameter_names` tells afterwards what the model with everything has."""
-        config = self.config
-        if config.encoder_lora is None and config.decoder_lora is None:
-            return
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("adapters cannot be merged into quantized weights: load the checkpoint unquantized first")
-        # Most weights are the base's no more.
-        remember_base(self, None)
-        if self.config.has_encoder and self.encoder_model is None:
-            logger.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
-            self.encoder_model = copy.deepcopy(self.language_model)
-            config.encoder_config = copy.deepcopy(config.decoder_config)
-        if self.encoder_model is not None:
-            merge_lora(self.encoder_model, ENCODER)
-        merge_lora(self.language_model, DECODER)
-        config.encoder_lora = config.decoder_lora = None
-        if config.trainable_parameters is not None:
-            names = parameter_names()
-            # None left is an empty list: `None` would be the method's own set.
-            config.trainable_parameters = [
-                pattern for pattern in config.trainable_parameters if any(re.search(pattern, name) for name in names)
-            ]
 
     # --- the decoder ---
 

@@ -152,7 +152,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
                     num_context_tokens=mask.sum(dim=1),
                     ratio=ratio,
                     position_layout=layout,
-                    check_values=False,
+                    check=False,
                 )
             )
         return memories

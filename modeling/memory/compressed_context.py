@@ -46,7 +46,7 @@ class CompressedContext:
         question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
             `None` for memories that serve any question.
         maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
-        check_values: Whether to check values beside types and shapes, which waits for the device.
+        check: Whether to check all fields, which waits for the device; a compressor knows what it has made.
 
     Raises:
         TypeError: A field has the wrong type or dtype.
@@ -64,12 +64,13 @@ class CompressedContext:
     inverse_frequencies: Tensor | None = None
     question_fingerprints: Tensor | None = None
     maker: weakref.ref | None = field(default=None, repr=False)
-    check_values: InitVar[bool] = True
+    check: InitVar[bool] = True
 
-    def __post_init__(self, check_values: bool) -> None:
+    def __post_init__(self, check: bool) -> None:
         if isinstance(self.key_values, Sequence):
             self.key_values = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in self.key_values)
-        check_memory_fields(self, values=check_values)
+        if check:
+            self.validate()
         self.attention_mask = self.attention_mask.long()
         self.position_ids = self.position_ids.long()
         self.num_context_tokens = self.num_context_tokens.long()
@@ -417,7 +418,7 @@ class CompressedContext:
         names += [] if self.question_fingerprints is None else ["question_fingerprints"]
         others = {name: function(getattr(self, name)) for name in names}
         # What is taken from a memory is as right as that is.
-        return replace(self, check_values=False, **fields, **others)
+        return replace(self, check=False, **fields, **others)
 
     def _check_range(self, dtype: torch.dtype) -> None:
         for tensor in self._carrier_tensors():

@@ -19,13 +19,12 @@ def is_memory(value: Any) -> bool:
     return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
 
 
-def check_memory_fields(memory: Any, finite: bool = False, values: bool = True) -> None:
+def check_memory_fields(memory: Any, finite: bool = False) -> None:
     """Check types, shapes and values of a memory's fields.
 
     Args:
         memory: a `CompressedContext`. Its file imports this one, so this one cannot name the class.
         finite: Refuse NaN and infinite values in what carries the memory, too.
-        values: Check values beside types and shapes, which waits for the device.
 
     Raises:
         TypeError: A field has the wrong type or dtype.
@@ -56,7 +55,7 @@ def check_memory_fields(memory: Any, finite: bool = False, values: bool = True) 
     devices = {tensor.device for tensor in memory._carrier_tensors() + integers}
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
-    if values and not memory.attention_mask.is_meta:
+    if not memory.attention_mask.is_meta:
         refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
 
 
