@@ -76,19 +76,20 @@ def test_a_light_checkpoint_is_the_saved_model(adapter_case, inputs, tmp_path, l
 
 
 @torch.no_grad()
-def test_a_light_checkpoint_serves_the_backbone_too(method_case, inputs, tmp_path, local_hub, start_light):
-    model = start_light(method_case, local_hub)
+def test_a_light_checkpoint_serves_the_backbone_too(form_case, inputs, tmp_path, local_hub, start_light):
+    model = start_light(form_case, local_hub)
     model.save_pretrained(tmp_path / "light")
     backbone = AutoModel.from_pretrained(tmp_path / "light")
-    assert type(backbone) is method_case.method.model_class
+    assert type(backbone) is form_case.method.model_class
     assert backbone(**inputs).last_hidden_state.equal(model.model(**inputs).last_hidden_state)
     backbone.save_pretrained(tmp_path / "backbone")
     assert set(stored(tmp_path / "backbone")) == {n.removeprefix("model.") for n in stored(tmp_path / "light")}
     # The base brings the head that the backbone does not have.
-    loaded = method_case.method.causal_lm_class.from_pretrained(tmp_path / "backbone")
+    loaded = form_case.method.causal_lm_class.from_pretrained(tmp_path / "backbone")
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("stored_as", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_type_asked_for_is_the_bases_and_what_trains_is_float32(
@@ -478,6 +479,7 @@ def test_memories_with_a_name_of_an_earlier_version_are_read_if_it_fits(form_cas
         model(inputs["input_ids"], memory=memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("light", [True, False])
 def test_a_checkpoint_has_one_name_in_any_type(form_case, inputs, tmp_path, local_hub, start_light, light):
     model = start_light(form_case, local_hub, dtype=torch.float32)

@@ -138,6 +138,7 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_its_folder_with_the_same_losses(method_case, tmp_path):
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     whole = make_trainer(method_case.build(), tmp_path / "whole", **settings)

@@ -62,6 +62,7 @@ def test_a_readers_adapter_names_the_hub_and_teaches_without_a_network(kept_base
     assert second > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["compression", "teacher", "language_modeling"])
 def test_a_gguf_file_is_trained_like_any_other_base(tiny_gguf_folder, tmp_path, objective):
     fields = {

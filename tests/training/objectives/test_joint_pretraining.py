@@ -234,6 +234,7 @@ def language_model_loss(base, model, input_ids, labels):
     return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context_mode", ["full_context", "no_context"])
 @pytest.mark.parametrize("joint", [False, True])
 def test_bounds_train_exactly_the_task_tokens(

@@ -89,6 +89,7 @@ def test_loss_and_gradients_are_those_of_each_row_at_its_own_ratio(mode, method,
         torch.testing.assert_close(gradient, by_row[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", TRAINERS)
 def test_a_run_logs_mixed_ratios_and_evaluates_each(mode, make_trainer, datasets):
     trainer = make_trainer(mode, max_steps=2)
