@@ -68,6 +68,8 @@ def start_from_base(
     revision, encoder_id = loading.get("revision"), None
     if hub_id is None and not any(source.get(name) for name in _OF_THE_BASE_ALONE):
         base, hub_id, revision = find_base(base)
+    if encoder is None and encoder_revision is not None:
+        raise ValueError(f"`encoder_revision` is {encoder_revision!r}, but no `encoder` is given")
     if encoder is not None:
         encoder_source |= {} if encoder_revision is None else {"revision": encoder_revision}
         if encoder_revision is None:

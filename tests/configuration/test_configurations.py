@@ -9,6 +9,7 @@ from transformers import AutoConfig, Gemma2Config, LlamaConfig
 
 from context_compressors.configuration import methods
 from context_compressors.configuration.configuration_compressor import CompressorConfig
+from context_compressors.configuration.configuration_decal import DeCALConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.methods import METHODS
 from context_compressors.modeling import model_class
@@ -200,3 +201,17 @@ def test_costs_and_limits_refuse_numbers_that_are_none():
             count(-1, 4)
         with pytest.raises(ValueError, match="ratio must be at least 1, got 0"):
             count(1, 0)
+
+
+@pytest.mark.parametrize("name", ["base_model_name_or_path", "encoder_revision", "encoder_tokenizer"])
+def test_names_that_are_no_text_are_refused(name):
+    for wrong in (5, b"x", ["a"]):
+        with pytest.raises(ValueError, match=f"`{name}` must be a text"):
+            MeanPoolingConfig(**{name: wrong})
+
+
+@pytest.mark.parametrize("config_class", [MeanPoolingConfig, DeCALConfig])
+def test_bases_that_are_no_configurations_are_refused(config_class):
+    for wrong in (5, "llama", [2], {"model_type": "none"}):
+        with pytest.raises(ValueError, match="`decoder_config`"):
+            config_class(decoder_config=wrong)
