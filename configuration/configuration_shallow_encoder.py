@@ -90,7 +90,7 @@ class ShallowEncoderConfig(CompressorConfig):
         """See [`CompressorConfig.for_base`]; of a base of fewer than 16 layers a quarter encodes."""
         is_deep = base.num_hidden_layers >= 2 * _ENCODER_LAYERS
         usual = _ENCODER_LAYERS if is_deep else -(-base.num_hidden_layers // 4)
-        return super().for_base(base, ratios, encoder_layers=encoder_depth or usual, **fields)
+        return super().for_base(base, ratios, **{"encoder_layers": encoder_depth or usual, **fields})
 
     def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
         """A learned token for every slot, where they stand in for group merging."""

@@ -191,35 +191,27 @@ def test_counts_refuse_what_is_no_number(wrong):
 
 # Whole windows of ComprExIT, one segment and one chunk: nothing is padded, nothing is read behind a cache.
 SETTINGS = [
-    ("mean_pooling", {}),
+    *((method, {}) for method in methods_on(llama())),
     ("mean_pooling", {"linear_after_pooling": False}),
     ("mean_pooling", {"mlp_after_pooling": True}),
     ("mean_pooling", {"encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
-    ("compression_tokens", {}),
     ("compression_tokens", {"token_attention": "bidirectional", "linear_after_encoder": False}),
-    ("icae", {}),
     ("icae", {"chunk_size": 100}),
     ("icae", {"chunk_size": 100, "memory_tokens": "fixed"}),
-    ("five_hundred_x", {}),
-    ("comprexit", {}),
     ("comprexit", {"literal_equations": True}),
     ("comprexit", {"slot_aggregation": "window_attention"}),
     ("comprexit", {"token_anchors": "last_layer", "uniform_sender_share": 1.0}),
     ("comprexit", {"token_anchors": 1, "slot_aggregation": "mean"}),
-    ("gmsa", {"encoder_layers": 2}),
     ("gmsa", {"encoder_layers": 3, "lsa_layers": 0}),
     ("gmsa", {"encoder_layers": 1, "lsa_layers": 2, "encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
     ("gmsa", {"encoder_layers": 2, "appended_tokens": 64}),
-    ("tcp_autoencoder", {"encoder_layers": 2}),
 ]
 
 
 @pytest.mark.parametrize(("method", "fields"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")
 def test_compression_is_what_torch_counts(method: str, fields: dict):
     fields = {name: llama(**value) if name == "encoder_config" else value for name, value in fields.items()}
-    if "encoder_lora" not in fields:
-        fields["encoder_lora"] = None
-    config = AutoConfig.for_model(f"{method}_compressor", decoder_config=llama(), compression_ratios=[4, 8], **fields)
+    config = config_class(method).for_base(llama(), [4, 8], encoder_lora=None, **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     ids = torch.full((1, 256), 3)
     # Chunks stand in one batch, so that a short last one costs as much as a full one.
