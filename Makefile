@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
+FUZZ_EXAMPLES ?= 10000
 PYTEST := $(VENV_PYTHON) -P -m pytest
 
-.PHONY: demo test test-fast lint format clean
+.PHONY: demo test test-fast fuzz lint format clean
 
 demo: $(VENV)/.installed
 	$(VENV_PYTHON) -P -m context_compressors.cli demo
@@ -15,6 +16,9 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.installed-dev
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) tests/fuzz $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff check .
