@@ -4,7 +4,7 @@
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import boolean, int_between, one_of
+from .field_checks import boolean, int_between, is_number, one_of
 from .layer_shape import linear_flops, perceptron_flops
 from .versions import with_question_prompt
 
@@ -155,12 +155,8 @@ class ComprExITConfig(CompressorConfig):
         return plan + iterations + linear_flops(pairs, 1, width) + linear_flops(slots, width, width)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _positive_number(field: str, value: Any) -> float:
-    if not _is_number(value) or not 0 < value < float("inf"):
+    if not is_number(value) or not 0 < value < float("inf"):
         raise ValueError(f"`{field}` must be a finite number above 0, got {value!r}")
     return value
 
@@ -168,7 +164,7 @@ def _positive_number(field: str, value: Any) -> float:
 def _share(field: str, value: Any, literal_equations: bool) -> float:
     if value is None:
         return 0.0 if literal_equations else 0.05
-    if not _is_number(value) or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise ValueError(f"`{field}` must be a number from 0 to 1 or None, got {value!r}")
     return value
 

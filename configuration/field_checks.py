@@ -31,6 +31,11 @@ def int_between(field: str, value: Any, least: int, most: int | None = None) -> 
     return value
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is an int or a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -82,13 +87,9 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
     lora = {**_LORA_DEFAULTS, **value}
     if not _is_int(lora["rank"]) or lora["rank"] < 1:
         raise ValueError(f"`{field}['rank']` must be an int of at least 1, got {lora['rank']!r}")
-    if isinstance(lora["alpha"], bool) or not isinstance(lora["alpha"], (int, float)) or lora["alpha"] <= 0:
+    if not is_number(lora["alpha"]) or lora["alpha"] <= 0:
         raise ValueError(f"`{field}['alpha']` must be a number above 0, got {lora['alpha']!r}")
-    if (
-        isinstance(lora["dropout"], bool)
-        or not isinstance(lora["dropout"], (int, float))
-        or not 0 <= lora["dropout"] < 1
-    ):
+    if not is_number(lora["dropout"]) or not 0 <= lora["dropout"] < 1:
         raise ValueError(
             f"`{field}['dropout']` must be a number from 0 up to, not including, 1, got {lora['dropout']!r}"
         )
