@@ -4,6 +4,8 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
 FUZZ_EXAMPLES ?= 10000
+# The package as it is installed, for mypy, which finds sub-packages by their folders alone.
+TYPED := build/typed
 PYTEST := $(VENV_PYTHON) -P -m pytest
 
 .PHONY: demo test test-fast fuzz lint format clean
@@ -23,13 +25,16 @@ fuzz: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff check .
 	$(VENV_PYTHON) -P -m ruff format --check .
+	rm -rf $(TYPED)
+	$(VENV_PYTHON) -W ignore -c 'import setuptools; setuptools.setup()' --quiet build_py --build-lib $(TYPED)
+	cd $(TYPED) && $(abspath $(VENV_PYTHON)) -P -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p context_compressors
 
 format: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff check --fix .
 	$(VENV_PYTHON) -P -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # The stamp, not the interpreter, says that the environment is whole: an interrupted creation is started anew.
 $(VENV)/.created:

@@ -185,7 +185,7 @@ class CompressorConfig(PreTrainedConfig):
         self.custom_pipelines = self.default_custom_pipelines()
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As `PreTrainedConfig.from_dict`, for configurations of older schemas, too; see [`bring_up_to_date`]."""
         return super().from_dict(bring_up_to_date(config_dict, cls.migrations), **kwargs)
 
@@ -214,7 +214,7 @@ class CompressorConfig(PreTrainedConfig):
         max_context_tokens: int | None = None,
         encoder_depth: int | None = None,
         **fields: Any,
-    ):
+    ) -> Any:
         """The method's defaults on a base.
 
         Args:

@@ -80,7 +80,7 @@ class MemoryTokensConfig(CompressorConfig):
     @classmethod
     def for_base(
         cls, base: PreTrainedConfig, ratios: Sequence[int], *, max_context_tokens: int | None = None, **fields: Any
-    ):
+    ) -> Any:
         """See [`CompressorConfig.for_base`]; the chunk is as long as the longest context."""
         if max_context_tokens is not None:
             fields["chunk_size"] = max_context_tokens

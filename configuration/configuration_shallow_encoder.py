@@ -86,7 +86,7 @@ class ShallowEncoderConfig(CompressorConfig):
     @classmethod
     def for_base(
         cls, base: PreTrainedConfig, ratios: Sequence[int], *, encoder_depth: int | None = None, **fields: Any
-    ):
+    ) -> Any:
         """See [`CompressorConfig.for_base`]; of a base of fewer than 16 layers a quarter encodes."""
         is_deep = base.num_hidden_layers >= 2 * _ENCODER_LAYERS
         usual = _ENCODER_LAYERS if is_deep else -(-base.num_hidden_layers // 4)

@@ -31,7 +31,7 @@ class TCPAutoencoderConfig(ShallowEncoderConfig):
     @classmethod
     def for_base(
         cls, base: PreTrainedConfig, ratios: Sequence[int], *, max_context_tokens: int | None = None, **fields: Any
-    ):
+    ) -> Any:
         """See [`ShallowEncoderConfig.for_base`]; with as many learned tokens as the longest context takes."""
         if max_context_tokens is not None:
             fields["appended_tokens"] = -(-max_context_tokens // min(ratios))

@@ -351,7 +351,7 @@ def fine_tune(pipe: Pipeline, pages: Sequence[Page], steps: int, output: Path) -
         questions_per_example=_QUESTIONS_AT_ONCE,
         canonical_prompts=True,
         first_answer=True,
-        prompts=default_prompts(config),
+        prompts=default_prompts(config),  # type: ignore[arg-type]  # those of a checkpoint are no file
         prompt_format=config.prompt_format,
         context_prefix=config.context_prefix,
     )

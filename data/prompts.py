@@ -33,7 +33,7 @@ def _prompts_file(path: str | None) -> Path:
     file = packaged.get(path or DEFAULT_PROMPTS, Path(path or ""))
     if not file.is_file():
         raise ValueError(
-            f"there are no prompts {path!r}: give a YAML file or a packaged name{nearest(path, packaged)}"
+            f"there are no prompts {path!r}: give a YAML file or a packaged name{nearest(path or '', packaged)}"
         )
     return file
 

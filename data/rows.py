@@ -70,11 +70,11 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
 
 def _rows_at(table: pyarrow.Table, rows: Sequence[int]) -> pyarrow.Table:
     """`table.take` of ascending rows, batch by batch: at once, it joins the batches and fails past 2 GiB of text."""
-    taken, start, rows = [], 0, np.asarray(rows)
+    taken, start, places = [], 0, np.asarray(rows)
     for batch in table.to_batches():
-        first, last = np.searchsorted(rows, (start, start + batch.num_rows))
+        first, last = np.searchsorted(places, (start, start + batch.num_rows))
         if first < last:
-            taken.append(batch.take(pyarrow.array(rows[first:last] - start)))
+            taken.append(batch.take(pyarrow.array(places[first:last] - start)))
         start += batch.num_rows
     return pyarrow.Table.from_batches(taken, schema=table.schema)
 

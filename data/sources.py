@@ -17,7 +17,7 @@ from ..configuration.nearest_names import check_choice
 from .prompts import TASKS
 
 _COLUMNS = ("id", "context", "question", "answers", "summary", "text")
-_FIELD_TYPES = {
+_FIELD_TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("name", "path", "config", "split", "kind", "licence", "hub_id", "title"), (str, "a text")),
     **dict.fromkeys(("max_samples", "facts_per_record", "contexts_per_document"), (int, "a whole number")),
     "generated": (bool, "true or false"),

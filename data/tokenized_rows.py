@@ -44,7 +44,7 @@ class TokenizedRows:
         return ids
 
 
-class TokenizedTexts(Sequence):
+class TokenizedTexts:
     """Texts as integer arrays, each tokenized when it is first asked for and then kept.
 
     Args:
@@ -87,7 +87,7 @@ class TextColumn:
     def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, is_shared: bool):
         if not is_shared:
             self.texts: TokenizedRows | TokenizedTexts = TokenizedRows(column, tokenizer)
-            self.text_of_row: Sequence[int] | np.ndarray = range(len(column))
+            self.text_of_row: np.ndarray = np.arange(len(column))
             return
         # Chunk by chunk, in a type that has room for more than 2 GiB.
         distinct = column.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()

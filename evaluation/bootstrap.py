@@ -37,7 +37,9 @@ class Statistic:
         return self.of_sums(self.values).tolist()
 
 
-def mean_statistic(values: Sequence[float], weights: Sequence[float] | None = None) -> Statistic:
+def mean_statistic(
+    values: Sequence[float] | np.ndarray, weights: Sequence[float] | np.ndarray | None = None
+) -> Statistic:
     """Statistic of a mean.
 
     Args:
@@ -49,7 +51,7 @@ def mean_statistic(values: Sequence[float], weights: Sequence[float] | None = No
     return Statistic(np.stack([numbers * counts, counts], axis=1), _quotient)
 
 
-def perplexity_statistic(nll: Sequence[float], num_tokens: Sequence[int]) -> Statistic:
+def perplexity_statistic(nll: Sequence[float] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> Statistic:
     """Statistic of a perplexity, in which each token weighs the same.
 
     Args:

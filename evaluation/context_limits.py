@@ -94,7 +94,7 @@ def within_encoder_tokens(
             )
         return cut(kept)
 
-    fitting = []
+    fitting: list[tuple[EvaluationDataset, str, Sequence[Sample]]] = []
     for dataset, task, samples in work:
         fitting.append((dataset, task, [fitted(dataset, task, sample) for sample in samples]))
         more = sum(sample.truncated for sample in fitting[-1][2]) - sum(sample.truncated for sample in samples)

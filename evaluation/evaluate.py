@@ -98,7 +98,7 @@ def evaluate_model(
         _check_prefix(model, builder.prefix_ids, teacher, ratios, settings)
     # All samples are made before anything is scored, so that a data set that does not fit is refused at once.
     lengths = settings.restoration_lengths
-    samples = [
+    samples: list[tuple[EvaluationDataset, str, Sequence[Sample]]] = [
         entry
         for dataset, task in work
         for entry in builder.build_by_length(dataset, task, lengths, settings.max_samples)
@@ -196,7 +196,7 @@ def _take_over(report: EvaluationReport, earlier: EvaluationReport) -> None:
 def _score_all(
     report: EvaluationReport,
     scorer: Scorer,
-    work: Sequence[tuple[EvaluationDataset, str, list[Sample]]],
+    work: Sequence[tuple[EvaluationDataset, str, Sequence[Sample]]],
     settings: EvaluationSettings,
     progress: bool,
     on_result: Callable[[EvaluationReport], Any],

@@ -10,7 +10,7 @@ import itertools
 import re
 import string
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -219,7 +219,8 @@ def teacher_normalized(score: Number, full: Number, none: Number) -> Number:
     """
     worth = np.asarray(full, dtype=np.float64) - none
     with np.errstate(invalid="ignore"):
-        return (score - none) / np.where(worth == 0, np.nan, worth)
+        share: Any = (score - none) / np.where(worth == 0, np.nan, worth)
+    return share
 
 
 def check_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:

@@ -94,7 +94,7 @@ def plot_quality_by_model_size(
     if unknown := [report.model for report in reports if not report.num_parameters]:
         raise ValueError(f"num_parameters must be known for a plot by model size; it is not for {unknown}")
     figure, axes = line_figure(f"{_title(task)} by model size", _label(metric))
-    ordered = sorted(reports, key=lambda report: report.num_parameters)
+    ordered = sorted(reports, key=lambda report: report.num_parameters or 0)
     averages = [report.macro_average(task, metric) for report in ordered]
     ratios = sorted({ratio for report in ordered for ratio in report.ratios(task)})
     lines = [(FULL_CONTEXT, "full context", "black", "--", "")]
@@ -113,7 +113,7 @@ def plot_quality_by_model_size(
             marker = marker or ("_" if len(points) == 1 else "")
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=marker, label=label)
     _value_axis(axes, metric)
-    _size_axis(axes, {report.num_parameters for report in ordered})
+    _size_axis(axes, {report.num_parameters or 0 for report in ordered})
     return save_with_legend(figure, axes, path)
 
 

@@ -2,8 +2,8 @@
 """From data sources to tokenized evaluation samples; every condition sees the same ones."""
 
 import logging
-import math
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -143,8 +143,8 @@ def load_dataset_source(
     hub, _, split = description.partition("@")
     hub_name, _, config = hub.partition(":")
     renamed = (columns or {}).get(name or hub)
-    where = {"name": hub_name, "config": config or None, "split": split or "test"}
-    table = read_rows(DataSource(**where, tasks=_ANY_TEXT, columns=renamed))
+    where = DataSource(name=hub_name, config=config or None, split=split or "test", tasks=_ANY_TEXT, columns=renamed)
+    table = read_rows(where)
     return EvaluationDataset(name or hub, table.to_pylist(), domain, max_samples)
 
 
@@ -338,9 +338,9 @@ class SampleBuilder:
         references = [self.tokenizer.decode(continuation)]
         return Sample(window[:split], prompt_ids, target_ids, references, head_ids=head_ids)
 
-    def _room(self, task: str, sample: Sample) -> float:
+    def _room(self, task: str, sample: Sample) -> int:
         """Tokens that the context may have, beside start token, prompt and the longest thing that may follow."""
-        limit = math.inf if self.max_context_tokens is None else self.max_context_tokens
+        limit = sys.maxsize if self.max_context_tokens is None else self.max_context_tokens
         if self.max_positions is None:
             return limit
         room = self.max_positions - max(1, len(sample.head_ids)) - len(sample.prompt_ids)

@@ -97,13 +97,13 @@ class Tally:
 
     references: list[list[str]]
     predictions: list[str] = field(default_factory=list)
-    targets: GivenTokens | None = None
-    recovered: GivenTokens | None = None
+    targets: Any = None
+    recovered: Any = None
     written_ids: list[list[int]] = field(default_factory=list)
     target_ids: list[list[int]] = field(default_factory=list)
-    slots: np.ndarray | None = None
-    memory_bytes: np.ndarray | None = None
-    decoder_positions: np.ndarray | None = None
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    memory_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    decoder_positions: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def statistics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, Statistic]:
         """The task's metrics."""
@@ -376,7 +376,7 @@ class Scorer:
         input_ids, attention_mask = self._pad(rows, model.device)
         longest = max(map(len, targets))
         # All other logits would only be thrown away, and they are the largest tensor of the pass.
-        inputs = {"logits_to_keep": longest + 1, "use_cache": False}
+        inputs: dict[str, Any] = {"logits_to_keep": longest + 1, "use_cache": False}
         if memory is None:
             # A plain language model counts padding on the left as positions.
             inputs["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
@@ -434,7 +434,7 @@ def _empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers:
 
 def _note_costs(tally: Tally, rows: list[int], prompts: list[list[int]], memory: Any, is_compressed: bool) -> None:
     lengths = np.array([len(prompt) for prompt in prompts])
-    slots = 0 if memory is None else memory.num_slots.cpu().numpy()
+    slots: Any = 0 if memory is None else memory.num_slots.cpu().numpy()
     tally.decoder_positions[rows] = lengths + slots
     if is_compressed:
         tally.slots[rows] = slots

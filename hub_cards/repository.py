@@ -197,8 +197,8 @@ def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, 
     if chosen != stated:
         card.data.license = chosen
         card.save(folder / "README.md")
-    for pattern in _LICENCE_FILES if base is not None else ():
-        for file in sorted(base.glob(pattern)):
+    for pattern in _LICENCE_FILES:
+        for file in [] if base is None else sorted(base.glob(pattern)):
             if not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
 

@@ -194,7 +194,7 @@ def _training_data(source: DataSource | RetrievalSource, given: DataSource | Ret
         # The package makes these texts itself, so they come under its licence.
         title, licence = source.title or "generated documents", source.licence or "Apache-2.0"
     else:
-        title = source.title or source.name or Path(source.path).stem
+        title = source.title or source.name or Path(source.path or "").stem
         licence = source.licence or _NOT_STATED
     return TrainingData(title, licence, source.hub_id or source.name, "; ".join(parts))
 
@@ -241,12 +241,12 @@ def _scores(report: EvaluationReport, compresses: bool) -> list[Score]:
                 }
                 full, none = row.get(FULL_CONTEXT), row.get(NO_CONTEXT)
                 split = "test" if dataset.startswith("generated") else None
-                for ratio in ratios if compresses else [None]:
-                    condition = ratio_condition(ratio) if compresses else FULL_CONTEXT
+                for ratio in list[int | None](ratios) if compresses else [None]:
+                    condition = FULL_CONTEXT if ratio is None else ratio_condition(ratio)
                     if (value := row.get(condition)) is not None:
                         score = Score(task, dataset, label, ratio, value, none, full if compresses else None, split)
-                        beside = {name: row.get(f"{kind}={ratio}") for kind, name in _ALTERNATIVES.items()}
-                        beside = {name: number for name, number in beside.items() if number is not None}
+                        found = {name: row.get(f"{kind}={ratio}") for kind, name in _ALTERNATIVES.items()}
+                        beside = {name: number for name, number in found.items() if number is not None}
                         interval = _interval(report, dataset, task, condition, metric)
                         scores.append(replace(score, interval=interval, alternatives=beside))
     return scores
@@ -297,7 +297,8 @@ def _rankings(
     folder: Path, results: Sequence[EvaluationReport | str | Path]
 ) -> tuple[list[RetrievalScore], str | None]:
     """The scores of a checkpoint that ranks documents, in all files, and how they were measured."""
-    scores, notes, name = [], [], folder.resolve().name
+    scores: list[RetrievalScore] = []
+    notes, name = [], folder.resolve().name
     for file in results:
         if isinstance(file, EvaluationReport):
             raise ValueError(

@@ -134,7 +134,9 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         encoder_config = copy.deepcopy(config.decoder_config)
         encoder_config.is_decoder = encoder_config.use_cache = False
         self.encoder = T5Stack(encoder_config)
-        self.latent_vector = self.latent_norm = self.attention_pooling = None
+        self.latent_vector: Any = None
+        self.latent_norm: Any = None
+        self.attention_pooling: Any = None
         if config.compression == "latents":
             self.latent_vector = nn.Parameter(torch.zeros(encoder_config.d_model))
             self.latent_norm = T5LayerNorm(encoder_config.d_model, eps=encoder_config.layer_norm_epsilon)
@@ -180,9 +182,9 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         parts = [(latents, latent_mask, latent_ids), (embeddings, chunks.attention_mask, chunks.position_ids)]
         # l + x; CCProxy: x + l, so that a causal mask lets latents see the tokens.
         appended = self.config.latent_placement == "appended"
-        sequence = (torch.cat(part, dim=1) for part in zip(*(reversed(parts) if appended else parts), strict=True))
+        sequence = [torch.cat(part, dim=1) for part in zip(*(reversed(parts) if appended else parts), strict=True)]
         is_full = chunks.is_full and isinstance(ratio, int)
-        states = self._encoder_states(*sequence, is_full)
+        states = self._encoder_states(sequence[0], sequence[1], sequence[2], is_full)
         # "The encoder output is exclusively the m output embeddings corresponding to l."
         first = embeddings.shape[1] if appended else 0
         return states[:, first : first + latent_mask.shape[1]]

@@ -16,7 +16,7 @@ def environment() -> dict[str, Any]:
     """Hardware and library versions that a result was measured with; never a host name, a user or a path."""
     import torch
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)

@@ -65,7 +65,7 @@ def _over(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Fields of two recipes; of `method_config` and `checkpoint_config`, fields inside them."""
     merged = {**earlier, **later}
     for name in ("method_config", "checkpoint_config"):
-        both = [recipe.get(name) for recipe in (earlier, later)]
+        both: list[Any] = [recipe.get(name) for recipe in (earlier, later)]
         if all(isinstance(fields, dict) for fields in both):
             merged[name] = {**both[0], **both[1]}
     return merged
@@ -81,7 +81,7 @@ def _with_values_checked(recipe: dict[str, Any]) -> dict[str, Any]:
     """
     own = {entry.name for group in (ModelArguments, DataArguments, TrainingFields) for entry in fields(group)}
     hints = {name: hint for group in _GROUPS for name, hint in get_type_hints(group).items()}
-    checked = {}
+    checked: dict[str, Any] = {}
     for name, value in recipe.items():
         is_union = get_origin(hints[name]) in (Union, UnionType)
         kinds = set(get_args(hints[name])) if is_union else {hints[name]}
@@ -90,13 +90,13 @@ def _with_values_checked(recipe: dict[str, Any]) -> dict[str, Any]:
                 checked[name] = None
             continue
         kinds -= {type(None)}
-        kind = kinds.pop() if len(kinds) == 1 else None
+        kind: Any = kinds.pop() if len(kinds) == 1 else None
         if kind is str and name not in own:
             kind = None
         if kind is int and isinstance(value, float) and value.is_integer():
             # YAML reads 1.0e+4 as a float.
             value = int(value)
-        allowed = {int: int, float: (int, float), bool: bool, str: str}.get(kind, object)
+        allowed: Any = {int: int, float: (int, float), bool: bool, str: str}.get(kind, object)
         is_other = not isinstance(value, allowed) or (isinstance(value, bool) and kind in (int, float))
         if is_other and not (isinstance(value, str) and kind is not str):
             raise ValueError(f"{name} must be {_KINDS[kind]}, got {value!r}")

@@ -13,6 +13,12 @@ from .schedules import check_ratio_schedule, check_task_schedule
 if TYPE_CHECKING:
     from ..data.sources import DataSource
 
+    Fields = dict[str, Any]
+    Entries = list[Any]
+else:
+    # The command line gives them as YAML text, which is read when they are set.
+    Fields, Entries = dict | str, list | str
+
 DESCRIPTION = "Train a base model, a full-context teacher or a compressor from a recipe."
 OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising", "retrieval")
 OPTIMIZERS = ("adamw", "muon", "adafactor")
@@ -75,14 +81,14 @@ class ModelArguments:
     encoder_revision: str | None = field(default=None, metadata={"help": "revision of the encoder on the Hub"})
     checkpoint: str | None = field(default=None, metadata={"help": "compressor checkpoint to go on from"})
     checkpoint_base: str | None = field(default=None, metadata={"help": "where the base of a light checkpoint is"})
-    checkpoint_config: dict | str | None = field(default=None, metadata={"help": "what changes in the checkpoint"})
-    model_config: dict | str | None = field(default=None, metadata={"help": "configuration of a new language model"})
+    checkpoint_config: Fields | None = field(default=None, metadata={"help": "what changes in the checkpoint"})
+    model_config: Fields | None = field(default=None, metadata={"help": "configuration of a new language model"})
     tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id of the tokenizer"})
-    train_tokenizer: dict | str | None = field(default=None, metadata={"help": "settings of a new tokenizer"})
+    train_tokenizer: Fields | None = field(default=None, metadata={"help": "settings of a new tokenizer"})
     method: str | None = field(default=None, metadata={"help": "compression method"})
-    method_config: dict | str | None = field(default=None, metadata={"help": "configuration fields of the method"})
+    method_config: Fields | None = field(default=None, metadata={"help": "configuration fields of the method"})
     teacher: str | None = field(default=None, metadata={"help": "folder of the full-context teacher"})
-    teacher_lora: dict | str | None = field(default=None, metadata={"help": "adapters of the teacher"})
+    teacher_lora: Fields | None = field(default=None, metadata={"help": "adapters of the teacher"})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16"})
     attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2"})
 
@@ -145,8 +151,8 @@ class DataArguments:
             (counted in the log).
     """
 
-    sources: list | str | None = field(default=None, metadata={"help": "data sources"})
-    eval_sources: list | str | None = field(default=None, metadata={"help": "data sources to evaluate the loss on"})
+    sources: Entries | None = field(default=None, metadata={"help": "data sources"})
+    eval_sources: Entries | None = field(default=None, metadata={"help": "data sources to evaluate the loss on"})
     data_dir: str | None = field(default=None, metadata={"help": "folder with the data files"})
     prompts: str | None = field(default=None, metadata={"help": "file of prompt templates, or a packaged name"})
     prompt_format: str = field(default="plain", metadata={"help": ", ".join(PROMPT_FORMATS)})
@@ -162,9 +168,9 @@ class DataArguments:
     overlong_contexts: str = field(default="truncate", metadata={"help": ", ".join(OVERLONG_CONTEXTS)})
     group_batches: int = field(default=1, metadata={"help": "batches sorted by length together"})
     num_eval_examples: int = field(default=200, metadata={"help": "number of evaluation examples"})
-    length_schedule: list | str | None = field(default=None, metadata={"help": "how the length limit grows"})
-    task_schedule: list | str | None = field(default=None, metadata={"help": "which tasks are trained when"})
-    row_mixture: dict | str | None = field(default=None, metadata={"help": "share of each kind of row"})
+    length_schedule: Entries | None = field(default=None, metadata={"help": "how the length limit grows"})
+    task_schedule: Entries | None = field(default=None, metadata={"help": "which tasks are trained when"})
+    row_mixture: Fields | None = field(default=None, metadata={"help": "share of each kind of row"})
     tokens_per_batch: int = field(default=4096, metadata={"help": "tokens in a batch of language modelling"})
     max_questions: int = field(default=8, metadata={"help": "questions about one document in a row"})
     noise_density: float = field(default=0.15, metadata={"help": "share of tokens that denoising takes out"})
@@ -237,7 +243,7 @@ class TrainingFields:
     muon_learning_rate: float = field(default=0.02, metadata={"help": "learning rate of Muon's matrices"})
     muon_momentum: float = field(default=0.95, metadata={"help": "momentum of Muon"})
     ratio_mode: str = field(default="all", metadata={"help": "all ratios at each step, or one: random, per_sample"})
-    ratio_schedule: list | str | None = field(default=None, metadata={"help": "which ratios are trained when"})
+    ratio_schedule: Entries | None = field(default=None, metadata={"help": "which ratios are trained when"})
     distillation_chunk_size: int = field(default=256, metadata={"help": "answer tokens scored at once"})
 
     save_dtype: str | None = field(default=None, metadata={"help": "type that the final weights are stored in"})

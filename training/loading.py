@@ -64,7 +64,7 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: i
 
 
 def new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    fields = dict(model_args.model_config)
+    fields = dict(model_args.model_config or {})
     if "model_type" not in fields:
         raise ValueError("model_config needs a model_type, e.g. llama")
     config = AutoConfig.for_model(
@@ -127,7 +127,7 @@ def pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:
 
 def teacher_language_model(model_args: ModelArguments) -> PreTrainedModel:
     """The teacher of distillation: a language model, or one with the adapter in a folder that PEFT or TRL saved."""
-    folder = model_args.teacher if (Path(model_args.teacher) / "adapter_config.json").is_file() else None
+    folder = model_args.teacher if (Path(model_args.teacher or "") / "adapter_config.json").is_file() else None
     name = model_args.teacher
     if folder is not None:
         from peft import PeftConfig
@@ -215,7 +215,7 @@ def load_compressor(
 
 def _check_gguf_file(model_args: ModelArguments) -> None:
     """Raise `ValueError` when a local `base` does not hold its `base_gguf_file`."""
-    base, file = Path(model_args.base), model_args.base_gguf_file
+    base, file = Path(model_args.base or ""), model_args.base_gguf_file
     if file is not None and base.is_dir() and not (base / file).is_file():
         found = sorted(path.name for path in base.glob("*.gguf"))
         raise ValueError(f"base_gguf_file {file!r} is not in {base}, which has {found or 'no GGUF file'}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.optimization import Adafactor
 
 
@@ -57,8 +57,9 @@ class MuonWithAdamW(torch.optim.AdamW):
         super().__setstate__(state)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
+        # torch types a step with and without a closure apart.
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -126,7 +127,7 @@ def orthogonalise_together(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_groups(
-    model: nn.Module, optimizer: str, learning_rate: float, muon_learning_rate: float, weight_decay: float
+    model: PreTrainedModel, optimizer: str, learning_rate: float, muon_learning_rate: float, weight_decay: float
 ) -> list[dict]:
     """Split the trainable parameters of a model: hidden matrices (Muon, if asked), other matrices, the rest.
 
@@ -139,10 +140,12 @@ def parameter_groups(
         muon_learning_rate: of Muon.
         weight_decay: of every matrix; vectors have none.
     """
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tables: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
     tables += [module for module in model.modules() if isinstance(module, nn.Embedding)]
     not_hidden = {id(p) for table in tables if table is not None for p in table.parameters()}
-    hidden, matrices, vectors = [], [], []
+    hidden: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # A layer's matrix is called so; whatever else has two dimensions is a table of vectors.
@@ -176,7 +179,9 @@ def adafactor(model: nn.Module, learning_rate: float, weight_decay: float = 0.0)
 class OptimizerChoice(Trainer):
     """A `Trainer` that knows `optimizer: muon` and `optimizer: adafactor` in its arguments."""
 
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer | None
+
+    def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
         """Muon for hidden matrices and AdamW for the rest, or T5's Adafactor, when the recipe says so."""
         args, model = self.args, model or self.model
         if self.optimizer is not None or args.optimizer == "adamw":

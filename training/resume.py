@@ -27,7 +27,8 @@ def changed_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreT
     Raises:
         ValueError: a field that the configuration does not have, or a value that it does not allow.
     """
-    own = [inspect.signature(base.__init__).parameters for base in type(config).__mro__[:-1]]
+    kinds: Any = type(config).__mro__[:-1]
+    own = [inspect.signature(base.__init__).parameters for base in kinds]
     known = {name for parameters in own for name in parameters if hasattr(config, name)}
     for name in changes:
         check_choice(f"field of {type(config).__name__}:", name, sorted(known))

@@ -26,7 +26,8 @@ class RunCounts(TrainerCallback, ExportableState):
     def __init__(self) -> None:
         self.counts = dict.fromkeys(COUNTS, 0)
         self.is_whole = True
-        self.earlier_seconds, self._began = 0.0, None
+        self.earlier_seconds = 0.0
+        self._began: float | None = None
 
     @property
     def seconds(self) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -63,7 +64,7 @@ def average_weights(folders: Sequence[Path], target: Path, shares: Sequence[floa
     total = sum(shares)
     for name, tensor in kept.items():
         if tensor.is_floating_point():
-            mean = sum(share / total * model[name].double() for share, model in zip(shares, models, strict=True))
+            mean: Any = sum(share / total * model[name].double() for share, model in zip(shares, models, strict=True))
             kept[name] = mean.to(tensor.dtype)
     save_file(kept, target / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 

@@ -43,7 +43,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
             )
         return super().__call__(*args, **kwargs)
 
-    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Slots]:
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Sequence[Slots]:
         """The method itself: slots of every ratio from one pass over the context.
 
         Args:
@@ -133,6 +133,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
             check_context_length(config.get_encoder_config(), positions, config.chunk_size)
         chunks = cut(ids, mask, context.lengths, config.chunk_size, layout)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
+        encoded: Sequence[Slots]
         if chunks.input_ids.shape[1]:
             encoded = self.encode(chunks, chunk_ratios)
         else:
@@ -144,8 +145,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
             is_key_values = config.carrier == "key_values"
             memories.append(
                 CompressedContext(
-                    embeddings=None if is_key_values else slots,
-                    key_values=slots if is_key_values else None,
+                    embeddings=slots if isinstance(slots, Tensor) else None,
+                    key_values=None if isinstance(slots, Tensor) else slots,
                     inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
                     attention_mask=slot_mask,
                     position_ids=memory_position_ids(slot_mask, chunks, counts, layout, config.carrier),
@@ -245,6 +246,8 @@ class CompressorHead(CompressorPreTrainedModel):
         """See [`CompressorBackbone.model_id`]."""
         return self.model.model_id
 
-    def compress(self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any):
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
+    ) -> Any:
         """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
         return self.model.compress(input_ids, attention_mask, ratio, **kwargs)

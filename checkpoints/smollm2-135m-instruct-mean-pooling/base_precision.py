@@ -62,7 +62,7 @@ def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
         head: the LM head.
         states: `(..., hidden_size)`.
     """
-    weight = getattr(head, "weight", None)
+    weight: Any = getattr(head, "weight", None)
     # A quantized map sees to it by itself.
     is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
     return states if not is_plain or torch.is_autocast_enabled(states.device.type) else states.to(weight.dtype)

@@ -27,7 +27,7 @@ def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> Pr
         backbone: a language model, or a wrapper around one, which is returned as it is.
         is_causal: what the pass is given, or `None`.
     """
-    rotary = getattr(backbone, "rotary_emb", None)
+    rotary: Any = getattr(backbone, "rotary_emb", None)
     follows = _follows_length(rotary)
     if not (follows or is_causal is not None) or torch.compiler.is_compiling():
         return backbone

@@ -104,18 +104,19 @@ def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slot
         if isinstance(slots, Tensor):
             slots = slots.masked_fill(pads[:, :, None], 0)
         else:
-            slots = tuple(tuple(part.masked_fill(pads[:, None, :, None], 0) for part in pair) for pair in slots)
+            pads = pads[:, None, :, None]
+            slots = tuple((keys.masked_fill(pads, 0), values.masked_fill(pads, 0)) for keys, values in slots)
     if chunks_per_row == 1:
         return slots, slot_mask
     batch_size = slot_mask.shape[0] // chunks_per_row
     slot_mask = slot_mask.reshape(batch_size, -1)
     num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
     order = slot_mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
+    slot_mask = slot_mask.gather(1, order)
     if isinstance(slots, Tensor):
-        joined = take_places(slots.reshape(batch_size, -1, slots.shape[-1]), order)
-    else:
-        joined = tuple(tuple(_join_heads(states, batch_size, order) for states in pair) for pair in slots)
-    return joined, slot_mask.gather(1, order)
+        return take_places(slots.reshape(batch_size, -1, slots.shape[-1]), order), slot_mask
+    pairs = ((_join_heads(keys, batch_size, order), _join_heads(values, batch_size, order)) for keys, values in slots)
+    return tuple(pairs), slot_mask
 
 
 def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:

@@ -55,9 +55,10 @@ class CompressedContext:
 
     embeddings: Tensor | None = None
     key_values: KeyValues | None = None
-    attention_mask: Tensor | None = None
-    position_ids: Tensor | None = None
-    num_context_tokens: Tensor | None = None
+    # These are required: they stand behind fields with defaults, and the check names the one that is missing.
+    attention_mask: Tensor = None  # type: ignore[assignment]
+    position_ids: Tensor = None  # type: ignore[assignment]
+    num_context_tokens: Tensor = None  # type: ignore[assignment]
     ratio: int | Tensor = 1
     model_id: str = ""
     position_layout: str = "default"
@@ -123,10 +124,10 @@ class CompressedContext:
     @property
     def carrier_name(self) -> str:
         """What carries the memory and how wide it is, in words."""
-        if self.key_values is None:
+        if self.embeddings is not None:
             return f"embeddings of width {self.embeddings.shape[2]}"
-        keys = self.key_values[0][0]
-        return _key_values_name(len(self.key_values), keys.shape[1], keys.shape[3])
+        pairs = self.key_values or ()
+        return _key_values_name(len(pairs), pairs[0][0].shape[1], pairs[0][0].shape[3])
 
     @property
     def batch_size(self) -> int:
@@ -401,22 +402,23 @@ class CompressedContext:
         )
 
     def _carrier_tensors(self) -> list[Tensor]:
-        if self.key_values is None:
+        if self.embeddings is not None:
             return [self.embeddings]
-        return [tensor for pair in self.key_values for tensor in pair]
+        return [tensor for pair in self.key_values or () for tensor in pair]
 
     def _map_carrier(self, function: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor | KeyValues]:
         """The carrier's field after `function(tensor, dimension of the slots)` on each of its tensors."""
-        if self.key_values is None:
+        if self.embeddings is not None:
             return {"embeddings": function(self.embeddings, 1)}
-        return {"key_values": tuple((function(keys, 2), function(values, 2)) for keys, values in self.key_values)}
+        pairs = self.key_values or ()
+        return {"key_values": tuple((function(keys, 2), function(values, 2)) for keys, values in pairs)}
 
     def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
         names = ["attention_mask", "position_ids", "num_context_tokens"]
         names += ["ratio"] if isinstance(self.ratio, Tensor) else []
         names += [] if self.question_fingerprints is None else ["question_fingerprints"]
-        others = {name: function(getattr(self, name)) for name in names}
+        others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
         # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)
 

@@ -169,9 +169,9 @@ class ContextCompressionQAPipeline(Pipeline):
     def document_ids(self, documents: str | Sequence[str]) -> list[list[int]]:
         """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
-        documents = [documents] if is_one else list(documents)
-        check_texts("context", documents)
-        return [document_ids(self.model.config, self._document_tokenizer, text) for text in documents]
+        texts: list[Any] = [documents] if is_one else list(documents)
+        check_texts("context", texts)
+        return [document_ids(self.model.config, self._document_tokenizer, text) for text in texts]
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
         """A memory from its file, on the model's device; one that is loaded already comes back as it is.
@@ -269,15 +269,18 @@ class ContextCompressionQAPipeline(Pipeline):
                 self.check_serves_memories("so that several are not joined: ask about each of them")
 
             def memory_of(rows: Sequence[Any], text: dict[str, Tensor]) -> CompressedContext:
-                return self._compress(rows, ratio, allow_untrained_ratio, text)
+                # One ratio gives one memory.
+                return self._compress(rows, ratio, allow_untrained_ratio, text)  # type: ignore[return-value]
 
             answers = self._answers(documents, questions, batch_size, memory_of, generate_kwargs)
         else:
             for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
+
+                def rows_of(rows: Sequence[Any], _: Any, memory: CompressedContext = memory) -> CompressedContext:
+                    return memory.rows(rows)
+
                 rows = range(memory.batch_size)
-                answers += self._answers(
-                    rows, questions, batch_size, lambda rows, _, memory=memory: memory.rows(rows), generate_kwargs
-                )
+                answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
         reads_one = join or (inputs["reads_one"] and len(answers) == 1)
         return {"answers": answers, "asks_one": inputs["asks_one"], "reads_one": reads_one}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 _MATRICES, _RUNS, _RUN = 16, 2, 16
 # Up to which relative error a rounding is named so. Measured on SmolLM2-135M and two small Llamas, mean over matrices:
@@ -135,7 +135,8 @@ def settings_fingerprint(config: PreTrainedConfig) -> str:
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
-    usual = _usual_settings(type(config))
+    kind: Any = type(config)
+    usual = _usual_settings(kind)
     found = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -178,7 +179,7 @@ def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
     return torch.stack(runs).view(count, _RUNS, _RUN) if runs else torch.empty(0, _RUNS, _RUN)
 
 
-def sample_text(model: nn.Module) -> str:
+def sample_text(model: PreTrainedModel) -> str:
     """[`sample`] as text: base64 of the values in the model's type, at most 2.8 kB."""
     dtype = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.float32
     return base64.b64encode(sample(model, dtype).to(dtype).view(torch.uint8).numpy().tobytes()).decode()

@@ -286,7 +286,7 @@ def warn_about_positions(
         )
 
 
-def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> CompressedContext:
+def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContext:
     """The memory, one row for each text row, on the model's device and of its dtype.
 
     Args:
@@ -318,18 +318,16 @@ def check_memory(memory: CompressedContext, model: Any, input_ids: Tensor) -> Co
 def _check_carrier(memory: CompressedContext, model: Any) -> None:
     if memory.carrier != model.config.carrier:
         raise ValueError(f"`memory` holds {memory.carrier}, {type(model).__name__} reads {model.config.carrier}")
-    if memory.carrier == "embeddings":
+    if memory.embeddings is not None:
         width = model.config.hidden_size
         if memory.embeddings.shape[-1] != width:
             raise ValueError(
                 f"`memory` has slots of width {memory.embeddings.shape[-1]}, the decoder reads width {width}"
             )
         return
-    keys = memory.key_values[0][0]
-    found, wanted = (
-        (len(memory.key_values), keys.shape[1], keys.shape[3]),
-        key_value_shape(model.config.decoder_config),
-    )
+    pairs = memory.key_values or ()
+    keys = pairs[0][0]
+    found, wanted = (len(pairs), keys.shape[1], keys.shape[3]), key_value_shape(model.config.decoder_config)
     if found != wanted:
         raise ValueError(
             f"`memory` has (layers, key/value heads, head dimension) = {found}, the decoder reads {wanted}"

@@ -38,6 +38,11 @@ class _Passes(threading.local):
 class _AdaptedByPass:
     """A LoRA layer whose active adapters are those of the thread's own pass, and outside of one those of PEFT."""
 
+    passes: _Passes
+    adapted_class: type
+    _active_adapter: str | list[str]
+    _disable_adapters: bool
+
     @property
     def active_adapter(self) -> str | list[str]:
         names = self.passes.names
@@ -52,18 +57,18 @@ class _AdaptedByPass:
 
 
 @functools.cache
-def _adapted_by_pass(layer_class: type) -> type:
+def _adapted_by_pass(layer_class: Any) -> Any:
     members = {"__module__": layer_class.__module__, "adapted_class": layer_class}
     return type(layer_class.__name__, (_AdaptedByPass, layer_class), members)
 
 
-def _new_layer(layer_class: type) -> nn.Module:
+def _new_layer(layer_class: Any) -> Any:
     """An empty layer for pickling and copying, which cannot find a class that was made here by its name."""
     layer_class = _adapted_by_pass(layer_class)
     return layer_class.__new__(layer_class)
 
 
-def lora_layers(model: nn.Module) -> list[nn.Module]:
+def lora_layers(model: nn.Module) -> list[Any]:
     """All LoRA layers below `model` that hold one of this project's adapters."""
     return [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
 
@@ -118,13 +123,14 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
         if f".{name}." in parameter_name and "lora_" in parameter_name:
             parameter.data = parameter.data.float()
             # Without the mark, the backbone's own initialisation would overwrite the zeros of B.
-            parameter._is_hf_initialized = True
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
     layers = lora_layers(model)
     passes = _Passes()
     setattr(model, _PASSES, (passes, layers[0]))
     for layer in layers:
         if not isinstance(layer, _AdaptedByPass):
-            layer.__class__ = _adapted_by_pass(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _adapted_by_pass(kind)
         layer.passes = passes
         # Outside of any pass the backbone is the decoder.
         layer._active_adapter = [DECODER] if DECODER in layer.lora_A else []
@@ -156,9 +162,10 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
     Adapters that somebody else put there (e.g. `peft.get_peft_model` over the compressor) stay active, unless that
     somebody has switched them off. `None`: none of this project's adapters is active.
     """
-    passes, layer = getattr(model, _PASSES, (None, None))
-    if passes is None:
+    found: Any = getattr(model, _PASSES, None)
+    if found is None:
         return nullcontext()
+    passes, layer = found
     foreign: list[str] = []
     if not layer._disable_adapters:
         # PEFT switches all layers together, also those that have no adapter of the name.

@@ -11,6 +11,7 @@ import os
 import re
 import uuid
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metad
         temporary.chmod(mode)
         with open(temporary, "r+b") as file:
             header_bytes = _read_header(file, path)
-            match = _DIGEST_FIELD.search(header_bytes)
+            match = next(_DIGEST_FIELD.finditer(header_bytes))
             digest = _file_digest(file, header_bytes, match)
             file.seek(8 + match.start(1))
             file.write(digest.encode())
@@ -122,7 +123,7 @@ def _check_is_file(path: Path) -> None:
         raise ValueError(f"{path} is a pipe, a device or the like, not a memory file")
 
 
-def _read_header(file, path: Path) -> bytes:
+def _read_header(file: BinaryIO, path: Path) -> bytes:
     """The JSON header: a safetensors file starts with its length in eight bytes, little end first."""
     file_size = os.fstat(file.fileno()).st_size
     file.seek(0)
@@ -150,7 +151,7 @@ def _checked_header(header_bytes: bytes, path: Path) -> dict[str, str]:
     return metadata
 
 
-def _file_digest(file, header_bytes: bytes, match: re.Match) -> str:
+def _file_digest(file: BinaryIO, header_bytes: bytes, match: re.Match) -> str:
     """SHA-256 of the whole file with zeros where the digest stands."""
     file.seek(0)
     digest = hashlib.sha256(file.read(8))

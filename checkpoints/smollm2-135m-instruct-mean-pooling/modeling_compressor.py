@@ -355,8 +355,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full)
         use_cache = self._wants_cache(use_cache)
         return_dict = kwargs.pop("return_dict", None)
-        reads_key_values = memory is not None and memory.carrier == "key_values"
-        if reads_key_values and not cached:
+        if memory is not None and memory.carrier == "key_values" and not cached:
             past_key_values = filled_cache(aligned_right(memory, is_full), past_key_values, use_cache)
         with self._adapter(self.language_model, DECODER):
             outputs = for_one_call(self.language_model)(
@@ -406,10 +405,10 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         memory = check_memory(memory, self, text.input_ids)
         # A run of training stops at its loss, and names the batch.
         flags = [] if self.training else value_flags(memory, finite=True)
-        *found, is_full = check_together(text, also=[*flags, memory.attention_mask.all()])
+        *found, all_real = check_together(text, also=[*flags, memory.attention_mask.all()])
         if flags:
             refuse_values(memory, found)
-        return memory, bool(is_full)
+        return memory, bool(all_real)
 
     def first_inputs(
         self,
@@ -437,7 +436,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         if offset is None:
             offset = self.text_position_offset(memory, input_ids, text_mask)
         warn_about_positions(config.decoder_config, memory, offset, max(text.lengths))
-        if memory.carrier == "key_values":
+        if memory.embeddings is None:
             slot_mask = memory.attention_mask.sort(dim=1).values
             check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
             return {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -58,7 +59,7 @@ class MeanPoolingModel(CompressorModel):
         embeddings = None
         if self.config.encoder_type == "embeddings" or self.config.embedding_residual:
             embeddings = self._embed_text(chunks.input_ids)
-        hidden_states = embeddings
+        hidden_states: Any = embeddings
         if self.config.encoder_type == "language_model":
             inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
             is_causal = self.config.encoder_attention == "causal"
@@ -75,7 +76,7 @@ class MeanPoolingModel(CompressorModel):
             slots = functional.linear(pooled, self.slot_projection.weight.float())
             if self.slot_perceptron is not None:
                 slots = slots + self.slot_perceptron(pooled)
-            if self.config.embedding_residual:
+            if embeddings is not None and self.config.embedding_residual:
                 # A sum of |S_k| vectors over sqrt(|S_k|) is about as large as one of them.
                 sizes = window_sizes(chunks.attention_mask.sum(dim=1), ratio, slots.shape[1])
                 slots = slots + mean_pool(embeddings.float(), *tokens)[0] * sizes.sqrt()[:, :, None]

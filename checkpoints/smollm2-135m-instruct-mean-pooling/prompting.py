@@ -155,7 +155,8 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template, and the prompt format is 'chat': ask an instruct model")
     document, answer = _MARK.format("document"), _MARK.format("answer")
-    contents, filled = [], []
+    contents: list[str] = []
+    filled: list[dict[str, str]] = []
     for message in messages:
         content, mark = message["content"], _MARK.format(len(contents))
         if message["role"] == "user" and not any(document in other["content"] for other in filled):

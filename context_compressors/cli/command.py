@@ -19,17 +19,17 @@ class NearestNameParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
-    def parse_args(
+    def parse_args(  # type: ignore[override]  # argparse types it by the namespace that it is given
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Parse the arguments; exits with code 2 and the nearest right name when one is unknown."""
         # Intermixed: options may stand between or after the files.
-        namespace, unknown = self.parse_known_intermixed_args(args, namespace)
+        parsed, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
             options = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
             name = unknown[0].partition("=")[0]
             self.error(f"unknown option {name!r}{nearest(name, options)}")
-        return namespace
+        return parsed
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -86,7 +86,7 @@ def check_device(name: str) -> None:
 
     allowed = ["auto", "cpu"]
     if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator().type
+        kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]  # there is one
         allowed += [kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
     if name not in allowed:
         raise ValueError(f"device must be one of {', '.join(allowed)} on this machine, got {name!r}")

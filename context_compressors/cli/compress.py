@@ -152,7 +152,7 @@ def compress_all(
                 length = min(lengths[batch[0]], limit or lengths[batch[0]])
                 raise ValueError(f"document {longest.name!r} ({length} tokens): {error}") from error
             for row, index in enumerate(batch):
-                yield index, [memory.rows(row) for memory in memories]
+                yield index, [memory.rows(row) for memory in memories]  # type: ignore[union-attr]  # of a list of ratios
             progress.update(len(batch))
 
 

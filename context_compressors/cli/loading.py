@@ -118,7 +118,7 @@ def _load_adapter(folder: str | os.PathLike[str], base_model: str | None, dtype:
     return model
 
 
-def _base_arguments(base_model: str | None, external_weights: dict[str, Any] | None) -> dict[str, str]:
+def _base_arguments(base_model: str | None, external_weights: dict[str, Any] | None) -> dict[str, Any]:
     """Where `from_pretrained` finds the base of a light checkpoint, which is fetched if need be."""
     from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
 
@@ -132,4 +132,5 @@ def _accelerator() -> str:
     """What a model runs on when no device is named."""
     import torch
 
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type

@@ -77,11 +77,11 @@ def attention_by_head(
     Raises:
         ValueError: a context of several chunks, or no context tokens at all; as `compress` besides.
     """
-    chunks, ratio = one_chunk(backbone, input_ids, attention_mask, ratio, "attention is drawn")
+    chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio, "attention is drawn")
     # Only this implementation gives its weights away.
     alone = twin(backbone)
     alone.encoder_backbone.set_attn_implementation("eager")
-    (rows,) = alone.memory_rows(chunks, [ratio])
+    (rows,) = alone.memory_rows(chunks, [chunk_ratio])
     attentions = alone.encoder_outputs(**rows.inputs, output_attentions=True).attentions
     memory_mask = rows.groups[0][1]
     lengths = chunks.attention_mask.sum(dim=1)

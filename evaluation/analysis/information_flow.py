@@ -49,7 +49,7 @@ def information_flow(
     Raises:
         ValueError: a context of several chunks, or no context tokens at all; as `compress` besides.
     """
-    chunks, ratio = one_chunk(backbone, input_ids, attention_mask, ratio, "the flow of information is shown")
+    chunks, chunk_ratio = one_chunk(backbone, input_ids, attention_mask, ratio, "the flow of information is shown")
 
     def anchors_and_weights(hidden_states: Sequence[Tensor]) -> Tensor:
         if backbone.layer_gate is None:
@@ -61,5 +61,5 @@ def information_flow(
     mask = chunks.attention_mask.bool()
     return InformationFlow(
         layer_weights=None if backbone.layer_gate is None else weights * mask[:, :, None],
-        allocation=backbone.transmission.allocation(anchors, mask, ratio),
+        allocation=backbone.transmission.allocation(anchors, mask, chunk_ratio),
     )

@@ -126,7 +126,7 @@ def plot_layer_weights(
         image = axes.imshow(values, aspect="auto", interpolation="nearest", vmin=0, origin="lower", extent=extent)
         axes.set_title(name, fontsize=10)
         axes.set_ylabel("layer")
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # a MaxNLocator
         _token_axis(axes, (tokens or {}).get(name), values.shape[1])
         figure.colorbar(image, ax=axes)
     return save_figure(figure, path)

@@ -113,7 +113,8 @@ def _checksums(tensor: Tensor) -> dict[torch.dtype, int]:
     if own is None:
         return {}
     narrower = {torch.bfloat16, torch.float16} - {tensor.dtype}
-    return {tensor.dtype: own, **{kind: checksum(tensor.detach().to(kind)) for kind in narrower}}
+    rounded = {kind: checksum(tensor.detach().to(kind)) for kind in narrower}
+    return {tensor.dtype: own, **{kind: found for kind, found in rounded.items() if found is not None}}
 
 
 class BaseRecord:
@@ -254,7 +255,7 @@ def _check_base(
     model: PreTrainedModel,
     place: str | os.PathLike,
     wanted: PreTrainedConfig,
-    entry: dict[str, str | None],
+    entry: dict[str, Any],
     shown: str,
 ) -> None:
     # The vocabulary may have been resized since; the fingerprint is of the base with its own.
@@ -281,7 +282,7 @@ def _check_base(
 
 
 def merge(
-    skeleton: nn.Module,
+    skeleton: PreTrainedModel,
     bases: Mapping[str, Mapping[str, Tensor]],
     stored: Mapping[str, Tensor],
     checkpoint: str | os.PathLike,
@@ -323,7 +324,7 @@ def merge(
     return {**merged, **own}, of_the_base
 
 
-def check_base(language_model: nn.Module) -> None:
+def check_base(language_model: PreTrainedModel) -> None:
     """Refuse a base that a compressor cannot hold whole: what it lacked would silently change its output."""
     name = type(language_model).__name__
     devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
@@ -344,7 +345,7 @@ def check_base(language_model: nn.Module) -> None:
             raise ValueError(f"{name} scales its logits (`{field}`), which compressors do not support")
 
 
-def share_weights(target: nn.Module, source: nn.Module, copied: bool = False) -> None:
+def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = False) -> None:
     """Put the parameters and buffers of `source` into `target`, whose linear maps may be inside LoRA layers.
 
     A target of fewer layers takes the first ones.
@@ -358,7 +359,7 @@ def share_weights(target: nn.Module, source: nn.Module, copied: bool = False) ->
         if path not in modules:
             raise ValueError(f"the base has {path!r}, which the model of `encoder_config` lacks: take the base's own")
         # A LoRA layer keeps the map that it adapts in `base_layer`.
-        destination = getattr(modules[path], "base_layer", modules[path])
+        destination: Any = getattr(modules[path], "base_layer", modules[path])
         for name, parameter in module._parameters.items():
             wanted = destination._parameters.get(name)
             if parameter is not None and (wanted is None or wanted.shape != parameter.shape):

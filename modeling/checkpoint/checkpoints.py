@@ -55,7 +55,7 @@ def load_checkpoint(
     wants_info = keywords.pop("output_loading_info", False)
     places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
     config = None if name is None else _stored_config(model_class, name, keywords)
-    if config is not None and config.external_weights:
+    if name is not None and config is not None and config.external_weights:
         model, info = load_light(model_class, load, name, config, places, keywords)
     else:
         if base_model is not None or encoder_base_model is not None:
@@ -72,7 +72,7 @@ def load_checkpoint(
             "saved from another class or is incomplete"
         )
     model.apply_trainable_set()
-    if model.config.encoder_tokenizer is not None:
+    if name is not None and model.config.encoder_tokenizer is not None:
         model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, keywords)
     if name is not None:
         remember_start(model, name)

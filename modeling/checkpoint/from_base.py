@@ -114,7 +114,7 @@ def start_from_base(
     return model.eval()
 
 
-def _check_fields(config_class: type, fields: dict[str, Any]) -> None:
+def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:
     known = set()
     for base in config_class.__mro__:
         if base.__module__.rpartition(".")[2].startswith("configuration_"):

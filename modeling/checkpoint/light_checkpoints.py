@@ -129,8 +129,8 @@ def link_base(
         bases[ENCODER_BASE] = base_tensors(own_encoder)
     same = []
     for key, tensor in model.state_dict().items():
-        part, inside = base_name(key) or (None, None)
-        source = None if part is None else bases.get(part, bases[DECODER_BASE]).get(inside)
+        place = base_name(key)
+        source = None if place is None else bases.get(place[0], bases[DECODER_BASE]).get(place[1])
         if source is not None and source.shape == tensor.shape and source.to(tensor).equal(tensor):
             same.append((key, tensor))
     if not same:

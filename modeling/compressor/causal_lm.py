@@ -62,7 +62,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
+    def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
 
     def base_language_model(self) -> AbstractContextManager[None]:

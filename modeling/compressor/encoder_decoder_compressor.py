@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import (
@@ -47,7 +48,8 @@ def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
     Returns:
         Slots `(batch_size, num_slots, hidden_size)` and mask `(batch_size, num_slots)`, at least one place wide.
     """
-    slots, mask = memory.embeddings, memory.attention_mask
+    slots: Tensor = memory.embeddings  # type: ignore[assignment]  # `check_memory` has looked at the carrier
+    mask = memory.attention_mask
     if mask.shape[1] == 0:
         slots, mask = (torch.nn.functional.pad(x, (0,) * 2 * (x.dim() - 2) + (0, 1)) for x in (slots, mask))
     mask = mask.clone()
@@ -61,13 +63,13 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
     A method builds these three; encoder and decoder share a table of token embeddings, which is the encoder's.
     """
 
-    decoder: nn.Module
+    decoder: PreTrainedModel
     lm_head: nn.Linear
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
+    def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -130,7 +132,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
     def _text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
         return token_rows(input_ids, attention_mask, vocab_size=self.config.vocab_size, needs_tokens=True)
 
-    def _checked_memory(self, memory: CompressedContext, text: TokenRows) -> CompressedContext:
+    def _checked_memory(self, memory: CompressedContext | None, text: TokenRows) -> CompressedContext:
         """Check text and memory by one wait for the device; the memory, one row for each text."""
         memory = check_memory(memory, self.model, text.input_ids)
         flags = [] if self.training else value_flags(memory, finite=True)
@@ -219,7 +221,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             else:
                 memory = self._compress(context_input_ids, context_attention_mask, ratio, "context_input_ids")
             outputs = self.text_states(input_ids, attention_mask, memory, **decoding)
-            slots = memory.embeddings
+            slots = None if memory is None else memory.embeddings
         else:
             check_memory_ratio(None, None if encoder_outputs is None else ratio, context_attention_mask)
             slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio)
@@ -333,7 +335,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         question: Tensor | None,
         question_mask: Tensor | None,
         memory: CompressedContext | None,
-        context: tuple[Tensor | None, Tensor | None],
+        context: tuple[Any, Any],
         ratio: int | Tensor | None,
         kwargs: dict[str, Any],
     ) -> Any:
@@ -348,7 +350,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             check_memory_ratio(memory, ratio, context[1])
         start, in_encoder = self.config.decoder_start_token_id, self.config.compresses_questions
         has_question = question is not None
-        if not has_question:
+        if question is None:
             num_rows = memory.batch_size if memory is not None else len(context[0])
             question, question_mask = torch.full((num_rows, 1), start, device=self.device), None
         rows = self._text_rows(question, question_mask)

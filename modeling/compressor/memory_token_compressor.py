@@ -66,7 +66,7 @@ class MemoryRows:
     def read_key_values(self, layers: Sequence[tuple[Tensor, Tensor]]) -> list[KeyValues]:
         """The memory tokens' keys and values of each ratio, by layer."""
         spans = [slice(first, first + mask.shape[1]) for first, mask in self.groups]
-        return [tuple(tuple(part[:, :, span] for part in pair) for pair in layers) for span in spans]
+        return [tuple((keys[:, :, span], values[:, :, span]) for keys, values in layers) for span in spans]
 
 
 def memory_rows(
@@ -231,7 +231,7 @@ class MemoryTokenModel(CompressorModel):
         config ([`CompressorConfig`]): the configuration; one token is learned where `num_memory_tokens` is `None`.
     """
 
-    method_parts = ("memory_embeddings",)
+    method_parts: tuple[str, ...] = ("memory_embeddings",)
     # Whether a memory token sees the ones behind it, too.
     has_bidirectional_memory = False
 

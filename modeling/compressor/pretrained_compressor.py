@@ -30,7 +30,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
     A subclass says how it takes its weights from a base (`load_base_weights`), and whether all of the base trains.
     """
 
-    config_class = CompressorConfig
+    config_class: type[CompressorConfig] = CompressorConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -39,10 +39,13 @@ class CompressorPreTrainedModel(PreTrainedModel):
     base_auto_class: Any = AutoModelForCausalLM
     # Whether all of the base trains, in its own type: checkpoints are then always whole.
     trains_base = True
-    # Patterns of the parameters that train unless the configuration says otherwise.
-    method_parameters: Sequence[str] = (r".",)
     # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
     encoder_tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def method_parameters(self) -> Sequence[str]:
+        """Patterns of the parameters that train unless the configuration says otherwise."""
+        return (r".",)
 
     # --- from a base ---
 
@@ -54,7 +57,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         encoder_revision: str | None = None,
         hub_id: str | None = None,
         **fields: Any,
-    ):
+    ) -> Any:
         """Start a compressor from a pretrained language model.
 
         Args:
@@ -132,7 +135,9 @@ class CompressorPreTrainedModel(PreTrainedModel):
         """Floating-point type of the base; what trains beside a frozen base is float32."""
         return self.get_input_embeddings().weight.dtype
 
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any):
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any
+    ) -> None:
         super()._set_gradient_checkpointing(enable, CheckpointWithAdapters(self), **kwargs)
         if self.config.carrier == "key_values":
             keep_caches_under_checkpointing(self, enable)
@@ -168,7 +173,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         base_model: str | os.PathLike | None = None,
         encoder_base_model: str | os.PathLike | None = None,
         **kwargs: Any,
-    ):
+    ) -> Any:
         """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
 
         A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;
@@ -225,8 +230,8 @@ class CompressorPreTrainedModel(PreTrainedModel):
         save_checkpoint(self, save, save_directory, is_main_process, state_dict, save_dtype, include_base, kwargs)
         if push_to_hub:
             repo_id = repository.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
-            saving = {"token": kwargs.get("token"), "save_dtype": save_dtype, "include_base": include_base}
-            self.push_to_hub(repo_id, **saving, **repository)
+            saving: dict[str, Any] = {"save_dtype": save_dtype, "include_base": include_base}
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **saving, **repository)
 
     def push_to_hub(
         self,

@@ -45,10 +45,10 @@ class KeyValueRecorder(DynamicCache):
         self._recorded: dict[int, tuple[Tensor, Tensor]] = {}
         self._is_open = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Note a layer's rotated keys and values, `(batch_size, num_heads, num_places, head_dim)`."""
         # Gradient checkpointing runs this a second time and has to find the same operations.
-        chosen = tuple(take_places(states, self._places, dim=2) for states in (key_states, value_states))
+        chosen = take_places(key_states, self._places, dim=2), take_places(value_states, self._places, dim=2)
         if self._is_open:
             self._recorded[layer_idx] = chosen
         return key_states, value_states
@@ -71,7 +71,7 @@ class ReadOnlyCache(DynamicCache):
         super().__init__()
         self._key_values = key_values
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """The layer's memory with the new keys and values behind it."""
         keys, values = self._key_values[layer_idx]
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
@@ -102,11 +102,11 @@ def keep_caches_under_checkpointing(model: nn.Module, enable: bool) -> None:
 
 def aligned_right(memory: CompressedContext, is_full: bool) -> KeyValues:
     """The memory's keys and values with its padding slots in front; as they are where all slots are real."""
+    pairs = memory.key_values or ()
     if is_full:
-        return memory.key_values
-    mask = memory.attention_mask
-    order = mask.argsort(dim=1, stable=True)
-    return tuple(tuple(take_places(part, order, dim=2) for part in pair) for pair in memory.key_values)
+        return pairs
+    order = memory.attention_mask.argsort(dim=1, stable=True)
+    return tuple((take_places(keys, order, dim=2), take_places(values, order, dim=2)) for keys, values in pairs)
 
 
 def filled_cache(key_values: KeyValues, cache: Cache | None, use_cache: bool) -> Cache:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..parts.position_layout import rotate_keys
 
 # A CompressedContext. Its file imports this one, so this one cannot name the class.
-Memory = TypeVar("Memory")
+Memory = Any
 
 
 def concatenate_memories(memories: Sequence[Memory]) -> Memory:
@@ -47,7 +47,7 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
         position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
     if first.carrier == "embeddings":
         slots = torch.cat([memory.embeddings for memory in memories], dim=1)
-        carrier = {"embeddings": _packed(slots, order[:, :, None], mask[:, :, None], slot_dim=1)}
+        carrier: dict[str, Any] = {"embeddings": _packed(slots, order[:, :, None], mask[:, :, None], slot_dim=1)}
     else:
         carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
     total_tokens = context_counts.sum(dim=0)
@@ -116,8 +116,13 @@ def _packed_key_values(
             keys[1:] = [
                 rotate_keys(later, offset, frequencies) for later, offset in zip(keys[1:], offsets[1:], strict=True)
             ]
-        joined = torch.cat(keys, dim=2), torch.cat([pair[1] for pair in pairs], dim=2)
-        packed.append(tuple(_packed(tensor, order, mask, slot_dim=2) for tensor in joined))
+        values = [pair[1] for pair in pairs]
+        packed.append(
+            (
+                _packed(torch.cat(keys, dim=2), order, mask, slot_dim=2),
+                _packed(torch.cat(values, dim=2), order, mask, slot_dim=2),
+            )
+        )
     return tuple(packed)
 
 

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class _Sinkhorn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, solver: Solver
+        ctx: Any, cost: Tensor, source_mass: Tensor, target_mass: Tensor, settings: Settings, solver: Solver
     ) -> Tensor:
         plan, history = solver.solve(cost, source_mass, target_mass, settings, True)
         ctx.save_for_backward(cost, source_mass, target_mass, history)
@@ -105,7 +105,7 @@ class _Sinkhorn(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_plan: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_plan: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.solver.gradients(grad_plan, *ctx.saved_tensors, ctx.settings)
         return *gradients, None, None
 
@@ -148,7 +148,7 @@ def _gradients(
                 grads[1:], (grad_log_source, grad_log_target), (source_mass[block], target_mass[block]), strict=True
             ):
                 grad[block] = (grad_log / mass).masked_fill_(mass <= 0, 0)
-    return tuple(grads)
+    return grads[0], grads[1], grads[2]
 
 
 _TORCH_SOLVER = Solver(_solve, _gradients)
@@ -285,7 +285,7 @@ def _potential_gradients(
     log_source = problem.source.log()
     rows, columns = torch.empty_like(scores), torch.empty_like(scores)
     grad_log_source, grad_log_target = torch.zeros_like(problem.source), torch.zeros_like(problem.target)
-    grad_scores = None
+    grad_scores: Any = None
     for step in reversed(range(settings.num_iterations)):
         f = log_source - _softmax(scores, history[:, step, None], 2, rows)
         _softmax(scores, f[:, :, None], 1, columns)

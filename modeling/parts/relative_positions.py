@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -56,8 +58,9 @@ def _look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
     from torch.distributed.tensor import Partial
 
     # Every process reads other texts: as everywhere in FSDP, what trains is the mean of their gradients.
-    mean = [Partial("avg")] * table.weight.device_mesh.ndim
-    return functional.embedding(ids, table.weight.full_tensor(grad_placements=mean))
+    weight: Any = table.weight
+    mean = [Partial("avg")] * weight.device_mesh.ndim
+    return functional.embedding(ids, weight.full_tensor(grad_placements=mean))
 
 
 def mask_bias(bias: Tensor, token_mask: Tensor, causal: bool = False) -> Tensor:

@@ -100,8 +100,8 @@ class WindowAttention(WindowAggregation):
     def __init__(self, hidden_size: int, attention_size: int):
         super().__init__()
         self.norm = Float32LayerNorm(hidden_size)
-        self.query = Float32Linear(hidden_size, attention_size)
-        self.key = Float32Linear(hidden_size, attention_size)
+        self.query: nn.Module = Float32Linear(hidden_size, attention_size)
+        self.key: nn.Module = Float32Linear(hidden_size, attention_size)
         self.scale = attention_size**-0.5
 
     def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:

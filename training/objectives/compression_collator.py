@@ -155,7 +155,7 @@ class CompressionCollator:
     def _ratio(self, example: Mapping[str, Any]) -> int:
         # A data set that comes to a row once more has another index for it.
         row = [example.get(name, "") for name in ("id", "index", "target_ids")]
-        return random.Random("/".join(map(str, [self.seed, *row]))).choice(self.ratios)
+        return random.Random("/".join(map(str, [self.seed, *row]))).choice(self.ratios or ())
 
     def _context(self, example: Mapping[str, Any]) -> list[int]:
         return [*self.context_start_ids, *example["context_ids"]]
@@ -172,7 +172,7 @@ class CompressionCollator:
 
     def _start(self, example: Mapping[str, Any], task: str | None) -> list[int]:
         """What stands in front of a text: its start token or head, and in "full_context" the context."""
-        task_id, head = self.task_start_ids.get(task), example.get("head_ids") or []
+        task_id, head = self.task_start_ids.get(task or ""), example.get("head_ids") or []
         in_words = self.context_mode == "full_context"
         if task_id is not None:
             return [*(self._context(example) if in_words else ()), task_id, *head]

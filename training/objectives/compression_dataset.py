@@ -97,7 +97,7 @@ class CompressionDataset(Dataset):
 
     def _deal(self, entries: Sequence[DataSource], num_examples: int | None) -> None:
         """Fix, for every index, its source and how many examples of that source came before it."""
-        sizes = [None if isinstance(source, DataSource) else source.num_rows for source in self.sources]
+        sizes: list[Any] = [None if isinstance(source, DataSource) else source.num_rows for source in self.sources]
         given = [entry.weight is not None for entry in entries]
         if any(given) and not all(given):
             missing = [entry.label for entry, has in zip(entries, given, strict=True) if not has]
@@ -270,13 +270,13 @@ class CompressionDataset(Dataset):
         if task == "summarisation":
             return self._example(task, ids.tolist(), [("", source.value("summary", row))], limit, identifier, rng)
         texts_of = [source.text_of(row)]
-        ids = ids.tolist()
+        context_ids = ids.tolist()
         if source.source.contexts_per_document > 1:
-            texts_of, ids = self._joined_contexts(source, row, limit, rng)
+            texts_of, context_ids = self._joined_contexts(source, row, limit, rng)
         others = [other for text in texts_of for other in source.rows_of_text[text] if other != row]
         rows = [row, *rng.sample(others, min(len(others), self.data.questions_per_example - 1))]
         pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
-        return self._question_example(ids, pairs, limit, identifier, rng)
+        return self._question_example(context_ids, pairs, limit, identifier, rng)
 
     def _joined_contexts(
         self, source: FileSource, row: int, limit: int, rng: random.Random
@@ -286,7 +286,9 @@ class CompressionDataset(Dataset):
         Returns:
             The contexts' indices, and the document's token ids.
         """
-        texts, own = source.texts("question_answering").texts, source.text_of(row)
+        own = source.text_of(row)
+        # Those of questions are kept once each.
+        texts: Any = source.texts("question_answering").texts
         count = rng.randint(1, source.source.contexts_per_document)
         first = max(0, min(own - rng.randrange(count), len(texts) - count))
         between = encode(self.tokenizer, DOCUMENT_END)

@@ -64,7 +64,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         TypeError: the model cannot compress, or `args` is not a `TrainingConfig`.
     """
 
-    _tag_names = ("context-compression",)
+    _tag_names: tuple[str, ...] = ("context-compression",)
     _name = "Multi-ratio compression"
     _paper = _PAPER
     _collator_mode = "compressed"

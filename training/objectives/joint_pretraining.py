@@ -171,7 +171,7 @@ class JointPretrainingTrainer(CompressionTrainer):
                 "batches need two texts, reconstruction and continuation: use mode='joint' in the collator"
             )
 
-    def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | None) -> Tensor:
+    def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
         counts = self._target(batch, num_items_in_batch)
         losses = []
         for name, memory in self._memories(batch):
@@ -180,14 +180,14 @@ class JointPretrainingTrainer(CompressionTrainer):
                 losses.append(weight * self._memory_loss(states, batch[f"{task}_labels"], count, f"{task}_{name}"))
         return torch.stack(losses).sum()
 
-    def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | None) -> Tensor:
+    def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
         """Number of target tokens of each text with a weight, `(num_texts,)`."""
         if num_items_in_batch is None:
             return self._count_targets([inputs]).clamp(min=1)
         return self._for_each_process(num_items_in_batch)
 
     def _count_targets(self, batches: Sequence[dict[str, Any]]) -> Tensor:
-        counts = [sum(count_targets(batch[f"{task}_labels"]) for batch in batches) for task in self.weights]
+        counts: list[Any] = [sum(count_targets(batch[f"{task}_labels"]) for batch in batches) for task in self.weights]
         return torch.stack(counts)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:

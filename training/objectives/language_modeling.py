@@ -287,7 +287,8 @@ class LanguageModelingTrainer(BaseTrainer):
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler:
-        return torch.utils.data.SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        return torch.utils.data.SequentialSampler(rows)
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> LanguageModelingTrainer:

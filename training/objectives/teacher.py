@@ -37,10 +37,10 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
     if model_args.teacher_lora is not None:
         from peft import LoraConfig
 
-        settings = {"rank": 16, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}
+        settings: dict[str, Any] = {"rank": 16, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}
         for name in model_args.teacher_lora:
             check_choice("field of teacher_lora", name, settings)
-        settings |= model_args.teacher_lora
+        settings |= dict(model_args.teacher_lora)
         for name, kind, words in (("rank", int, "a whole number"), ("alpha", (int, float), "a number")):
             value = settings[name]
             if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
