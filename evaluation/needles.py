@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.synthetic_documents import split_of
 from ..modeling.parts.prompting import encode
-from ..reporting.result_files import write_json
+from ..reporting.result_files import write_results
 from ..reporting.tables import markdown_table
 from .alternatives import split_sentences
 from .evaluate import evaluate_model
@@ -294,7 +294,7 @@ class NeedleGrid:
             "environment": self.environment,
             "cells": [asdict(cell) for cell in self.cells],
         }
-        return write_json(content, path)
+        return write_results(content, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NeedleGrid:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..reporting.environment import environment
-from ..reporting.result_files import write_json
+from ..reporting.result_files import write_results
 from ..reporting.tables import markdown_table
 from .metrics import teacher_normalized
 
@@ -318,7 +318,7 @@ class EvaluationReport:
         return list(dict.fromkeys(name for row in self.rows if row.task == task for name in row.metrics))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON values: NaN is `null`, an infinite score the string "inf"."""
+        """The rows as plain JSON values: NaN is `null`, an infinite score the string "inf"."""
         content = {
             "format_version": _FORMAT_VERSION,
             "model": self.model,
@@ -327,16 +327,12 @@ class EvaluationReport:
             "settings": self.settings,
             "environment": self.environment,
             "rows": [asdict(row) for row in self.rows],
-            "averages": {
-                task: {metric: self.averages(task, metric) for metric in self.metric_names(task)}
-                for task in self.tasks()
-            },
         }
         return _plain(content)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as a JSON file, folders included, and return its path."""
-        return write_json(self.to_dict(), path)
+        """Write the report as a JSON file with four significant digits, folders included, and return its path."""
+        return write_results(self.to_dict(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "EvaluationReport":
