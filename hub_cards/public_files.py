@@ -110,7 +110,7 @@ def _check_kind(folder: Path, path: Path) -> None:
 
 
 def _text_of(folder: Path, path: Path) -> str:
-    """What a person could read in a file: all of a text file, names and metadata of a safetensors file."""
+    """What a person could read in a file: all of it but pixels; names and metadata of a safetensors file."""
     with open(folder / path, "rb") as stream:
         if path.suffix == ".safetensors":
             return _text_of_weights(path, stream)
@@ -119,6 +119,7 @@ def _text_of(folder: Path, path: Path) -> str:
         raise ValueError(f"{path} is an archive, as `torch.save` writes it, whatever its name says: delete it")
     if _is_pickle(data):
         raise ValueError(f"{path} is a pickle, whatever its name says: delete it")
+    data = _without_pixels(data)
     text = data.decode("utf-8", errors="ignore")
     if b"\0" in data:
         # Every other byte of UTF-16 is zero in what is searched for.
@@ -130,6 +131,22 @@ def _text_of(folder: Path, path: Path) -> str:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     return text
+
+
+def _without_pixels(data: bytes) -> bytes:
+    """A PNG or JPEG file without its compressed pixels, among whose bytes anything may seem to be written."""
+    if data.startswith(b"\xff\xd8"):
+        head, _, scan = data.partition(b"\xff\xda")
+        return head + scan.rpartition(b"\xff\xd9")[2]
+    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return data
+    kept, place, kind = [], 8, b""
+    while place + 12 <= len(data) and kind != b"IEND":
+        kind, end = data[place + 4 : place + 8], place + 12 + int.from_bytes(data[place : place + 4], "big")
+        if kind != b"IDAT":
+            kept.append(data[place:end])
+        place = end
+    return b"\n".join([*kept, data[place:]])
 
 
 def _text_of_weights(path: Path, stream: Any) -> str:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -276,6 +277,29 @@ def test_a_pickle_is_one_under_any_name(checkpoint, name):
             check_files(checkpoint)
     torch.save({"x": torch.ones(1)}, checkpoint / name)
     with pytest.raises(ValueError, match=rf"^{name} is (an archive|no safetensors file)"):
+        check_files(checkpoint)
+
+
+def test_pictures_are_searched_but_for_their_pixels(checkpoint):
+    """Compressed pixels may hold any bytes; what is written beside them is read."""
+    path = b" ~/_Q \0 /home/me/x"
+
+    def chunk(kind, content):
+        body = kind + content
+        return len(content).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+
+    end = chunk(b"IEND", b"")
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IDAT", path)
+    jpg = b"\xff\xd8\xff\xe0\0\2\xff\xda" + path + b"\xff\xd9"
+    for name, data in (("scores.png", png + end), ("scores.jpg", jpg)):
+        (checkpoint / name).write_bytes(data)
+        check_files(checkpoint)
+        (checkpoint / name).write_bytes(data + path)
+        with pytest.raises(ValueError, match=rf"^{name} names a place on one machine"):
+            check_files(checkpoint)
+        (checkpoint / name).unlink()
+    (checkpoint / "scores.png").write_bytes(png + chunk(b"tEXt", b"Source\0/home/me/x") + end)
+    with pytest.raises(ValueError, match=r"^scores\.png names a place on one machine, /home/me"):
         check_files(checkpoint)
 
 

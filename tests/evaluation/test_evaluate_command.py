@@ -146,7 +146,8 @@ def test_command_reads_the_full_text_with_an_adapter_of_peft(folders, qa_file, t
     for output in outputs:
         report = EvaluationReport.load(output)
         assert (report.bounds, report.settings["teacher"]) == ("teacher", "reader")
-        assert report.score("qa_rows", QA, "full_context", "answer_perplexity") == pytest.approx(expected, rel=1e-4)
+        # A file has four digits.
+        assert report.score("qa_rows", QA, "full_context", "answer_perplexity") == pytest.approx(expected, rel=5e-4)
 
 
 def test_columns_of_a_data_set_are_named_behind_its_own_name():

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, LlamaConfig
 from transformers.optimization import get_scheduler
 
 import context_compressors.training
+from context_compressors import cli
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
-from context_compressors.evaluation import evaluate_command
 from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import parse_recipe
@@ -166,7 +166,7 @@ def scored(folder, output, *options):
     """Rows of `evaluate` on questions about a generated document."""
     argv = [str(folder), "--tasks", "question_answering", "--prompts", "memory_tokens", "--data", "generated"]
     argv += ["--documents", "1", "--max-samples", "2", "--max-new-tokens", "2", "--device", "cpu"]
-    assert evaluate_command.main([*argv, *options, "--output", str(output)]) == 0
+    assert cli.main(["evaluate", *argv, *options, "--output", str(output)]) == 0
     return {row["condition"]: row for row in json.loads(output.read_text())["rows"]}
 
 
