@@ -100,6 +100,7 @@ def test_the_small_compressor_has_its_four_ratios(small_checkpoints: Path):
     assert [int(memory.num_slots) for memory in memories] == [-(-length // ratio) for ratio in (2, 4, 8, 16)]
 
 
+@pytest.mark.slow
 def test_the_small_compressor_repeats_a_document_from_its_slots_better_the_more_there_are(small_checkpoints: Path):
     compressor = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling").eval()
     tokenizer = AutoTokenizer.from_pretrained(small_checkpoints / "mean_pooling")

@@ -122,6 +122,7 @@ def test_a_folder_loads_and_two_runs_give_the_same_bytes(checkpoint, tmp_path):
     assert found.equal(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["light", "full"])
 @pytest.mark.parametrize("form", ["checkpoint", "light"])
 def test_weights_are_converted_and_two_runs_give_the_same_bytes(request, base, tmp_path, form, weights):
@@ -159,6 +160,7 @@ def test_the_bases_licence_is_taken_where_the_card_has_none(checkpoint, base, tm
     assert huggingface_hub.ModelCard.load(built / "README.md").data.license == "mit"
 
 
+@pytest.mark.slow
 def test_another_licence_than_the_bases_is_refused_until_it_is_named(checkpoint, base, tmp_path):
     card = (checkpoint / "README.md").read_text().replace("---\n", "---\nlicense: apache-2.0\n", 1)
     (checkpoint / "README.md").write_text(card)
@@ -168,6 +170,7 @@ def test_another_licence_than_the_bases_is_refused_until_it_is_named(checkpoint,
     assert huggingface_hub.ModelCard.load(built / "README.md").data.license == "mit"
 
 
+@pytest.mark.slow
 def test_no_licence_at_all_is_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="names a licence: pass --license"):
         build_repository(checkpoint, tmp_path / "built")
@@ -197,6 +200,7 @@ def test_files_that_do_not_belong_are_named(checkpoint, tmp_path, name, kind):
     assert not (tmp_path / "built").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -269,6 +273,7 @@ def test_an_optimizers_state_among_weights_is_found(checkpoint, name):
         check_files(checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["notes.txt", "vocab.json", "logo.png", "spiece.model", "extra.safetensors"])
 def test_a_pickle_is_one_under_any_name(checkpoint, name):
     for protocol in range(6):
@@ -324,6 +329,7 @@ def test_a_pipe_is_not_waited_for(checkpoint):
         check_files(checkpoint)
 
 
+@pytest.mark.slow
 def test_states_of_a_training_run_are_left_out_and_named(checkpoint, tmp_path, caplog, monkeypatch):
     expected = contents(build_repository(checkpoint, tmp_path / "before", license="mit"))
     for name in (
@@ -346,6 +352,7 @@ def test_states_of_a_training_run_are_left_out_and_named(checkpoint, tmp_path, c
     ) in caplog.text
 
 
+@pytest.mark.slow
 def test_code_that_the_package_does_not_write_is_named(checkpoint, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     build_repository(checkpoint, tmp_path / "own", license="mit")
@@ -391,6 +398,7 @@ def test_one_commit_and_its_tag_private_by_default(checkpoint, hub, capsys, tmp_
     assert "commit/1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_interrupted_upload_goes_through_when_it_is_run_again(checkpoint, hub):
     hub.fails = True
     assert upload(checkpoint, "me/x", "--license", "mit") == 1
@@ -400,6 +408,7 @@ def test_an_interrupted_upload_goes_through_when_it_is_run_again(checkpoint, hub
     assert names(hub)[-2:] == ["upload_folder", "create_tag"]
 
 
+@pytest.mark.slow
 def test_public_repositories_and_known_tags_are_refused(checkpoint, hub, capsys):
     hub.is_private, hub.tags = False, ["v1"]
     assert upload(checkpoint, "me/x", "--license", "mit") == 1

@@ -76,6 +76,7 @@ def test_a_question_has_one_answer(kind):
         assert max(Counter(question.question for question in document.questions).values()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_hop_answers_share_a_sentence_with_their_subject_and_two_hop_answers_do_not(kind):
     seen = Counter()

@@ -77,6 +77,7 @@ def test_answers_equal_the_naive_twin(model, tokenizer):
         assert {name: report.score("tiny", QA, condition, name) for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_repetition_penalty_sees_what_was_written_and_not_the_prompt(model, token_model, tokenizer):
     for one, template, start in ((model, "\nQuestion: {}\nAnswer:", None), (token_model, TOKEN_TEMPLATE, "[LM]")):
         start = one.config.task_token_ids.get(start)
@@ -138,6 +139,7 @@ def test_zero_shot_is_the_base_with_the_adapters_off(model, tokenizer, folders):
     assert abs(own / report.score("tiny", RECONSTRUCTION, "zero_shot_no_context", "perplexity") - 1) > 1e-3
 
 
+@pytest.mark.slow
 def test_reconstruction_bleu_is_there_when_asked_for(model, tokenizer):
     assert run(model, tokenizer, tasks=(RECONSTRUCTION,)).metric_names(RECONSTRUCTION) == [
         "token_accuracy",
@@ -179,6 +181,7 @@ def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condi
         assert sample.answers[condition] == answer
 
 
+@pytest.mark.slow
 def test_restoration_scores_are_the_same_in_batches_of_any_size(model, tokenizer, monkeypatch):
     # It writes until it is stopped.
     monkeypatch.setattr(model.generation_config, "suppress_tokens", [tokenizer.eos_token_id])
@@ -215,6 +218,7 @@ def test_a_task_token_starts_the_text_behind_slots_and_needs_no_words(token_mode
         assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [QA, RECONSTRUCTION])
 def test_texts_written_from_task_tokens_equal_the_naive_twin(token_model, tokenizer, task):
     rows = ROWS[:2]
@@ -390,6 +394,7 @@ def test_settings_refuse_impossible_values(options, message):
         EvaluationSettings(**options)
 
 
+@pytest.mark.slow
 def test_a_context_is_compressed_once_whatever_the_number_of_its_questions(model, tokenizer, monkeypatch):
     rows = [{**row, "question": f"{row['question']} {number}"} for number in range(5) for row in ROWS]
     seen, compress = [], model.compress

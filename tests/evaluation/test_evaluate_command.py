@@ -26,6 +26,7 @@ def test_names_of_models_are_ids_or_the_last_part_of_a_folder(tmp_path):
     assert model_label("organisation/some-model") == "organisation/some-model"
 
 
+@pytest.mark.slow
 def test_command_writes_report_table_and_plots(folders, qa_file, tmp_path, capsys):
     output, plots = tmp_path / "out" / "results.json", tmp_path / "plots"
     argv = [str(folders / "tiny-compressor"), "--data", "generated", "--out-of-domain", "qa_rows.parquet"]

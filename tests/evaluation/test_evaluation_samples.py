@@ -87,6 +87,7 @@ def test_only_a_text_that_ends_is_continued_to_its_end(tokenizer):
     assert ends == {True, False}
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_from_all_rows_and_stay_the_same_whatever_else_is_evaluated(model, tokenizer):
     rows = [{**ROWS[row % 3], "id": f"q{row}", "question": f"{row}?"} for row in range(60)]
     drawn = [

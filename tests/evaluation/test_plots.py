@@ -104,6 +104,7 @@ def test_quality_by_model_size_draws_a_line_per_ratio_in_order_of_size(tmp_path,
     assert [label.get_text() for label in axes.get_xticklabels()] == ["500M", "3B"]
 
 
+@pytest.mark.slow
 def test_models_of_nearly_one_size_do_not_print_over_each_other(tmp_path, figures):
     reports = [report_of(name, size) for name, size in (("a", 1_000_000), ("b", 1_050_000), ("c", 900_000_000))]
     plot_quality_by_model_size(reports, QA, "f1", tmp_path / "plot.png")

@@ -118,6 +118,7 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
     assert sum(key[3:] in (("2",), ("4",)) for key in rows) == 2 * (2 + 2 + 2)
 
 
+@pytest.mark.slow
 def test_a_compressors_card_shows_quality_by_ratio(root: Path):
     text = write_card(root / "compressor", [root / "compressor.json"], LIMITS).read_text()
     shown = dict(re.findall(r"^!\[(.+)\]\((\w+\.png)\)$", text.partition("## Training")[0], re.MULTILINE))

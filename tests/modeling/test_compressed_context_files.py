@@ -136,6 +136,7 @@ def test_every_truncation_is_detected(tmp_path, carrier):
         assert str(path) in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
 def test_an_altered_byte_anywhere_is_detected(tmp_path, carrier):
     path = tmp_path / "memory.safetensors"

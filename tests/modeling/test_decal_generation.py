@@ -282,6 +282,7 @@ def test_questions_in_the_encoder_are_checked(question):
 # --- saving ---
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_one_folder_serves_both_auto_classes(model, question, random_rows, tmp_path):
     ids = torch.stack(random_rows([13, 13]))

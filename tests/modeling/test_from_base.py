@@ -89,6 +89,7 @@ def test_a_pretrained_base_compresses_saves_and_loads(method_case, pretrained_ba
     assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == base.config.tie_word_embeddings
 
 
+@pytest.mark.slow
 @pytest.mark.only(lambda case: "own_encoder" in case.method.hard)
 @torch.no_grad()
 def test_an_encoder_of_its_own_starts_as_a_copy(method_case, pretrained_base, tmp_path, slots):

@@ -95,6 +95,7 @@ def test_a_file_on_the_hub_is_named_by_a_light_checkpoint(tiny_gguf_folder, tmp_
     assert loaded(ids, context_input_ids=ids).logits.equal(model(ids, context_input_ids=ids).logits)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_file_made_of_a_hub_model_gives_a_light_checkpoint_of_that(tiny_gguf_folder, tmp_path, local_hub):
     model = MeanPoolingForCausalLM.from_base(

@@ -33,6 +33,7 @@ def train(model, inputs, steps=3, rate=0.5):
     return model.eval()
 
 
+@pytest.mark.slow
 def test_the_new_adapter_alone_trains_and_reloads(adapter_case, inputs, tmp_path):
     model = adapter_case.build()
     expected = model(**inputs).logits.detach()

@@ -336,6 +336,7 @@ def test_a_light_checkpoint_whose_base_is_nowhere_says_all_ways(cache, fetches, 
         assert way in str(error.value)
 
 
+@pytest.mark.slow
 def test_commands_fetch_the_known_base_of_a_light_checkpoint(cache, fetches, tmp_path):
     AutoTokenizer.from_pretrained(pretrained_base(NAME)).save_pretrained(tmp_path / "light")
     light(tmp_path / "light")
@@ -372,6 +373,7 @@ torch.save(model(ids, context_input_ids=ids).logits, sys.argv[2])
 """
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_light_checkpoint_finds_its_base_without_this_package_and_without_a_network(
     cache, fetches, tmp_path, clean_python

@@ -119,6 +119,7 @@ def test_the_trainers_usual_settings_work(form_case, tmp_path, settings):
     check_training(form_case, tmp_path, **settings)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_in_the_trainer_gives_the_same_losses(form_case, tmp_path):
     curves = []
     for enabled in (False, True):
@@ -157,6 +158,7 @@ def test_a_run_resumes_from_its_folder_with_the_same_losses(method_case, tmp_pat
         torch.testing.assert_close(parameter, expected[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 def test_a_light_run_resumes_from_its_folder_with_the_same_losses(form_case, tmp_path, local_hub, start_light):
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     whole = make_trainer(start_light(form_case, local_hub), tmp_path / "whole", **settings)
@@ -191,6 +193,7 @@ def test_a_stock_trainer_whose_rows_bring_no_context_warns(form_case, tmp_path, 
     assert warned == []
 
 
+@pytest.mark.slow
 def test_a_trainers_checkpoint_is_a_whole_model(method_case, tmp_path):
     model = method_case.build()
     trainer = make_trainer(model, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)

@@ -32,6 +32,7 @@ def texts(folder):
     return {path.name: path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".yaml", ".md")}
 
 
+@pytest.mark.slow
 def test_a_kept_base_is_trained_on_and_named_by_its_hub_id(kept_base, tmp_path):
     main([write_recipe(tmp_path, base=NAME, method_config={"compression_ratios": [2]})])
     written = texts(tmp_path / "out")
@@ -44,6 +45,7 @@ def test_a_kept_base_is_trained_on_and_named_by_its_hub_id(kept_base, tmp_path):
     MeanPoolingForCausalLM.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_readers_adapter_names_the_hub_and_teaches_without_a_network(kept_base, tmp_path):
     lora = {"rank": 2, "alpha": 4}
     recipe = write_recipe(tmp_path, objective="teacher", base=NAME, teacher_lora=lora)

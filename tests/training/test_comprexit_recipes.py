@@ -139,6 +139,7 @@ def small(tmp_path, base_folder):
     }
 
 
+@pytest.mark.slow
 def test_next_tokens_then_questions(small, tmp_path):
     first, second = tmp_path / "pretrained", tmp_path / "tuned"
     method = "comprexit/comprexit.yaml"
@@ -170,6 +171,7 @@ def scored(folder, output, *options):
     return {row["condition"]: row for row in json.loads(output.read_text())["rows"]}
 
 
+@pytest.mark.slow
 def test_questions_are_asked_after_next_tokens_alone(small, tmp_path):
     """Tables 2 and 6: of the pretraining's checkpoint, which has seen none."""
     folder = tmp_path / "pretrained"
@@ -184,6 +186,7 @@ def test_questions_are_asked_after_next_tokens_alone(small, tmp_path):
         assert rows[name]["metrics"] == rows[f"zero_shot_{name}"]["metrics"]
 
 
+@pytest.mark.slow
 def test_prompt_tuning_is_scored_with_its_tokens_in_front_of_the_context(small, tmp_path, monkeypatch):
     folder = tmp_path / "bound"
     files = ["comprexit/prompt_tuning.yaml", small["bound"], "--max_context_tokens", "120"]
@@ -253,6 +256,7 @@ def test_embedded_recipes_train(ablation, phase, base_folder, tmp_path):
     assert trainer.state.log_history[-1]["train_loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["comprexit", "icae", "five_hundred_x", "compression_tokens", "mean_pooling"])
 def test_restoring_first_is_read_after_the_recipe_of_a_method(method, base_folder, tmp_path):
     overlay = tmp_path / "overlay.yaml"

@@ -160,6 +160,7 @@ def changed(before, after):
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", CLASSES)
 def test_autoencoding_then_knowledge_extraction(method, small, base_folder, tmp_path):
     folders = {stage: tmp_path / stage for stage in ("start", "autoencoding", "keft")}
@@ -195,6 +196,7 @@ def test_a_changed_configuration_goes_with_a_checkpoint(small, base_folder, tmp_
         build_trainer(*parse_recipe([*files, *change, "--base", str(base_folder)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", CLASSES)
 def test_embedded_recipes_train(method, base_folder, tmp_path):
     overlay = tmp_path / "overlay.yaml"
@@ -232,6 +234,7 @@ def test_embedded_recipes_have_the_texts_and_budget_of_icae(method, tmp_path):
         assert getattr(one, name) == getattr(other, name)
 
 
+@pytest.mark.slow
 def test_two_models_with_two_tokenizers_train(small, base_folder, tmp_path):
     """The encoder of another family reads the context in its own tokens, the decoder restores it in its own."""
     sources = [DataSource(generated=True, tasks=("reconstruction",))]

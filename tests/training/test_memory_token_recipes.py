@@ -194,6 +194,7 @@ def small(tmp_path, base_folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "model_class"),
     [
@@ -255,6 +256,7 @@ def _bound_arguments(bound):
     return [] if bound is None else ["--method_config", config]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "joint"), [("compression_tokens", False), *itertools.product(CLASSES, (False, True))]
 )

@@ -67,6 +67,7 @@ def test_the_recorded_recipe_is_the_one_that_was_run(path, tmp_path):
     assert without_place(parse_recipe([str(again)])) == without_place(arguments)
 
 
+@pytest.mark.slow
 def test_a_recorded_recipe_trains_again_to_the_same_losses(tmp_path, base_folder):
     recipe = write_recipe(tmp_path, base=str(base_folder), method_config={"compression_ratios": [2]}, seed=5)
     main([recipe, "--output_dir", str(tmp_path / "first"), "--gradient_accumulation_steps", "2"])
@@ -77,6 +78,7 @@ def test_a_recorded_recipe_trains_again_to_the_same_losses(tmp_path, base_folder
     assert recorded(tmp_path / "first")["gradient_accumulation_steps"] == 2
 
 
+@pytest.mark.slow
 def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder):
     rows = tmp_path / "secret" / "texts.jsonl"
     rows.parent.mkdir()
@@ -110,6 +112,7 @@ def test_words_are_no_folders():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logging_steps", [1, 2, 100])
 def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folder, logging_steps):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 5, "include_num_input_tokens_seen": True}
@@ -131,6 +134,7 @@ def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folde
     assert found["hours"] * 3600 > at_two["earlier_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_counts_goes_on_without_them(tmp_path, base_folder):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
@@ -144,6 +148,7 @@ def test_a_checkpoint_without_counts_goes_on_without_them(tmp_path, base_folder)
     assert (summary_of(out)["steps"], summary_of(out)["context_tokens"], summary_of(out)["hours"]) == (4, None, None)
 
 
+@pytest.mark.slow
 def test_counts_come_back_with_the_callbacks_of_a_checkpoint(tmp_path, base_folder):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
@@ -177,6 +182,7 @@ def test_a_run_with_an_incomplete_checkpoint_alone_says_that_it_starts_anew(tmp_
     assert "checkpoint-4 incomplete: training goes on from checkpoint-2" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["optimizer", "scheduler"])
 def test_a_checkpoint_without_optimizer_or_scheduler_is_refused(tmp_path, base_folder, missing):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -190,6 +196,7 @@ def test_a_checkpoint_without_optimizer_or_scheduler_is_refused(tmp_path, base_f
         main([recipe, "--resume_from_checkpoint", str(folder)])
 
 
+@pytest.mark.slow
 def test_a_training_runs_own_folder_can_be_uploaded(tmp_path, base_folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     fields = {"method_config": {"compression_ratios": [2]}, "save_strategy": "steps", "save_steps": 1}

@@ -332,6 +332,7 @@ def test_a_base_model_is_trained_with_its_tokenizer(tmp_path):
     assert str(tmp_path) not in (tmp_path / "out" / "recipe.yaml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}])
 def test_teacher_then_distillation_then_going_on(tmp_path, base_folder, lora):
     teacher, student, further = (tmp_path / name for name in ("teacher", "student", "further"))
@@ -350,6 +351,7 @@ def test_teacher_then_distillation_then_going_on(tmp_path, base_folder, lora):
     assert (further / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_eval_sources_are_evaluated(tmp_path, base_folder):
     recipe = write_recipe(
         tmp_path,
@@ -374,6 +376,7 @@ def test_method_config_belongs_to_a_new_compressor(tmp_path, base_folder):
         load_compressor(parse_recipe([recipe])[0])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_its_own_method(tmp_path, base_folder):
     fields = {"objective": "compression", "max_steps": 1}
     new = {"base": str(base_folder), "method": "compression_tokens", "method_config": {"compression_ratios": [2]}}

@@ -316,6 +316,7 @@ def folders(icae, comprexit, tokenizer, tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_command_compares_models_over_several_documents(folders, tokenizer, icae, tmp_path, capsys):
     documents, output = tmp_path / "rows.jsonl", tmp_path / "out"
     texts = [TEXT, "A ferry leaves at noon, and another one at six in the evening, or so."]

@@ -91,6 +91,7 @@ def test_a_context_is_encoded_once_for_all_ratios(make_trainer, dataset, tokeniz
     assert len(passes) == 1 + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compressor, tmp_path, padding_side):
     before = {name: p.detach().clone() for name, p in compressor.named_parameters()}

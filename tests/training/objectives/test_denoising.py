@@ -205,6 +205,7 @@ def new(tmp_path, base_folder, **fields) -> list[str]:
     return small(tmp_path, base_folder, tokenizer=str(base_folder), model_config=TINY, **fields)
 
 
+@pytest.mark.slow
 def test_pretraining_then_questions_then_answers(tmp_path, base_folder):
     """The whole way of the small recipes: denoise from nothing, fine-tune the checkpoint, evaluate it."""
     pretrained, tuned = tmp_path / "pretrained", tmp_path / "tuned"

@@ -199,6 +199,7 @@ def test_loss_and_gradients_equal_a_plain_forward_pass(rows, language_model, tok
         torch.testing.assert_close(gradient, plain[name], msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_training_lowers_the_loss_and_moves_every_parameter(rows, language_model, tokenizer, make_config, optimizer):
     args = make_config(

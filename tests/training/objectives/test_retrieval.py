@@ -221,6 +221,7 @@ def new_trainer(tokenizer, folder, make_config, **fields):
     )
 
 
+@pytest.mark.slow
 def test_the_loss_adds_up_over_ratios_and_every_weight_trains(tokenizer, write_tables, make_config):
     trainer = new_trainer(tokenizer, write_tables(), make_config, contrastive_temperature=0.5)
     model = trainer.model
