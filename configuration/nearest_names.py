@@ -10,12 +10,16 @@ from collections.abc import Iterable
 _MOST_NAMES = 60
 
 
+def nearest_name(name: str, allowed: Iterable[str], similarity: float = 0.5) -> str | None:
+    """The allowed name that is most like another one, or `None` when none is near; `similarity` is from 0 to 1."""
+    return next(iter(difflib.get_close_matches(name, sorted(map(str, allowed)), n=1, cutoff=similarity)), None)
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A clause such as `; did you mean 'context'?` with the nearest allowed name, or the names when none is near."""
     names = sorted(map(str, allowed))
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if matches:
-        return f"; did you mean {matches[0]!r}?"
+    if (found := nearest_name(name, names)) is not None:
+        return f"; did you mean {found!r}?"
     return f"; allowed: {', '.join(names)}" if 0 < len(names) <= _MOST_NAMES else ""
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from ...configuration.nearest_names import nearest
 from .base_cache import find_base
 from .base_weights import (
     DECODER_BASE,
@@ -127,6 +127,4 @@ def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:
         )
     for name in fields:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; it has {sorted(known)}"
-            raise ValueError(f"{config_class.__name__} has no field {name!r}{hint}")
+            raise ValueError(f"{config_class.__name__} has no field {name!r}{nearest(name, known)}")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
+from ...configuration.nearest_names import nearest_name
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import key_value_shape
 from ..memory.memory_validation import is_memory
@@ -432,6 +432,6 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
         TypeError: with the nearest right name.
     """
     for name in keywords:
-        nearest = difflib.get_close_matches(name.lower(), _KEYWORDS, n=1, cutoff=0.8)
-        if nearest and name not in _KEYWORDS:
-            raise TypeError(f"unexpected argument {name!r}; did you mean {nearest[0]!r}?")
+        found = nearest_name(name.lower(), _KEYWORDS, similarity=0.8)
+        if found is not None and name not in _KEYWORDS:
+            raise TypeError(f"unexpected argument {name!r}; did you mean {found!r}?")
