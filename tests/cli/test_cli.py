@@ -242,6 +242,7 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_a_memory_file_and_its_document_give_the_same_answer(
     model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

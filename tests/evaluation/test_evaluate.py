@@ -192,6 +192,7 @@ def test_restoration_scores_are_the_same_in_batches_of_any_size(model, tokenizer
         assert together.metrics == pytest.approx(alone.metrics, rel=1e-4), alone.condition
 
 
+@pytest.mark.slow
 def test_answers_are_scored_token_by_token_when_asked_for(model, tokenizer):
     assert "answer_perplexity" not in run(model, tokenizer, tasks=(QA,)).metric_names(QA)
     report = run(model, tokenizer, tasks=(QA,), answer_perplexity=True)

@@ -70,6 +70,7 @@ def test_contexts_have_their_length_and_one_needle_between_sentences(tokenizer, 
         assert " This".startswith(after[:5])
 
 
+@pytest.mark.slow
 def test_needles_stand_anywhere_with_the_same_chance(tokenizer):
     examples = needle_examples(TEXTS, tokenizer, 1500, 300)
     depths = []

@@ -227,6 +227,7 @@ def test_an_encoder_of_another_base_is_fetched_and_checked(method_cases, inputs,
 # --- what is stored ---
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_base_weights_that_have_trained_are_stored_even_when_frozen_again(
     method_cases, inputs, tmp_path, local_hub, start_light

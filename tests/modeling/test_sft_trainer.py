@@ -104,6 +104,7 @@ def check_training(case, folder, **settings):
     return trainer
 
 
+@pytest.mark.slow
 def test_a_stock_trainer_moves_what_trains_and_nothing_else(backbone_case, tmp_path):
     check_training(backbone_case, tmp_path)
 

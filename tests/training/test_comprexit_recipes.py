@@ -226,6 +226,7 @@ def test_prompt_tuning_trains_tokens_in_front_of_the_whole_context(small, tmp_pa
     assert (model.model.task_embeddings != before).any(dim=1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ablation", "phase"),
     [

@@ -137,6 +137,7 @@ def test_layers_that_are_not_there_are_refused(tmp_path, layers):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_command_draws_a_document(folder, tmp_path, capsys):
     document, output = tmp_path / "mill.txt", tmp_path / "map.png"
     document.write_text(TEXT, encoding="utf-8")

@@ -143,6 +143,7 @@ def test_training_moves_exactly_the_trainable_parameters(make_trainer, dataset, 
     assert logs[-1]["num_cut_tokens"] == sum(example["num_cut"] for example in used)
 
 
+@pytest.mark.slow
 def test_muon_trains_the_adapters(make_trainer):
     trainer = make_trainer(config={"optimizer": "muon"})
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -294,6 +295,7 @@ def test_teacher_is_trained_on_full_contexts(dataset, tokenizer, language_model,
     assert all(not torch.equal(p.detach(), before[name]) for name, p in language_model.named_parameters())
 
 
+@pytest.mark.slow
 def test_nan_loss_stops_with_step_and_ids_and_the_last_checkpoint_stays(make_trainer, dataset, tmp_path):
     trainer = make_trainer(config={"save_strategy": "steps", "save_steps": 2, "max_steps": 6})
     losses = []

@@ -135,6 +135,7 @@ def test_a_recipe_draws_with_its_seed(base_folder, tmp_path):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.slow
 def test_batches_without_ratios_are_refused(make_trainer, datasets):
     trainer = make_trainer("compressed", with_ratios=False)
     with pytest.raises(ValueError, match=r"'per_sample' needs a ratio in each row"):
