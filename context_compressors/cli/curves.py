@@ -17,13 +17,9 @@ context-compressors curves outputs/icae outputs/mean-pooling --loss 2.5 --output
 context-compressors curves default=outputs/icae-default enhanced=outputs/icae-enhanced --output curves.png \\
     --metric loss_reconstruction_ratio_5
 
-# Next-token losses of three methods (Figure 6 of ComprExIT), held-out, by the rows of the small-scale benchmark:
+# Next-token losses of two methods, held-out, with their spread over seeds, by the rows of the small-scale benchmark:
 context-compressors curves benchmarks/small_scale/methods.json --metric continuation_loss --output curves.png \\
-    --runs "comprexit, ratio 4" "icae, ratio 4" "five_hundred_x, ratio 4"
-
-# Two rows of the small-scale benchmark, with their spread over seeds, at a loss of 0.5:
-context-compressors curves benchmarks/small_scale/methods.json --loss 0.5 --output curves.png \\
-    --runs "icae, ratio 5" "icae, position_layout=enhanced, ratio 5"
+    --runs "mean_pooling, ratio 2 4 5" "comprexit, gate_size=64, metric_size=64, ratio 2 4 5"
 """
 
 

@@ -2,11 +2,14 @@
 """Training curves on made-up logs, with exact numbers."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
 from context_compressors import cli
+from context_compressors.cli.curves import _EXAMPLES
 from context_compressors.evaluation.curves import Curve, common_loss, read_curves, speed_ups, table
 from context_compressors.evaluation.plots import plot_curves
 
@@ -203,3 +206,13 @@ def test_command_refuses_unknown_and_doubled_runs(tmp_path, capsys):
     assert cli.main(["curves", file, file, "--output", str(output)]) == 1
     assert "two runs have one name" in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_the_rows_that_the_help_names_are_in_the_benchmarks_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    lines = _EXAMPLES.replace("\\\n", "").splitlines()
+    commands = [shlex.split(line) for line in lines if "benchmarks/" in line and not line.startswith("#")]
+    assert commands
+    for _, *argv in commands:
+        argv[argv.index("--output") + 1] = str(tmp_path / "curves.png")
+        assert cli.main(argv) == 0
