@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..parts.position_layout import rotate_keys
+from .memory_quantization import quantization_of
 
 # A CompressedContext. Its file imports this one, so this one cannot name the class.
 Memory = Any
@@ -28,6 +29,7 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
     Raises:
         ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
     """
+    memories = _in_one_form(memories)
     _check_fit(memories)
     first = memories[0]
     if len(memories) == 1:
@@ -46,8 +48,10 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
         ]
         position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
     if first.carrier == "embeddings":
-        slots = torch.cat([memory.embeddings for memory in memories], dim=1)
-        carrier: dict[str, Any] = {"embeddings": _packed(slots, order[:, :, None], mask[:, :, None], slot_dim=1)}
+        names = ["embeddings"] if quantization_of(first.dtype) is None else ["embeddings", "scales"]
+        slots = {name: torch.cat([getattr(memory, name) for memory in memories], dim=1) for name in names}
+        places = order[:, :, None], mask[:, :, None]
+        carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
     else:
         carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
     total_tokens = context_counts.sum(dim=0)
@@ -60,6 +64,16 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
         ratio=_common_ratio(memories, total_tokens, mask.sum(dim=1)),
         maker=next((memory.maker for memory in memories if memory.maker is not None), None),
     )
+
+
+def _in_one_form(memories: Sequence[Memory]) -> Sequence[Memory]:
+    """Memories that are joined without rounding again: dequantised, unless all are embeddings in one form."""
+    dtypes = dict.fromkeys(memory.dtype for memory in memories)
+    quantized = [dtype for dtype in dtypes if quantization_of(dtype)]
+    if not quantized or len(memories) == 1 or (len(dtypes) == 1 and memories[0].carrier == "embeddings"):
+        return memories
+    dtype = next((dtype for dtype in dtypes if dtype not in quantized), torch.float32)
+    return [memory.to(dtype=dtype) if memory.dtype in quantized else memory for memory in memories]
 
 
 def _check_fit(memories: Sequence[Memory]) -> None:
