@@ -18,7 +18,7 @@ class MeanPoolingConfig(CompressorConfig):
 
     The paper's ablations (Table 3) are values of this configuration: fixed decoder: `decoder_lora=None`; fixed
     encoder: `encoder_lora=None`; no encoder: `encoder_type="embeddings"`; without the linear layer:
-    `linear_after_pooling=False`. (Ratio sampling is a value of the training recipe: `ratio_mode: random`.)
+    `linear_after_pooling=False`. (Ratio sampling is a value of the training recipe: `ratio_mode: per_sample`.)
 
     Args:
         compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 16, 32, 64, 128)`):

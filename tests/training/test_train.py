@@ -17,6 +17,8 @@ from transformers.optimization import get_scheduler
 
 import context_compressors.training
 from context_compressors.cli import train as train_command
+from context_compressors.configuration.configuration_icae import ICAEConfig
+from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.data.prompts import TASKS
 from context_compressors.data.sources import DataSource
 from context_compressors.modeling.modeling_compression_tokens import CompressionTokensForCausalLM
@@ -28,32 +30,69 @@ from context_compressors.training.run_record import latest_checkpoint
 from context_compressors.training.train import build_trainer, main
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
-SETTINGS = ("teacher", "single_ratio", "multi_ratio", "ratio_sampling")
+_TOKENS = [(f"compression_tokens/{attention}",) for attention in ("causal", "bidirectional")]
+SETTINGS = [("teacher",), (), ("single_ratio",), *_TOKENS, *((*tokens, "single_ratio") for tokens in _TOKENS)]
 BASES = sorted(path.stem for path in (RECIPES / "mean_pooling" / "bases").glob("*.yaml"))
 EMBEDDED = sorted(path.stem for path in (RECIPES / "embedded").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("base", BASES)
-def test_paper_recipes_hold_table_6(setting, base, tmp_path):
-    files = [f"mean_pooling/{setting}.yaml", f"mean_pooling/bases/{base}.yaml", "mean_pooling/data.yaml"]
-    model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path), "--use_cpu", "true"])
-    assert (args.learning_rate, args.max_steps, args.warmup_steps) == (2e-4, 48_000, 2_400)
-    assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.0, 1.0)
-    assert (data.max_context_tokens, data.max_target_tokens) == (1024, 256)
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
-    assert all(source.name for source in data.parsed_sources())
-    assert "/" in model.base
-    if setting == "teacher":
-        assert args.objective == "teacher"
-        assert (model.teacher_lora["rank"], model.teacher_lora["alpha"]) == (16, 16)
-        return
-    assert args.objective == "distillation"
-    ratios = [4] if setting == "single_ratio" else [4, 8, 16, 32, 64, 128]
-    assert model.method_config["compression_ratios"] == ratios
-    assert args.ratio_mode == ("random" if setting == "ratio_sampling" else "all")
-    for part in ("encoder_lora", "decoder_lora"):
-        assert model.method_config[part] == {"rank": 16, "alpha": 16}
+@pytest.mark.parametrize("setting", SETTINGS, ids=" ".join)
+def test_paper_recipes_hold_table_6(setting, tmp_path):
+    first = ["mean_pooling/multi_ratio.yaml", *(f"mean_pooling/{name}.yaml" for name in setting)]
+    for base in BASES:
+        files = [*first, f"mean_pooling/bases/{base}.yaml", "mean_pooling/data.yaml"]
+        model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path), "--use_cpu", "true"])
+        assert (args.learning_rate, args.max_steps, args.warmup_steps) == (2e-4, 48_000, 2_400)
+        assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.0, 1.0)
+        assert (data.max_context_tokens, data.max_target_tokens) == (1024, 256)
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
+        assert data.parsed_sources()
+        assert "/" in model.base
+        if setting == ("teacher",):
+            assert (args.objective, model.method, model.method_config) == ("teacher", None, None)
+            assert (model.teacher_lora["rank"], model.teacher_lora["alpha"]) == (16, 16)
+            continue
+        assert (args.objective, args.ratio_mode) == ("distillation", "all")
+        ratios = [4] if "single_ratio" in setting else [4, 8, 16, 32, 64, 128]
+        lora = {"encoder_lora": {"rank": 16, "alpha": 16}, "decoder_lora": {"rank": 16, "alpha": 16}}
+        attention = [name.partition("/")[2] for name in setting if name.startswith("compression_tokens/")]
+        assert model.method == ("compression_tokens" if attention else "mean_pooling")
+        own = {"token_attention": attention[0]} if attention else {}
+        assert model.method_config == {"compression_ratios": ratios, **lora, **own}
+
+
+def test_each_ablation_of_table_3_changes_its_own_field(tmp_path):
+    own = {
+        "fixed_decoder": {"decoder_lora": None},
+        "fixed_encoder": {"encoder_lora": None},
+        "no_encoder": {"encoder_type": "embeddings", "encoder_lora": None},
+        "no_linear_layer": {"linear_after_pooling": False},
+        "ratio_sampling": {},
+    }
+    assert {path.stem for path in (RECIPES / "mean_pooling" / "ablations").glob("*.yaml")} == set(own)
+    for name, fields in own.items():
+        files = ["mean_pooling/multi_ratio.yaml", f"mean_pooling/ablations/{name}.yaml"]
+        model, _, args = parse_recipe([*files, "--output_dir", str(tmp_path), "--use_cpu", "true"])
+        config = MeanPoolingConfig(**model.method_config)
+        assert config.to_dict() == MeanPoolingConfig(**fields).to_dict()
+        assert (config.to_dict() == MeanPoolingConfig().to_dict()) == (name == "ratio_sampling")
+        assert args.ratio_mode == ("per_sample" if name == "ratio_sampling" else "all")
+
+
+def test_icae_of_table_10_goes_on_from_its_pretraining(tmp_path):
+    first, options = (
+        "mean_pooling/baselines/icae_mistral_7b.yaml",
+        ["--output_dir", str(tmp_path), "--use_cpu", "true"],
+    )
+    model, _, args = parse_recipe([first, "epl/pretraining.yaml", *options])
+    config = ICAEConfig(**model.method_config)
+    assert (config.compression_ratios, config.chunk_size, config.chunk_slots(512, 4)) == ((4,), 512, 128)
+    assert (config.encoder_lora["rank"], config.encoder_lora["alpha"]) == (512, 32)
+    assert (model.base, args.objective) == ("mistralai/Mistral-7B-Instruct-v0.2", "joint")
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 16
+    model, data, args = parse_recipe([first, "epl/fine_tuning.yaml", "gmsa/data/pwc_keft.yaml", *options])
+    assert (model.base, model.method_config, args.objective) == (None, None, "compression")
+    assert [source.name for source in data.parsed_sources()] == ["sggetao/PwC"]
 
 
 def test_every_base_of_the_paper_has_a_recipe():
@@ -68,7 +107,7 @@ def test_every_base_of_the_paper_has_a_recipe():
 
 
 def test_learning_rate_schedule_of_table_6(tmp_path):
-    _, _, args = parse_recipe(["mean_pooling/teacher.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    _, _, args = parse_recipe(["mean_pooling/multi_ratio.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"])
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     scheduler = get_scheduler(
         args.lr_scheduler_type,
