@@ -136,7 +136,7 @@ FLOORS = (
     ("modeling",),
     ("data",),
     ("training", "evaluation"),
-    ("hub_cards",),
+    ("hub_cards", "corpus"),
     ("demo",),
     ("cli",),
 )

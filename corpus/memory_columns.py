@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memories as columns of an Arrow table, one row each: what a store keeps and what processes hand on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow
+import torch
+from torch import Tensor
+
+from ..configuration.nearest_names import check_choice
+from ..modeling.memory.compressed_context import CompressedContext
+from ..modeling.memory.memory_quantization import QUANTIZATIONS
+
+STORE_DTYPES = (*QUANTIZATIONS, "float16")
+# Slots as they lie in a column; a byte of "int4" holds two values.
+_ARROW_TYPES = {"int8": pyarrow.int8(), "int4": pyarrow.uint8(), "float16": pyarrow.float16()}
+# Where the columns of a row begin and end: slots, or the groups of slots that share a key's scale.
+_SLOT_COLUMNS = ("slots", "scales")
+
+
+@dataclass(frozen=True)
+class MemoryForm:
+    """What all memories of one store have in common.
+
+    Args:
+        model_id: name of the compressor that made them.
+        dtype: of the slots, among `STORE_DTYPES`.
+        shape: of one slot: `(hidden_size,)` for embeddings, `(num_layers, 2, num_heads, head_dim)` for key/values.
+        position_layout: "default", "uniform" or "enhanced".
+        inverse_frequencies: rotation frequencies of the keys, `(head_dim / 2,)`, or nothing.
+    """
+
+    model_id: str
+    dtype: str
+    shape: tuple[int, ...]
+    position_layout: str
+    inverse_frequencies: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, memory: CompressedContext, dtype: str) -> MemoryForm:
+        """The form of memories like this one, kept in `dtype`.
+
+        Raises:
+            ValueError: another `dtype`, or a memory without `model_id` (it was made in training mode).
+        """
+        check_choice("dtype of a store:", dtype, STORE_DTYPES)
+        if not memory.model_id:
+            raise ValueError("a memory without `model_id` is not kept: call `model.eval()` before it is compressed")
+        pairs = 2 if memory.quantization == "int4" else 1
+        if memory.embeddings is not None:
+            shape: tuple[int, ...] = (memory.embeddings.shape[-1] * pairs,)
+        else:
+            keys = memory.key_values[0][0]
+            shape = (len(memory.key_values), 2, keys.shape[1], keys.shape[3] * pairs)
+        frequencies = memory.inverse_frequencies
+        numbers = () if frequencies is None else tuple(frequencies.double().tolist())
+        return cls(memory.model_id, dtype, shape, memory.position_layout, numbers)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> MemoryForm:
+        """The form that `to_json` wrote."""
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(text).items()})
+
+    def to_json(self) -> str:
+        """The form as text, for a schema's metadata."""
+        return json.dumps(asdict(self))
+
+    def check(self, other: MemoryForm) -> None:
+        """Refuse memories of another form.
+
+        Raises:
+            ValueError: another model, width or layout.
+        """
+        for name in ("model_id", "shape", "position_layout"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                what = {"model_id": "the model", "shape": "slots of shape", "position_layout": "the layout"}[name]
+                raise ValueError(f"the store holds memories of {what} {ours!r}, not of {theirs!r}")
+
+    @property
+    def schema(self) -> pyarrow.Schema:
+        """Types of the columns."""
+        is_key_values, quantized = len(self.shape) > 1, self.dtype in QUANTIZATIONS
+        layers, _, heads, head_dim = self.shape if is_key_values else (1, 1, 1, self.shape[0])
+        packed = 2 if self.dtype == "int4" else 1
+        groups = -(-head_dim // 32) if self.dtype == "int4" else 1
+        half = pyarrow.float16()
+
+        def column(kind: pyarrow.DataType, width: int) -> pyarrow.DataType:
+            return pyarrow.list_(pyarrow.list_(kind, width))
+
+        # Lance compares the keys of rows that are written at the same time.
+        key = {"lance-schema:unenforced-primary-key": "true"}
+        fields = [
+            pyarrow.field("id", pyarrow.string(), nullable=False, metadata=key),
+            pyarrow.field("slots", column(_ARROW_TYPES[self.dtype], int(np.prod(self.shape)) // packed)),
+        ]
+        if quantized:
+            fields.append(pyarrow.field("scales", column(half, layers * heads * groups)))
+        if quantized and is_key_values:
+            fields.append(pyarrow.field("key_scales", column(half, layers * heads * head_dim)))
+        fields += [
+            # Nothing where they are 0, 1, 2, ...
+            pyarrow.field("position_ids", pyarrow.list_(pyarrow.int32())),
+            pyarrow.field("num_tokens", pyarrow.int32()),
+            pyarrow.field("ratio", pyarrow.int32()),
+            pyarrow.field("question_fingerprint", pyarrow.int64()),
+            pyarrow.field("model_id", pyarrow.string()),
+            pyarrow.field("text", pyarrow.string()),
+            pyarrow.field("metadata", pyarrow.string()),
+        ]
+        return pyarrow.schema(fields, metadata={"context_compressors": self.to_json()})
+
+
+def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pyarrow.Array]:
+    """A memory's columns, but for id, text and metadata.
+
+    Args:
+        memory: its rows become rows; it is brought to the form's type, by rounding if need be.
+        form: see [`MemoryForm`].
+
+    Raises:
+        ValueError: a memory of another form, or values that are not finite or do not fit in the form's type.
+    """
+    form.check(MemoryForm.of(memory, form.dtype))
+    memory = memory.to("cpu")
+    if form.dtype in QUANTIZATIONS:
+        memory = memory.quantize(form.dtype)
+    else:
+        memory = memory.to(dtype=form.dtype)
+        memory.validate(finite=True)
+    schema, counts = form.schema, memory.num_slots.numpy()
+    columns = {"slots": _lists(_by_slot(memory, "carrier"), counts, schema.field("slots").type)}
+    if memory.scales is not None:
+        columns["scales"] = _lists(_by_slot(memory, "scales"), counts, schema.field("scales").type)
+    if isinstance(memory.scales, tuple):
+        keys = _joined([keys for keys, _ in memory.scales])
+        groups = -(-counts // 32) if form.dtype == "int4" else np.minimum(counts, 1)
+        columns["key_scales"] = _lists(keys, groups, schema.field("key_scales").type)
+    places, mask = memory.position_ids.numpy(), memory.attention_mask.bool().numpy()
+    rows = [row[real] for row, real in zip(places, mask, strict=True)]
+    given = [None if np.array_equal(row, np.arange(len(row))) else row for row in rows]
+    ratios = np.broadcast_to(np.asarray(memory.ratio), (len(memory),))
+    asked = memory.question_fingerprints
+    fingerprints = [None] * len(memory) if asked is None else asked.tolist()
+    return columns | {
+        "position_ids": pyarrow.array(given, pyarrow.list_(pyarrow.int32())),
+        "num_tokens": pyarrow.array(memory.num_context_tokens.numpy(), pyarrow.int32()),
+        "ratio": pyarrow.array(ratios, pyarrow.int32()),
+        "question_fingerprint": pyarrow.array(
+            [None] * len(memory) if asked is None else asked.numpy(), pyarrow.int64()
+        ),
+        "model_id": pyarrow.array([memory.model_id] * len(memory), pyarrow.string()),
+    }
+
+
+def memory_of_columns(table: pyarrow.Table, form: MemoryForm) -> CompressedContext:
+    """The memory that `memory_columns` made columns of, rows in the table's order, in the form's type."""
+    slots, counts = _padded(table["slots"])
+    mask = torch.arange(slots.shape[1]) < counts[:, None]
+    positions = torch.arange(slots.shape[1]).where(mask, 0)
+    for row, places in enumerate(table["position_ids"].to_pylist()):
+        if places is not None:
+            positions[row, : len(places)] = torch.tensor(places)
+    scales = _padded(table["scales"])[0] if "scales" in table.column_names else None
+    if len(form.shape) == 1:
+        carrier: dict[str, Any] = {"embeddings": slots, "scales": scales}
+    else:
+        layers, _, heads, _ = form.shape
+        # (batch_size, num_slots, num_layers, 2, num_heads, head_dim)
+        states = slots.unflatten(2, (layers, 2, heads, -1)).permute(2, 3, 0, 4, 1, 5)
+        carrier = {"key_values": tuple((keys, values) for keys, values in states)}
+        if scales is not None:
+            by_slot = scales.unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
+            by_channel = _padded(table["key_scales"])[0].unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
+            carrier["scales"] = tuple(zip(by_channel, by_slot, strict=True))
+    asked = table["question_fingerprint"]
+    return CompressedContext(
+        **carrier,
+        attention_mask=mask.long(),
+        position_ids=positions,
+        num_context_tokens=_integers(table["num_tokens"]),
+        ratio=_integers(table["ratio"]),
+        model_id=form.model_id,
+        position_layout=form.position_layout,
+        inverse_frequencies=torch.tensor(form.inverse_frequencies) if form.inverse_frequencies else None,
+        question_fingerprints=None if asked.null_count else _integers(asked),
+    )
+
+
+def _by_slot(memory: CompressedContext, name: str) -> Tensor:
+    """Slots, or the scales that go by slot, as `(batch_size, num_slots, values of a slot)`."""
+    value: Any = getattr(memory, memory.carrier if name == "carrier" else name)
+    if isinstance(value, Tensor):
+        return value
+    # The keys' scales go by channel.
+    return _joined([tensor for pair in value for tensor in (pair if name == "carrier" else pair[1:])])
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """Tensors of `(batch_size, num_heads, length, size)` as `(batch_size, length, tensors * num_heads * size)`."""
+    return torch.stack(tensors, dim=1).permute(0, 3, 1, 2, 4).flatten(2)
+
+
+def _lists(states: Tensor, counts: np.ndarray, kind: pyarrow.DataType) -> pyarrow.Array:
+    """The first `counts[i]` vectors of each row, as lists of vectors."""
+    real = torch.arange(states.shape[1]) < torch.from_numpy(counts)[:, None]
+    values = pyarrow.array(states[real].numpy().ravel(), kind.value_type.value_type)
+    vectors = pyarrow.FixedSizeListArray.from_arrays(values, type=kind.value_type)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), vectors, type=kind)
+
+
+def _padded(column: pyarrow.ChunkedArray) -> tuple[Tensor, Tensor]:
+    """Lists of vectors as `(rows, longest, vector_size)` with zeros behind the shorter ones, and their lengths."""
+    lists = column.combine_chunks()
+    lengths = torch.from_numpy(np.diff(lists.offsets.to_numpy()).astype(np.int64))
+    vectors = lists.flatten()
+    size = column.type.value_type.list_size
+    flat = torch.from_numpy(vectors.flatten().to_numpy(zero_copy_only=False).copy()).view(len(vectors), size)
+    # A byte of "int4" with two zeros in it.
+    zero = 0x88 if flat.dtype == torch.uint8 else 0
+    rows = flat.new_full((len(lists), int(lengths.max()) if len(lengths) else 0, size), zero)
+    rows[torch.arange(rows.shape[1]) < lengths[:, None]] = flat
+    return rows, lengths
+
+
+def _integers(column: pyarrow.ChunkedArray) -> Tensor:
+    return torch.from_numpy(column.to_numpy().astype(np.int64))

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store of memories: one Lance data set, appended to by many processes, read by id."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+import pyarrow
+import pyarrow.compute
+
+from ..modeling.memory.compressed_context import CompressedContext
+from .memory_columns import MemoryForm, memory_columns, memory_of_columns
+
+if TYPE_CHECKING:
+    from lance import LanceDataset
+
+# So many ids stand in one filter.
+_IDS_AT_ONCE = 5_000
+_INDEX_FILE = "memories.jsonl"
+_MEMORY_SUFFIX = ".safetensors"
+
+
+def import_lance() -> Any:
+    """The module `lance`.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import lance
+    except ImportError as error:
+        raise ImportError("a store needs `pylance`: pip install 'context-compressors[corpus]'") from error
+    return lance
+
+
+class MemoryStore:
+    """Memories of one compressor by id, with their texts and metadata, in a Lance data set.
+
+    Columns: `id`; `slots`, a list of fixed-size lists, one for each slot; `scales` (and `key_scales` of key/values) of
+    quantised ones; `position_ids`, null where they count from 0; `num_tokens`; `ratio`; `question_fingerprint`;
+    `model_id`; `text`; `metadata`, a JSON object. Every change makes a new version at once or not at all, so that a
+    process that is killed leaves the last one. A `MemoryStore` reads the version that it was opened at, whatever
+    others write, until `refresh`; its own changes refresh it.
+
+    ```python
+    store = MemoryStore.create("pages.lance", memory, dtype="int8")
+    store.add(["page-1", "page-2"], memory, texts=texts)
+    memory = store.get(["page-2", "page-1"])
+    ```
+
+    Build one with `create` or `open`.
+    """
+
+    def __init__(self, dataset: LanceDataset):
+        self._dataset = dataset
+        described = (dataset.schema.metadata or {}).get(b"context_compressors")
+        if described is None:
+            raise ValueError(f"{dataset.uri} is a Lance data set, but no store of memories")
+        self.form = MemoryForm.from_json(described)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike, memory: CompressedContext, dtype: str = "int8") -> MemoryStore:
+        """An empty store for memories like one that is given.
+
+        Args:
+            path: its folder, or an address that Lance knows, such as `s3://bucket/pages.lance`.
+            memory: any memory of the compressor; it is not added.
+            dtype: what slots are kept in: "int8", "int4" or "float16".
+
+        Raises:
+            ImportError: Lance is not installed.
+            ValueError: there is one already, an unknown `dtype`, or a memory without `model_id`.
+        """
+        lance, form = import_lance(), MemoryForm.of(memory, dtype)
+        try:
+            return cls(lance.write_dataset(form.schema.empty_table(), _address(path), mode="create"))
+        except OSError as error:
+            if "already exists" not in str(error):
+                raise
+            raise ValueError(f"there is a store {path} already: open it, or take another name") from error
+
+    @classmethod
+    def open(cls, path: str | os.PathLike, model_id: str | None = None, version: int | None = None) -> MemoryStore:
+        """A store that is there.
+
+        Args:
+            path: as `create` takes it.
+            model_id: refuse a store of any other model.
+            version: an earlier version; the last one if not given.
+
+        Raises:
+            ImportError: Lance is not installed.
+            ValueError: no such store or version, or one of another model.
+        """
+        lance = import_lance()
+        try:
+            store = cls(lance.dataset(_address(path), version=version))
+        except (OSError, ValueError) as error:
+            asked = "" if version is None else f" at version {version}"
+            raise ValueError(f"there is no store {path}{asked}: {str(error).splitlines()[0]}") from error
+        if model_id is not None and store.model_id != model_id:
+            raise ValueError(f"{path} is a store of the model {store.model_id!r}, not of {model_id!r}")
+        return store
+
+    @property
+    def model_id(self) -> str:
+        """Name of the compressor whose memories these are."""
+        return self.form.model_id
+
+    @property
+    def version(self) -> int:
+        """Number of the version that is read."""
+        return self._dataset.version
+
+    def __len__(self) -> int:
+        return self._dataset.count_rows()
+
+    def __repr__(self) -> str:
+        return (
+            f"MemoryStore({len(self)} memories in {self.form.dtype}, version: {self.version}, model: {self.model_id})"
+        )
+
+    def refresh(self) -> None:
+        """Read the last version from now on."""
+        self._dataset.checkout_latest()
+
+    def add(
+        self,
+        ids: Sequence[str],
+        memory: CompressedContext,
+        texts: Sequence[str | None] | None = None,
+        metadata: Sequence[Mapping[str, Any] | None] | None = None,
+    ) -> None:
+        """Append memories, as one new version.
+
+        Args:
+            ids: a name for each row of the memory.
+            memory: of the store's model; it is brought to the store's type.
+            texts: what was compressed, for retrievers and for people.
+            metadata: of each row, what JSON can hold.
+
+        Raises:
+            ValueError: an id that stands twice or is there already, lists of other lengths than the memory has rows,
+                another model's memory, or values that are not finite.
+        """
+        table = self.table_of(ids, memory, texts, metadata)
+        self.refresh()
+        there = self.contains(ids)
+        num_added = 0 if any(there) else self.append(table)
+        if num_added < len(table):
+            # Another process may have been faster in between.
+            there = there if any(there) else [True] * len(ids)
+            raise ValueError(f"the store has {_named(ids, there)} already: delete them first, or take other ids")
+
+    def table_of(
+        self,
+        ids: Sequence[str],
+        memory: CompressedContext,
+        texts: Sequence[str | None] | None = None,
+        metadata: Sequence[Mapping[str, Any] | None] | None = None,
+    ) -> pyarrow.Table:
+        """The rows that `add` would append; arguments and errors as there, but for ids that are there already."""
+        return memory_table(self.form, ids, memory, texts, metadata)
+
+    def append(self, table: pyarrow.Table) -> int:
+        """Append rows of `table_of` as one new version; those whose id is there already are left out.
+
+        Any number of processes may do so at once: of rows with one id, one is kept.
+
+        Returns:
+            How many were appended.
+        """
+        if not len(table):
+            return 0
+        self.refresh()
+        merge = self._dataset.merge_insert("id").when_not_matched_insert_all().conflict_retries(50)
+        result = merge.execute(table)
+        self.refresh()
+        return result["num_inserted_rows"]
+
+    def contains(self, ids: Sequence[str]) -> list[bool]:
+        """Of each id whether the store has it."""
+        asked, found = pyarrow.array(ids, pyarrow.string()), set()
+        for batch in self._dataset.to_batches(columns=["id"]):
+            column = batch.column("id")
+            found.update(column.filter(pyarrow.compute.is_in(column, value_set=asked)).to_pylist())
+        return [name in found for name in ids]
+
+    def ids(self) -> Iterator[str]:
+        """All ids, in the order of the store."""
+        for batch in self._dataset.to_batches(columns=["id"]):
+            yield from batch.column("id").to_pylist()
+
+    def get(self, ids: Sequence[str]) -> CompressedContext:
+        """The memories of some ids, in one read.
+
+        Args:
+            ids: in the order of the memory's rows; one may stand several times.
+
+        Returns:
+            A memory with one row for each id, in the store's type.
+
+        Raises:
+            TypeError: a single text in place of a list.
+            ValueError: no id, or ids that the store has not, named.
+        """
+        return memory_of_columns(self.read(ids), self.form)
+
+    def read(self, ids: Sequence[str], columns: Sequence[str] | None = None) -> pyarrow.Table:
+        """Columns of some rows, in the order of the ids; all columns if none are named. Errors as `get`."""
+        if isinstance(ids, str):
+            raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
+        if not ids:
+            raise ValueError("`ids` is an empty list")
+        distinct = list(dict.fromkeys(ids))
+        # The wide columns are read for the rows alone that the ids choose.
+        parts = [
+            self._dataset.to_table(
+                columns=None if columns is None else list(dict.fromkeys(["id", *columns])),
+                filter=_filter(distinct[start : start + _IDS_AT_ONCE]),
+                late_materialization=True,
+            )
+            for start in range(0, len(distinct), _IDS_AT_ONCE)
+        ]
+        table = pyarrow.concat_tables(parts)
+        places = {name: place for place, name in enumerate(table["id"].to_pylist())}
+        if len(places) < len(distinct):
+            missing = [name not in places for name in distinct]
+            raise ValueError(f"the store has no {_named(distinct, missing)}")
+        return table.take([places[name] for name in ids])
+
+    def texts(self, ids: Sequence[str] | None = None) -> dict[str, str | None]:
+        """The texts of some ids, or of all."""
+        names = ["id", "text"]
+        table = self._dataset.to_table(columns=names) if ids is None else self.read(ids, names)
+        return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
+
+    def metadata(self, ids: Sequence[str]) -> list[dict[str, Any] | None]:
+        """The metadata of some ids, in their order."""
+        return [
+            None if text is None else json.loads(text) for text in self.read(ids, ["metadata"])["metadata"].to_pylist()
+        ]
+
+    def delete(self, ids: Sequence[str]) -> None:
+        """Take memories out, as new versions; `compact` frees their bytes.
+
+        Raises:
+            TypeError: a single text in place of a list.
+            ValueError: no id, or ids that the store has not, named; nothing is deleted then.
+        """
+        self.refresh()
+        distinct = list(dict.fromkeys(self.read(ids, ["id"])["id"].to_pylist()))
+        for start in range(0, len(distinct), _IDS_AT_ONCE):
+            self._dataset.delete(_filter(distinct[start : start + _IDS_AT_ONCE]))
+        self.refresh()
+
+    def compact(self, keep_versions: datetime.timedelta = datetime.timedelta(days=14)) -> None:
+        """Write many small files as few large ones, index the ids, and remove what only old versions need.
+
+        Args:
+            keep_versions: versions younger than this stay; whoever still reads an older one fails.
+        """
+        self.refresh()
+        self._dataset.optimize.compact_files()
+        self.refresh()
+        # An index is written anew: deltas of it would have to be merged.
+        self._dataset.create_scalar_index("id", "BTREE", replace=True)
+        self.refresh()
+        self._dataset.cleanup_old_versions(older_than=keep_versions)
+        self.refresh()
+
+    def export(self, folder: str | os.PathLike, ids: Sequence[str] | None = None) -> list[Path]:
+        """Write memories as safetensors files, and their ids, texts and metadata to `memories.jsonl` beside them.
+
+        Args:
+            folder: it is made; files in it are replaced.
+            ids: which; all if not given.
+
+        Returns:
+            The files of the memories, in order. `/` and the like in an id are written as in an address (`%2F`).
+        """
+        folder, names = Path(folder), list(self.ids() if ids is None else ids)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        with open(folder / _INDEX_FILE, "w", encoding="utf-8") as index:
+            for start in range(0, len(names), 64):
+                table = self.read(names[start : start + 64])
+                memory = memory_of_columns(table, self.form)
+                for row, values in enumerate(table.select(["id", "text", "metadata"]).to_pylist()):
+                    path = folder / (quote(values["id"], safe="") + _MEMORY_SUFFIX)
+                    memory.rows(row).save(path)
+                    index.write(json.dumps({"file": path.name, **values}, ensure_ascii=False) + "\n")
+                    paths.append(path)
+        return paths
+
+    def import_files(self, source: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
+        """Add memories from safetensors files: those of a folder that `export` wrote, or any of the store's model.
+
+        Args:
+            source: a folder, or files of one row each; a file's name without its ending is its id.
+
+        Returns:
+            The ids, in order.
+
+        Raises:
+            ValueError: no file, one of another model or of several rows, or an id that is there already.
+        """
+        if isinstance(source, (str, os.PathLike)):
+            folder = Path(source)
+            index = folder / _INDEX_FILE
+            lines = index.read_text(encoding="utf-8").splitlines() if index.is_file() else []
+            rows = [json.loads(line) for line in lines]
+            paths = [folder / row["file"] for row in rows] or sorted(folder.glob(f"*{_MEMORY_SUFFIX}"))
+        else:
+            rows, paths = [], [Path(path) for path in source]
+        if not paths:
+            raise ValueError(f"there is no memory file in {source}")
+        rows = rows or [{"id": unquote(path.name.removesuffix(_MEMORY_SUFFIX))} for path in paths]
+        tables = []
+        for path, row in zip(paths, rows, strict=True):
+            memory = CompressedContext.load(path, model_id=self.model_id)
+            described = json.loads(row["metadata"]) if row.get("metadata") else None
+            tables.append(self.table_of([row["id"]], memory, [row.get("text")], [described]))
+        ids = [row["id"] for row in rows]
+        _check_distinct(ids)
+        self.refresh()
+        if any(there := self.contains(ids)):
+            raise ValueError(f"the store has {_named(ids, there)} already")
+        self.append(pyarrow.concat_tables(tables))
+        return ids
+
+
+def memory_table(
+    form: MemoryForm,
+    ids: Sequence[str],
+    memory: CompressedContext,
+    texts: Sequence[str | None] | None = None,
+    metadata: Sequence[Mapping[str, Any] | None] | None = None,
+) -> pyarrow.Table:
+    """Rows of a store of some form; see `MemoryStore.table_of`."""
+    if isinstance(ids, str):
+        raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
+    for name, values in (("ids", ids), ("texts", texts), ("metadata", metadata)):
+        if values is not None and len(values) != len(memory):
+            raise ValueError(f"`{name}` has {len(values)} entries, the memory {len(memory)} rows")
+    _check_distinct(ids)
+    nothing = [None] * len(memory)
+    described = [None if one is None else json.dumps(one, ensure_ascii=False) for one in metadata or nothing]
+    columns = {
+        "id": pyarrow.array(ids, pyarrow.string()),
+        **memory_columns(memory, form),
+        "text": pyarrow.array(texts or nothing, pyarrow.string()),
+        "metadata": pyarrow.array(described, pyarrow.string()),
+    }
+    return pyarrow.table(columns, schema=form.schema)
+
+
+def _check_distinct(ids: Sequence[str]) -> None:
+    counts = Counter(ids)
+    if len(counts) < len(ids):
+        twice = [name for name, count in counts.items() if count > 1]
+        raise ValueError(f"{_named(twice, [True] * len(twice))} stand several times")
+
+
+def _named(ids: Sequence[str], chosen: Sequence[bool]) -> str:
+    names = [name for name, is_chosen in zip(ids, chosen, strict=True) if is_chosen]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"ids {', '.join(map(repr, names[:5]))}{more}"
+
+
+def _filter(ids: Sequence[str]) -> str:
+    quoted = ("'" + name.replace("'", "''") + "'" for name in ids)
+    return f"id IN ({', '.join(quoted)})"
+
+
+def _address(path: str | os.PathLike) -> str:
+    return os.fspath(path)
