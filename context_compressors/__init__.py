@@ -21,6 +21,7 @@ _MODULE_OF = {
     **{name: "modeling" for names in METHODS.values() for name in names[1:]},
     "CompressedContext": "modeling.memory.compressed_context",
     "ContextCompressionQAPipeline": "modeling.compressor.context_compression_qa",
+    "CorpusCompressor": "corpus.corpus_compressor",
     "pretrained_base": "modeling.checkpoint.pretrained_bases",
     "chamfer": "modeling.parts.late_interaction",
     "mean_pool": "modeling.parts.pooling",

@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .memory_concatenation import concatenate_memories
+from .nearest_names import check_choice
+from .memory_concatenation import concatenate_memories, stack_memories
 from .memory_file import read_memory_file, tensor_as_base64, write_memory_file
+from .memory_quantization import (
+    GROUP_SIZES,
+    QUANTIZATIONS,
+    dequantize_tensor,
+    quantization_of,
+    quantize_tensor,
+    width_of,
+)
 from .memory_validation import check_memory_fields, is_memory
 
 if TYPE_CHECKING:
@@ -31,9 +40,10 @@ class CompressedContext:
     `len(memory)` is the number of rows, `memory[index]` the same as `memory.rows(index)`.
 
     Args:
-        embeddings: Slots in the decoder's embedding space, `(batch_size, num_slots, hidden_size)`.
+        embeddings: Slots in the decoder's embedding space, `(batch_size, num_slots, hidden_size)`. Of a quantised
+            memory these are integers: int8, or uint8 of half the width where a byte holds two values of 4 bits.
         key_values: One pair of rotated keys and values for each layer, each
-            `(batch_size, num_key_value_heads, num_slots, head_dim)`.
+            `(batch_size, num_key_value_heads, num_slots, head_dim)`; integers likewise.
         attention_mask: `(batch_size, num_slots)`, one for real slots and zero for padding slots.
         position_ids: `(batch_size, num_slots)`, the slots' positions in the decoder.
         num_context_tokens: `(batch_size,)`, number of real context tokens behind each row.
@@ -45,6 +55,11 @@ class CompressedContext:
             needs them where it moves keys to later positions.
         question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
             `None` for memories that serve any question.
+        scales: What the integers of a quantised memory are multiplied with, in float16; `None` for another one. For
+            embeddings `(batch_size, num_slots, num_groups)`, with one group in "int8" and groups of 32 channels in
+            "int4". For key/values a pair for each layer: of the keys
+            `(batch_size, num_key_value_heads, num_groups, head_dim)`, with one group of slots in "int8" and groups of
+            32 slots in "int4"; of the values `(batch_size, num_key_value_heads, num_slots, num_groups)`.
         maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
         check: Whether to check all fields, which waits for the device; a compressor knows what it has made.
 
@@ -64,12 +79,15 @@ class CompressedContext:
     position_layout: str = "default"
     inverse_frequencies: Tensor | None = None
     question_fingerprints: Tensor | None = None
+    scales: Tensor | KeyValues | None = None
     maker: weakref.ref | None = field(default=None, repr=False)
     check: InitVar[bool] = True
 
     def __post_init__(self, check: bool) -> None:
-        if isinstance(self.key_values, Sequence):
-            self.key_values = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in self.key_values)
+        for name in ("key_values", "scales"):
+            if isinstance(getattr(self, name), Sequence):
+                pairs = (tuple(pair) if isinstance(pair, list) else pair for pair in getattr(self, name))
+                setattr(self, name, tuple(pairs))
         if check:
             self.validate()
         self.attention_mask = self.attention_mask.long()
@@ -89,6 +107,7 @@ class CompressedContext:
             slots = "none" if not counts else f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else counts[0]
         ratios = self.ratio if isinstance(self.ratio, int) else "by row"
         size = "" if self.attention_mask.is_meta else f", {self.nbytes:,} bytes"
+        size += f" in {self.quantization}" if self.quantization else ""
         return (
             f"CompressedContext({self.batch_size} row{'s' * (self.batch_size != 1)}, slots: {slots}{size}, "
             f"ratio: {ratios}, model: {self.model_id or 'unnamed'})"
@@ -125,9 +144,9 @@ class CompressedContext:
     def carrier_name(self) -> str:
         """What carries the memory and how wide it is, in words."""
         if self.embeddings is not None:
-            return f"embeddings of width {self.embeddings.shape[2]}"
+            return f"embeddings of width {width_of(self.embeddings)}"
         pairs = self.key_values or ()
-        return _key_values_name(len(pairs), pairs[0][0].shape[1], pairs[0][0].shape[3])
+        return _key_values_name(len(pairs), pairs[0][0].shape[1], width_of(pairs[0][0]))
 
     @property
     def batch_size(self) -> int:
@@ -146,17 +165,77 @@ class CompressedContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating-point type of the carrier."""
+        """Type of the carrier: floating-point, or int8 or uint8 of a quantised memory."""
         return self._carrier_tensors()[0].dtype
 
     @property
+    def quantization(self) -> str | None:
+        """ "int8" or "int4"; `None` for a memory in a floating-point type."""
+        return quantization_of(self.dtype)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the slots that must be kept: the carrier's real slots of all rows, without pads, masks or ids."""
-        bytes_per_slot = 0
-        for tensor in self._carrier_tensors():
+        """Bytes of the slots that must be kept: the real slots of all rows and their scales, no pads, masks or ids."""
+        num_slots, sizes = self.num_slots.cpu(), []
+
+        def count(tensor: Tensor, slot_dim: int, span: int) -> Tensor:
             heads = tensor.shape[1] if tensor.dim() == 4 else 1
-            bytes_per_slot += heads * tensor.shape[-1] * tensor.element_size()
-        return int(self.attention_mask.sum()) * bytes_per_slot
+            entries = int(((num_slots + span - 1) // span).sum())
+            sizes.append(entries * heads * tensor.shape[-1] * tensor.element_size())
+            return tensor
+
+        self._map_carrier(count)
+        return sum(sizes)
+
+    def quantize(self, quantization: str) -> CompressedContext:
+        """The memory in 8 or 4 bits for each value, symmetric around zero, for keeping: models read it as any other.
+
+        Embeddings and values get their scales by slot, keys by channel over the slots of a row: one scale each in
+        "int8", one for every 32 neighbours in "int4" (see `scales`). No gradient flows through it.
+
+        Args:
+            quantization: "int8" or "int4".
+
+        Returns:
+            A new memory; this one, if it is in that form already.
+
+        Raises:
+            ValueError: Another form, one of the other form already, "int4" and an odd width, or values that are not
+                finite or too large for float16 scales.
+        """
+        check_choice("quantization", quantization, QUANTIZATIONS)
+        if self.quantization == quantization:
+            return self
+        if self.quantization is not None:
+            raise ValueError(
+                f"the memory is in {self.quantization}: call `dequantize()` first, it is rounded twice then"
+            )
+        self.validate(finite=True)
+        mask = self.attention_mask
+        if self.embeddings is not None:
+            embeddings, scales = quantize_tensor(self.embeddings, mask, quantization, is_keys=False)
+            return replace(self, check=False, embeddings=embeddings, scales=scales)
+        layers = [
+            [
+                quantize_tensor(tensor, mask, quantization, is_keys)
+                for tensor, is_keys in zip(pair, (True, False), strict=True)
+            ]
+            for pair in self.key_values or ()
+        ]
+        key_values, pairs_of_scales = (tuple((keys[i], values[i]) for keys, values in layers) for i in (0, 1))
+        return replace(self, check=False, key_values=key_values, scales=pairs_of_scales)
+
+    def dequantize(self, dtype: torch.dtype | str = torch.float32) -> CompressedContext:
+        """The memory in a floating-point type; of one that is not quantised the same as `to(dtype=dtype)`.
+
+        Args:
+            dtype: The type, or its name.
+
+        Raises:
+            TypeError: `dtype` is no floating-point type.
+            ValueError: A value does not fit in it.
+        """
+        return self.to(dtype=dtype)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the memory to a safetensors file with a checksum, at once or not at all.
@@ -186,10 +265,13 @@ class CompressedContext:
             tensors["question_fingerprints"] = self.question_fingerprints
         if self.key_values is None:
             tensors["embeddings"] = self.embeddings
+            if self.scales is not None:
+                tensors["scales"] = self.scales
         else:
             metadata["num_layers"] = str(len(self.key_values))
-            for layer, (keys, values) in enumerate(self.key_values):
-                tensors[f"layers.{layer}.keys"], tensors[f"layers.{layer}.values"] = keys, values
+            for name, pairs in (("", self.key_values), ("scales.", self.scales or ())):
+                for layer, (keys, values) in enumerate(pairs):
+                    tensors[f"{name}layers.{layer}.keys"], tensors[f"{name}layers.{layer}.values"] = keys, values
         write_memory_file(path, tensors, metadata)
 
     @classmethod
@@ -209,7 +291,8 @@ class CompressedContext:
             model_id: Refuse a memory of any other model.
             hidden_size: Refuse anything but embeddings of this width.
             device: Where to put the tensors; host memory if not given.
-            dtype: Floating-point type, or its name, to convert the carrier to; as saved if not given.
+            dtype: Floating-point type, or its name, to convert the carrier to, quantised or not; as saved if not
+                given.
             key_value_shape: `(num_layers, num_key_value_heads, head_dim)`; refuse anything else.
 
         Returns:
@@ -244,7 +327,7 @@ class CompressedContext:
 
         Args:
             device: Where to put the tensors, or the dtype alone.
-            dtype: Floating-point type of the carrier, or its name.
+            dtype: Floating-point type of the carrier, or its name; a quantised memory is dequantised.
 
         Returns:
             A new memory; tensors that need no change are shared.
@@ -260,9 +343,12 @@ class CompressedContext:
             dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point type or its name, got {dtype!r}")
+        if self.quantization is not None and dtype is not None:
+            # Moved first: integers are the smaller load.
+            return self.to(device)._dequantized().to(dtype=dtype)
         if dtype is not None and torch.finfo(dtype).max < torch.finfo(self.dtype).max:
             self._check_range(dtype)
-        moved = self._map_carrier(lambda tensor, slot_dim: tensor.to(device=device, dtype=dtype))
+        moved = self._map_carrier(lambda tensor, slot_dim, span: tensor.to(device=device, dtype=dtype))
         if self.inverse_frequencies is not None:
             moved["inverse_frequencies"] = self.inverse_frequencies.to(device=device)
         return self._replace(moved, lambda tensor: tensor.to(device=device))
@@ -296,7 +382,9 @@ class CompressedContext:
             raise ValueError(f"index must have at most one dimension, got shape {tuple(index.shape)}")
         index = torch.arange(self.batch_size)[index.cpu()].reshape(-1).to(self.device)
         length = int(self.num_slots[index].max()) if len(index) else 0
-        carrier = self._map_carrier(lambda tensor, slot_dim: tensor[index].narrow(slot_dim, 0, length))
+        carrier = self._map_carrier(
+            lambda tensor, slot_dim, span: tensor[index].narrow(slot_dim, 0, -(-length // span))
+        )
         return self._replace(carrier, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
 
     def repeat_interleave(self, repeats: int) -> CompressedContext:
@@ -316,7 +404,7 @@ class CompressedContext:
             raise TypeError(f"repeats must be an int, got {repeats!r}")
         if repeats < 1:
             raise ValueError(f"repeats must be 1 or more, got {repeats}")
-        carrier = self._map_carrier(lambda tensor, slot_dim: tensor.repeat_interleave(repeats, dim=0))
+        carrier = self._map_carrier(lambda tensor, slot_dim, span: tensor.repeat_interleave(repeats, dim=0))
         return self._replace(carrier, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     @staticmethod
@@ -328,8 +416,13 @@ class CompressedContext:
         context tokens before them, and keys are rotated on by as much; the ids of default key/values repeat. Documents
         of different ratios get their common ratio, `ceil(context tokens / slots)` of each row.
 
+        Nothing is rounded a second time: embeddings in one quantised form are joined as they are; where forms differ,
+        and for key/values, whose scales are for the slots of one memory, the result is dequantised, in the
+        floating-point type of those that have one, or float32.
+
         Args:
-            memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout.
+            memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout; some or
+                all of them quantised.
 
         Returns:
             A new memory.
@@ -338,13 +431,27 @@ class CompressedContext:
             TypeError: Something else than a `CompressedContext`.
             ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
         """
-        if not isinstance(memories, Iterable) or isinstance(memories, Tensor):
-            raise TypeError(f"concatenate takes CompressedContext objects, got {type(memories).__name__}")
-        memories = list(memories)
-        for memory in memories:
-            if not is_memory(memory):
-                raise TypeError(f"concatenate takes CompressedContext objects, got {type(memory).__name__}")
-        return concatenate_memories(memories)
+        return concatenate_memories(_memories("concatenate", memories))
+
+    @staticmethod
+    def stack(memories: Iterable[CompressedContext]) -> CompressedContext:
+        """The rows of several memories as one batch, in order, each with its own slots.
+
+        Quantised memories of one form stay as they are; where forms differ the result is dequantised, in the
+        floating-point type of those that have one, or float32.
+
+        Args:
+            memories: Memories of one model with the same carrier, width, dtype, device and layout; some or all of them
+                quantised.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: Something else than a `CompressedContext`.
+            ValueError: No memory, or memories that do not fit together.
+        """
+        return stack_memories(_memories("stack", memories))
 
     def to_prompt_embeds(
         self,
@@ -384,10 +491,14 @@ class CompressedContext:
 
     @classmethod
     def _from_file_parts(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> CompressedContext:
-        key_values = None
+        key_values, scales = None, tensors.get("scales")
         if metadata["carrier"] == "key_values":
             layers = range(int(metadata["num_layers"]))
+            # The first missing layer ends this, however many a header names.
             key_values = tuple((tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"]) for i in layers)
+            if "scales.layers.0.keys" in tensors:
+                names = ((f"scales.layers.{i}.keys", f"scales.layers.{i}.values") for i in layers)
+                scales = tuple((tensors[keys], tensors[values]) for keys, values in names)
         return cls(
             embeddings=tensors.get("embeddings"),
             key_values=key_values,
@@ -399,6 +510,7 @@ class CompressedContext:
             position_layout=metadata["position_layout"],
             inverse_frequencies=tensors.get("inverse_frequencies"),
             question_fingerprints=tensors.get("question_fingerprints"),
+            scales=scales,
         )
 
     def _carrier_tensors(self) -> list[Tensor]:
@@ -406,12 +518,39 @@ class CompressedContext:
             return [self.embeddings]
         return [tensor for pair in self.key_values or () for tensor in pair]
 
-    def _map_carrier(self, function: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor | KeyValues]:
-        """The carrier's field after `function(tensor, dimension of the slots)` on each of its tensors."""
+    def _scale_tensors(self) -> list[Tensor]:
+        if isinstance(self.scales, tuple):
+            return [tensor for pair in self.scales for tensor in pair]
+        return [] if self.scales is None else [self.scales]
+
+    def _map_carrier(self, function: Callable[[Tensor, int, int], Tensor]) -> dict[str, Any]:
+        """The carrier's field and `scales` after a function of each tensor.
+
+        Args:
+            function: of a tensor, its dimension of the slots, and how many neighbouring slots share an entry there.
+        """
+        span = GROUP_SIZES[self.quantization] if self.quantization else 1
+        fields: dict[str, Any] = {}
+        for name, value, keys_span in ((self.carrier, getattr(self, self.carrier), 1), ("scales", self.scales, span)):
+            if isinstance(value, tuple):
+                fields[name] = tuple((function(k, 2, keys_span), function(v, 2, 1)) for k, v in value)
+            elif value is not None:
+                fields[name] = function(value, 1, 1)
+        return fields
+
+    def _dequantized(self) -> CompressedContext:
+        scales: Any = self.scales
         if self.embeddings is not None:
-            return {"embeddings": function(self.embeddings, 1)}
-        pairs = self.key_values or ()
-        return {"key_values": tuple((function(keys, 2), function(values, 2)) for keys, values in pairs)}
+            fields: dict[str, Any] = {"embeddings": dequantize_tensor(self.embeddings, scales, is_keys=False)}
+        else:
+            layers = zip(self.key_values or (), scales, strict=True)
+            fields = {
+                "key_values": tuple(
+                    (dequantize_tensor(pair[0], by_channel, True), dequantize_tensor(pair[1], by_slot, False))
+                    for pair, (by_channel, by_slot) in layers
+                )
+            }
+        return replace(self, check=False, scales=None, **fields)
 
     def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
@@ -430,6 +569,15 @@ class CompressedContext:
                 raise ValueError(
                     f"the memory holds values up to {largest:.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
                 )
+
+
+def _memories(name: str, memories: Any) -> list[CompressedContext]:
+    is_list = isinstance(memories, Iterable) and not isinstance(memories, Tensor)
+    memories = list(memories) if is_list else [memories]
+    for memory in memories:
+        if not is_list or not is_memory(memory):
+            raise TypeError(f"{name} takes CompressedContext objects, got {type(memory).__name__}")
+    return memories
 
 
 def _is_int(value: Any) -> bool:

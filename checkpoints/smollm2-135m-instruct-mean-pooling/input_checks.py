@@ -15,6 +15,7 @@ from transformers.utils import logging
 from .nearest_names import nearest_name
 from .compressed_context import CompressedContext
 from .key_value_memory import key_value_shape
+from .memory_quantization import width_of
 from .memory_validation import is_memory
 
 if TYPE_CHECKING:
@@ -320,14 +321,14 @@ def _check_carrier(memory: CompressedContext, model: Any) -> None:
         raise ValueError(f"`memory` holds {memory.carrier}, {type(model).__name__} reads {model.config.carrier}")
     if memory.embeddings is not None:
         width = model.config.hidden_size
-        if memory.embeddings.shape[-1] != width:
+        if width_of(memory.embeddings) != width:
             raise ValueError(
-                f"`memory` has slots of width {memory.embeddings.shape[-1]}, the decoder reads width {width}"
+                f"`memory` has slots of width {width_of(memory.embeddings)}, the decoder reads width {width}"
             )
         return
     pairs = memory.key_values or ()
     keys = pairs[0][0]
-    found, wanted = (len(pairs), keys.shape[1], keys.shape[3]), key_value_shape(model.config.decoder_config)
+    found, wanted = (len(pairs), keys.shape[1], width_of(keys)), key_value_shape(model.config.decoder_config)
     if found != wanted:
         raise ValueError(
             f"`memory` has (layers, key/value heads, head dimension) = {found}, the decoder reads {wanted}"

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining the memories of several documents into one (EPL, sections 3.1.1 and 3.2.2)."""
+"""Joining memories: of several documents into one (EPL, sections 3.1.1 and 3.2.2), or row under row into a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .position_layout import rotate_keys
+from .memory_quantization import quantization_of, zero_of
 
 # A CompressedContext. Its file imports this one, so this one cannot name the class.
 Memory = Any
@@ -28,7 +30,8 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
     Raises:
         ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
     """
-    _check_fit(memories)
+    memories = _in_one_form(memories, keeps_keys=False)
+    _check_fit("concatenated", memories)
     first = memories[0]
     if len(memories) == 1:
         return first
@@ -46,8 +49,10 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
         ]
         position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
     if first.carrier == "embeddings":
-        slots = torch.cat([memory.embeddings for memory in memories], dim=1)
-        carrier: dict[str, Any] = {"embeddings": _packed(slots, order[:, :, None], mask[:, :, None], slot_dim=1)}
+        names = ["embeddings"] if quantization_of(first.dtype) is None else ["embeddings", "scales"]
+        slots = {name: torch.cat([getattr(memory, name) for memory in memories], dim=1) for name in names}
+        places = order[:, :, None], mask[:, :, None]
+        carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
     else:
         carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
     total_tokens = context_counts.sum(dim=0)
@@ -58,26 +63,98 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
         position_ids=position_ids,
         num_context_tokens=total_tokens,
         ratio=_common_ratio(memories, total_tokens, mask.sum(dim=1)),
-        maker=next((memory.maker for memory in memories if memory.maker is not None), None),
+        maker=_maker(memories),
     )
 
 
-def _check_fit(memories: Sequence[Memory]) -> None:
+def stack_memories(memories: Sequence[Memory]) -> Memory:
+    """The rows of memories as one batch; `CompressedContext.stack` says how.
+
+    Args:
+        memories: Memories of one model with the same carrier, width, dtype, device and layout.
+
+    Returns:
+        A new memory.
+
+    Raises:
+        ValueError: No memory, or memories that do not fit together.
+    """
+    memories = _in_one_form(memories, keeps_keys=True)
+    _check_fit("stacked", memories)
+    first = memories[0]
+    if len(memories) == 1:
+        return first
+    length = max(memory.attention_mask.shape[1] for memory in memories)
+    columns: list[list[Tensor]] = [[] for _ in first._carrier_tensors() + first._scale_tensors()]
+    for memory in memories:
+        places = iter(columns)
+
+        def extend(tensor: Tensor, slot_dim: int, span: int, places: Iterator[list[Tensor]] = places) -> Tensor:
+            missing = -(-length // span) - tensor.shape[slot_dim]
+            next(places).append(pad(tensor, (0, 0, 0, missing), value=zero_of(tensor.dtype)))
+            return tensor
+
+        memory._map_carrier(extend)
+    joined = (torch.cat(column) for column in columns)
+    fields = first._map_carrier(lambda tensor, slot_dim, span: next(joined))
+    for name in ("attention_mask", "position_ids"):
+        rows = [getattr(memory, name) for memory in memories]
+        fields[name] = torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in rows])
+    for name in ("num_context_tokens", "question_fingerprints"):
+        if getattr(first, name) is not None:
+            fields[name] = torch.cat([getattr(memory, name) for memory in memories])
+    ratios = [memory.ratio for memory in memories]
+    if not all(isinstance(ratio, int) and ratio == ratios[0] for ratio in ratios):
+        each = [torch.as_tensor(memory.ratio, device=first.device).expand(len(memory)) for memory in memories]
+        fields["ratio"] = torch.cat(each)
+    return replace(first, **fields, maker=_maker(memories))
+
+
+def _maker(memories: Sequence[Memory]) -> Any:
+    return next((memory.maker for memory in memories if memory.maker is not None), None)
+
+
+def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memory]:
+    """Memories that are joined without rounding anything again: dequantised where their forms differ.
+
+    Args:
+        memories: some or all of them quantised.
+        keeps_keys: whether quantised key/values of one form stay as they are.
+    """
+    dtypes = dict.fromkeys(memory.dtype for memory in memories)
+    quantized = [dtype for dtype in dtypes if quantization_of(dtype)]
+    if (
+        not quantized
+        or len(memories) == 1
+        or (len(dtypes) == 1 and (keeps_keys or memories[0].carrier == "embeddings"))
+    ):
+        return memories
+    dtype = next((dtype for dtype in dtypes if dtype not in quantized), torch.float32)
+    return [memory.to(dtype=dtype) if memory.dtype in quantized else memory for memory in memories]
+
+
+def _check_fit(how: str, memories: Sequence[Memory]) -> None:
     if not memories:
-        raise ValueError("concatenate needs at least one memory")
+        raise ValueError(f"{'concatenate' if how == 'concatenated' else 'stack'} needs at least one memory")
     first = memories[0]
     for memory in memories[1:]:
+        by_row = [
+            ("batch sizes", first.batch_size, memory.batch_size),
+            ("questions", _questions(first), _questions(memory)),
+        ]
+        if how == "stacked":
+            has_none = (memory.question_fingerprints is None for memory in (first, memory))
+            by_row = [("questions", *("none" if each else "one for each row" for each in has_none))]
         for name, left, right in (
             ("models", first.model_id, memory.model_id),
             ("carriers", first.carrier_name, memory.carrier_name),
             ("position layouts", first.position_layout, memory.position_layout),
             ("dtypes", first.dtype, memory.dtype),
-            ("batch sizes", first.batch_size, memory.batch_size),
             ("devices", first.device, memory.device),
-            ("questions", _questions(first), _questions(memory)),
+            *by_row,
         ):
             if left != right:
-                raise ValueError(f"memories of different {name} cannot be concatenated: {left} and {right}")
+                raise ValueError(f"memories of different {name} cannot be {how}: {left} and {right}")
 
 
 def _questions(memory: Memory) -> list[int] | None:
@@ -95,7 +172,7 @@ def _packing_order(masks: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _packed(slots: Tensor, order: Tensor, mask: Tensor, slot_dim: int) -> Tensor:
     """Slots in their order, zeros at the padding slots."""
-    return slots.take_along_dim(order, dim=slot_dim).masked_fill(mask == 0, 0)
+    return slots.take_along_dim(order, dim=slot_dim).masked_fill(mask == 0, zero_of(slots.dtype))
 
 
 def _packed_key_values(

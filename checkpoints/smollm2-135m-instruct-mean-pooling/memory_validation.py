@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .position_layout import POSITION_LAYOUTS
+from .memory_quantization import quantization_of, scales_shape, width_of
 
 _INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -52,7 +53,8 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
         )
     integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
     integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
-    devices = {tensor.device for tensor in memory._carrier_tensors() + integers}
+    _check_scales(memory)
+    devices = {tensor.device for tensor in memory._carrier_tensors() + memory._scale_tensors() + integers}
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
     if not memory.attention_mask.is_meta:
@@ -60,7 +62,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
 
 
 def _carrier_of_embeddings(memory: Any) -> tuple[int, int]:
-    _check_float_tensor("embeddings", memory.embeddings, 3, "(batch_size, num_slots, hidden_size)")
+    _check_carrier_tensor(memory, "embeddings", memory.embeddings, "(batch_size, num_slots, hidden_size)")
     if memory.inverse_frequencies is not None:
         raise ValueError("inverse_frequencies belong to key_values, embeddings have none")
     return tuple(memory.embeddings.shape[:2])
@@ -73,11 +75,11 @@ def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
     if not layers:
         raise ValueError("key_values must have at least one layer")
     for tensor in memory._carrier_tensors():
-        _check_float_tensor("key_values", tensor, 4, "(batch_size, num_key_value_heads, num_slots, head_dim)")
+        _check_carrier_tensor(memory, "key_values", tensor, "(batch_size, num_key_value_heads, num_slots, head_dim)")
     found = {(tuple(tensor.shape), tensor.dtype) for tensor in memory._carrier_tensors()}
     if len(found) > 1:
         raise ValueError(f"key_values must have one shape and dtype in all layers, got {sorted(map(str, found))}")
-    batch_size, _, length, head_dim = layers[0][0].shape
+    (batch_size, _, length, _), head_dim = layers[0][0].shape, width_of(layers[0][0])
     if memory.inverse_frequencies is not None and memory.inverse_frequencies.shape != (head_dim / 2,):
         raise ValueError(
             f"inverse_frequencies must have shape ({head_dim // 2},), half of the head dimension, "
@@ -106,7 +108,10 @@ def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
         truth values, tensors without dimensions, for [`refuse_values`].
     """
     mask = memory.attention_mask.long()
-    carrier = memory._carrier_tensors() if finite else []
+    carrier: list[Tensor] = []
+    if finite:
+        # Integers are.
+        carrier = memory._scale_tensors() if quantization_of(memory.dtype) else memory._carrier_tensors()
     return [
         ((mask != 0) & (mask != 1)).any(),
         (mask[:, 1:] > mask[:, :-1]).any(),
@@ -131,8 +136,33 @@ def refuse_values(memory: Any, flags: Sequence[int]) -> None:
             raise ValueError(reason)
 
 
-def _check_float_tensor(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise TypeError(f"{name} must be floating-point tensors, got {getattr(tensor, 'dtype', repr(tensor))}")
-    if tensor.dim() != dimensions:
+def _check_carrier_tensor(memory: Any, name: str, tensor: Tensor, shape: str) -> None:
+    dtype = getattr(tensor, "dtype", None)
+    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or quantization_of(tensor.dtype)):
+        raise TypeError(
+            f"{name} must be floating-point tensors, or int8 or uint8 with `scales`, got {dtype or tensor!r}"
+        )
+    if tensor.dim() != shape.count(",") + 1:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.is_floating_point() != (memory.scales is None):
+        raise TypeError(
+            f"{name} of {dtype} {'have' if memory.scales is None else 'has no'} `scales`: give both, or none"
+        )
+
+
+def _check_scales(memory: Any) -> None:
+    """A quantised carrier needs float16 scales of the right shapes, structured as the carrier is."""
+    if memory.scales is None:
+        return
+    pairs = memory.scales if isinstance(memory.scales, tuple) else None
+    if memory.key_values is None:
+        fits = isinstance(memory.scales, Tensor)
+    else:
+        fits = pairs is not None and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+        fits = fits and len(pairs) == len(memory.key_values)
+    if not fits or not all(isinstance(t, Tensor) and t.dtype == torch.float16 for t in memory._scale_tensors()):
+        raise TypeError("scales must be float16 tensors, one for embeddings, a pair for each layer of key_values")
+    for place, (tensor, scales) in enumerate(zip(memory._carrier_tensors(), memory._scale_tensors(), strict=True)):
+        wanted = scales_shape(tensor, is_keys=memory.key_values is not None and place % 2 == 0)
+        if tuple(scales.shape) != wanted:
+            raise ValueError(f"scales must have shape {wanted} to fit the {memory.carrier}, got {tuple(scales.shape)}")

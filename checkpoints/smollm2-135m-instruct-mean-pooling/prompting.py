@@ -29,6 +29,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
+def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """`encode` of several texts, on all cores where the tokenizer is a fast one."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and fast.truncation is None and fast.padding is None:
+        return [encoding.ids for encoding in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return [encode(tokenizer, text) for text in texts]
+
+
 def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id that text starts with: BOS, or EOS where the tokenizer has no BOS; `ValueError` when it has neither."""
     for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
@@ -107,13 +115,18 @@ def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, d
         tokenizer: the tokenizer saved with it, see `text_tokenizer`.
         document: the text.
     """
+    return documents_ids(config, tokenizer, [document])[0]
+
+
+def documents_ids(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]
+) -> list[list[int]]:
+    """`document_ids` of several documents."""
     # Tokenized apart, as in training.
-    return [
-        *context_start_ids(tokenizer),
-        *(prefix_ids(tokenizer, config.context_prefix) if config.context_prefix else []),
-        *encode(tokenizer, document),
-        *(context_end_ids(tokenizer) if config.is_encoder_decoder else []),
-    ]
+    start = context_start_ids(tokenizer)
+    start += prefix_ids(tokenizer, config.context_prefix) if config.context_prefix else []
+    end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
+    return [[*start, *ids, *end] for ids in encode_all(tokenizer, documents)]
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Pipeline, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..memory.compressed_context import CompressedContext
 from ..memory.memory_validation import is_memory
-from ..parts.prompting import document_ids, message_ids, question_ids, text_tokenizer
+from ..parts.length_batches import length_batches
+from ..parts.prompting import documents_ids, message_ids, question_ids, text_tokenizer
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8
@@ -22,10 +24,11 @@ BATCH_SIZE = 8
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
     """Rows of token ids as `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`, padded on the right."""
-    ids = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
+    # Moved at once: each move waits for the device.
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     return {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "input_ids": pad_sequence(ids, batch_first=True).to(device),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(device),
     }
 
 
@@ -108,10 +111,7 @@ class ContextCompressionQAPipeline(Pipeline):
             raise ValueError("give either `context` or `memory`")
         if (question is None) == (messages is None):
             raise ValueError("give either `question` or `messages`")
-        given = kwargs.pop("batch_size", None)
-        batch_size = (self._batch_size or BATCH_SIZE) if given is None else given
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
+        batch_size = self._checked_batch_size(kwargs.pop("batch_size", None))
         if messages is not None and kwargs.get("prompt") is not None:
             raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
         inputs = {
@@ -129,27 +129,69 @@ class ContextCompressionQAPipeline(Pipeline):
         ratio: int | Sequence[int] | None = None,
         max_tokens: int | None = None,
         allow_untrained_ratio: bool = False,
+        batch_size: int | None = None,
+        show_progress_bar: bool = False,
     ) -> CompressedContext | list[CompressedContext]:
-        """Compress texts as the checkpoint was trained to read them, in one batch.
+        """Compress texts as the checkpoint was trained to read them, in batches of similar length.
 
         Args:
             documents: the texts, or a single one.
             ratio, allow_untrained_ratio: as in the model's `compress`.
             max_tokens: keep only so many tokens of each; all if not given.
+            batch_size: documents at once; the pipeline's, or 8, if not given.
+            show_progress_bar: whether to show one.
 
         Returns:
-            A memory with one row for each document, or one such memory for each ratio of a list.
+            A memory with one row for each document, in their order, or one such memory for each ratio of a list.
 
         Raises:
-            ValueError: no document, `max_tokens` below 1, a checkpoint that compresses a document together with its
-                question, and whatever the model's `compress` refuses.
+            ValueError: no document, `max_tokens` or `batch_size` below 1, a checkpoint that compresses a document
+                together with its question, and whatever the model's `compress` refuses.
         """
+        batch_size = self._checked_batch_size(batch_size)
         _check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
         rows = [ids[:max_tokens] for ids in self.document_ids(documents)]
         if not rows:
             raise ValueError("`documents` is an empty list")
-        return self._compress(rows, ratio, allow_untrained_ratio)
+        order, parts = [], []
+        with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
+            for batch in length_batches([len(row) for row in rows], batch_size):
+                by_row = isinstance(ratio, Tensor) and ratio.dim() == 1
+                part = self.compress_ids(
+                    [rows[i] for i in batch], ratio[batch] if by_row else ratio, allow_untrained_ratio
+                )
+                parts.append(part if isinstance(part, list) else [part])
+                order += batch
+                progress.update(len(batch))
+        memories = [self._memory_class.stack(of_ratio) for of_ratio in zip(*parts, strict=True)]
+        if len(parts) > 1:
+            memories = [memory.rows(torch.tensor(order).argsort()) for memory in memories]
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
+
+    def compress_ids(
+        self,
+        rows: Sequence[Sequence[int]],
+        ratio: int | Sequence[int] | None = None,
+        allow_untrained_ratio: bool = False,
+        question: dict[str, Tensor] | None = None,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress token ids, as `document_ids` gives them, in one batch.
+
+        Args:
+            rows: of each document.
+            ratio, allow_untrained_ratio: as in the model's `compress`.
+            question: `input_ids` and `attention_mask` of what is asked, one row for each document; for a checkpoint
+                that compresses both together.
+
+        Returns:
+            A memory with one row for each document, or one such memory for each ratio of a list.
+        """
+        asked = {} if question is None else {f"question_{name}": tensor for name, tensor in question.items()}
+        with torch.no_grad():
+            return self.model.compress(
+                **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
+            )
 
     def check_serves_memories(self, otherwise: str) -> None:
         """Refuse what needs memories that answer any question.
@@ -171,7 +213,7 @@ class ContextCompressionQAPipeline(Pipeline):
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
         texts: list[Any] = [documents] if is_one else list(documents)
         check_texts("context", texts)
-        return [document_ids(self.model.config, self._document_tokenizer, text) for text in texts]
+        return documents_ids(self.model.config, self._document_tokenizer, texts)
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
         """A memory from its file, on the model's device; one that is loaded already comes back as it is.
@@ -270,7 +312,7 @@ class ContextCompressionQAPipeline(Pipeline):
 
             def memory_of(rows: Sequence[Any], text: dict[str, Tensor]) -> CompressedContext:
                 # One ratio gives one memory.
-                return self._compress(rows, ratio, allow_untrained_ratio, text)  # type: ignore[return-value]
+                return self.compress_ids(rows, ratio, allow_untrained_ratio, text)  # type: ignore[return-value]
 
             answers = self._answers(documents, questions, batch_size, memory_of, generate_kwargs)
         else:
@@ -306,7 +348,7 @@ class ContextCompressionQAPipeline(Pipeline):
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
         if memories is None:
             batches = (documents[start : start + batch_size] for start in range(0, len(documents), batch_size))
-            memories = (self._compress(batch, ratio, allow_untrained_ratio) for batch in batches)
+            memories = (self.compress_ids(batch, ratio, allow_untrained_ratio) for batch in batches)
         elif ratio is not None:
             raise ValueError("`ratio` is for documents: a memory has its ratio already")
         if join:
@@ -314,18 +356,11 @@ class ContextCompressionQAPipeline(Pipeline):
             memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
         return memories
 
-    def _compress(
-        self,
-        rows: Sequence[Sequence[int]],
-        ratio: int | Sequence[int] | None,
-        allow_untrained_ratio: bool,
-        question: dict[str, Tensor] | None = None,
-    ) -> CompressedContext | list[CompressedContext]:
-        asked = {} if question is None else {f"question_{name}": tensor for name, tensor in question.items()}
-        with torch.no_grad():
-            return self.model.compress(
-                **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
-            )
+    def _checked_batch_size(self, given: int | None) -> int:
+        batch_size = (self._batch_size or BATCH_SIZE) if given is None else given
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
+        return batch_size
 
     def _answers(
         self,

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .memory_concatenation import concatenate_memories
+from ...configuration.nearest_names import check_choice
+from .memory_concatenation import concatenate_memories, stack_memories
 from .memory_file import read_memory_file, tensor_as_base64, write_memory_file
 from .memory_quantization import (
     GROUP_SIZES,
-    check_quantization,
+    QUANTIZATIONS,
     dequantize_tensor,
     quantization_of,
     quantize_tensor,
@@ -202,7 +203,7 @@ class CompressedContext:
             ValueError: Another form, one of the other form already, "int4" and an odd width, or values that are not
                 finite or too large for float16 scales.
         """
-        check_quantization(quantization)
+        check_choice("quantization", quantization, QUANTIZATIONS)
         if self.quantization == quantization:
             return self
         if self.quantization is not None:
@@ -430,13 +431,27 @@ class CompressedContext:
             TypeError: Something else than a `CompressedContext`.
             ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
         """
-        if not isinstance(memories, Iterable) or isinstance(memories, Tensor):
-            raise TypeError(f"concatenate takes CompressedContext objects, got {type(memories).__name__}")
-        memories = list(memories)
-        for memory in memories:
-            if not is_memory(memory):
-                raise TypeError(f"concatenate takes CompressedContext objects, got {type(memory).__name__}")
-        return concatenate_memories(memories)
+        return concatenate_memories(_memories("concatenate", memories))
+
+    @staticmethod
+    def stack(memories: Iterable[CompressedContext]) -> CompressedContext:
+        """The rows of several memories as one batch, in order, each with its own slots.
+
+        Quantised memories of one form stay as they are; where forms differ the result is dequantised, in the
+        floating-point type of those that have one, or float32.
+
+        Args:
+            memories: Memories of one model with the same carrier, width, dtype, device and layout; some or all of them
+                quantised.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: Something else than a `CompressedContext`.
+            ValueError: No memory, or memories that do not fit together.
+        """
+        return stack_memories(_memories("stack", memories))
 
     def to_prompt_embeds(
         self,
@@ -554,6 +569,15 @@ class CompressedContext:
                 raise ValueError(
                     f"the memory holds values up to {largest:.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
                 )
+
+
+def _memories(name: str, memories: Any) -> list[CompressedContext]:
+    is_list = isinstance(memories, Iterable) and not isinstance(memories, Tensor)
+    memories = list(memories) if is_list else [memories]
+    for memory in memories:
+        if not is_list or not is_memory(memory):
+            raise TypeError(f"{name} takes CompressedContext objects, got {type(memory).__name__}")
+    return memories
 
 
 def _is_int(value: Any) -> bool:

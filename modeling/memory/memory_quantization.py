@@ -8,8 +8,6 @@ a channel, holds; "int4" one for every 32 neighbours of it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -103,11 +101,6 @@ def dequantize_tensor(integers: Tensor, scales: Tensor, is_keys: bool) -> Tensor
     return integers * scales
 
 
-def check_quantization(quantization: Any) -> None:
-    """Refuse what memories are not kept in.
-
-    Raises:
-        ValueError: neither "int8" nor "int4".
-    """
-    if quantization not in QUANTIZATIONS:
-        raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
+def zero_of(dtype: torch.dtype) -> int:
+    """What stands for zeros in a carrier of this type."""
+    return 0x88 if dtype == torch.uint8 else 0

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts in, memories out, in the form in which engines for collections call a function: columns of a batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..configuration.nearest_names import check_choice
+from ..modeling.compressor.context_compression_qa import check_texts
+from ..modeling.memory.compressed_context import CompressedContext
+from ..modeling.memory.memory_quantization import QUANTIZATIONS
+from ..modeling.parts.length_batches import length_batches
+from .memory_columns import STORE_DTYPES, MemoryForm, memory_columns
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
+
+BATCH_TOKENS = 16_384
+
+
+class CorpusCompressor:
+    """Compresses batches of texts, as Ray Data, `datasets.map` and Daft call it.
+
+    ```python
+    compressor = CorpusCompressor("me/compressor", ratio=4)
+    columns = compressor({"id": ["a", "b"], "text": ["One text.", "Another one."]})
+    dataset.map(compressor, batched=True, batch_size=1000)                                          # datasets
+    dataset.map_batches(CorpusCompressor, fn_constructor_args=("me/compressor", 4), concurrency=8)  # Ray Data
+    ```
+
+    Nothing is loaded before the first batch, and pickling takes the arguments alone: each worker loads its own model.
+
+    Args:
+        model: Hub id or folder of a compressor; or a pipeline that is loaded, which stays in its process.
+        ratio: Context tokens per slot; the checkpoint's first if not given.
+        text_column: The column of the texts.
+        memory_dtype: What slots are kept in: "int8", "int4" or "float16".
+        batch_tokens: Tokens that the model reads at once, pads included. A longer text is read alone.
+        max_tokens: Keep only so many tokens of each text; all if not given.
+        allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
+        device: Where to compute; "auto" takes an accelerator if there is one.
+        dtype: Floating-point type to compute in: "auto" (as saved), "float32", "bfloat16" or "float16".
+        base_model: Where the base of a light checkpoint is, Hub id or folder, if not where the checkpoint says.
+        revision: Branch, tag or commit on the Hub.
+        trust_remote_code: Run the code that a checkpoint of a method of its own brings.
+
+    Raises:
+        ValueError: An unknown `memory_dtype`, or `batch_tokens` or `max_tokens` below 1. On the first batch: no such
+            model or ratio, or a checkpoint that compresses a text together with a question.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike | ContextCompressionQAPipeline,
+        ratio: int | None = None,
+        *,
+        text_column: str = "text",
+        memory_dtype: str = "int8",
+        batch_tokens: int = BATCH_TOKENS,
+        max_tokens: int | None = None,
+        allow_untrained_ratio: bool = False,
+        device: str = "auto",
+        dtype: str = "auto",
+        base_model: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ):
+        check_choice("memory_dtype", memory_dtype, STORE_DTYPES)
+        for name, value in (("batch_tokens", batch_tokens), ("max_tokens", max_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be 1 or more, got {value}")
+        is_place = isinstance(model, (str, os.PathLike))
+        self.model = os.fspath(model) if is_place else None  # type: ignore[arg-type]
+        self.ratio, self.text_column, self.memory_dtype = ratio, text_column, memory_dtype
+        self.batch_tokens, self.max_tokens, self.allow_untrained_ratio = (
+            batch_tokens,
+            max_tokens,
+            allow_untrained_ratio,
+        )
+        self.device, self.dtype = device, dtype
+        self._loading = {"base_model": base_model, "revision": revision, "trust_remote_code": trust_remote_code}
+        self._pipe: Any = None if is_place else model
+        self._form: MemoryForm | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.model is None:
+            raise TypeError(
+                "a CorpusCompressor of a loaded pipeline is not pickled: give the model's folder or Hub id"
+            )
+        return {**self.__dict__, "_pipe": None, "_form": None}
+
+    @property
+    def pipe(self) -> ContextCompressionQAPipeline:
+        """The pipeline, loaded when it is first asked for."""
+        if self._pipe is None:
+            self._pipe = self._load()
+        return self._pipe
+
+    @property
+    def form(self) -> MemoryForm:
+        """What all memories have in common: what a store is made with."""
+        if self._form is None:
+            self.pipe.check_serves_memories("so that no text is compressed before its question is known")
+            # What is wrong with the ratio is wrong with every row.
+            self._form = MemoryForm.of(self._compress([[0]]), self.memory_dtype)
+        return self._form
+
+    def __call__(self, batch: Mapping[str, Sequence[Any] | np.ndarray]) -> dict[str, Any]:
+        """Compress the texts of a batch.
+
+        Args:
+            batch: Columns; `text_column` among them.
+
+        Returns:
+            The columns of the batch, and beside them, in the order of its rows: `slots`, for each row an array
+            `(num_slots, values of a slot)`, with `scales` (and `key_scales` of key/values) where they are quantised;
+            `position_ids`, `num_tokens`, `ratio` and `model_id`; and `error`, "" for a row that was compressed. A row
+            that was not has no slots, and the reason.
+
+        Raises:
+            ValueError: no such column, or one that has a name of the new ones.
+        """
+        if self.text_column not in batch:
+            raise ValueError(f"the batch has no column {self.text_column!r}; its columns are {sorted(batch)}")
+        texts = list(batch[self.text_column])
+        columns = self._empty_columns(len(texts))
+        taken = sorted(set(columns) & set(batch))
+        if taken:
+            raise ValueError(f"the batch has columns {taken} already, which are names of what is made: rename them")
+        for rows, result in self.compress(texts):
+            if isinstance(result, Exception):
+                for row in rows:
+                    columns["error"][row] = f"{type(result).__name__}: {result}"
+                continue
+            for name, values in memory_columns(result, self.form).items():
+                for row, value in zip(rows, _row_values(name, values), strict=True) if name in columns else ():
+                    columns[name][row] = value
+            for row, slots in ((row, columns["slots"][row]) for row in rows):
+                if columns["position_ids"][row] is None:
+                    columns["position_ids"][row] = np.arange(len(slots), dtype=np.int32)
+        return {**batch, **columns}
+
+    def compress(self, texts: Sequence[Any]) -> Iterator[tuple[list[int], CompressedContext | Exception]]:
+        """Compress texts in batches of similar length, the longest first.
+
+        Args:
+            texts: Any number; what is no text is a row with an error.
+
+        Yields:
+            Indices of some texts, each once in all, and their memory in host memory, in `memory_dtype`, one row for
+            each of them; or why they could not be compressed.
+        """
+        form, good = self.form, []
+        for row, text in enumerate(texts):
+            try:
+                check_texts(self.text_column, [text])
+                good.append(row)
+            except (TypeError, ValueError) as error:
+                yield [row], error
+        ids = [ids[: self.max_tokens] for ids in self.pipe.document_ids([texts[row] for row in good])]
+        waiting = length_batches([len(row) for row in ids], batch_tokens=self.batch_tokens)[::-1]
+        while waiting:
+            batch = waiting.pop()
+            result: CompressedContext | Exception
+            try:
+                result = self._compress([ids[place] for place in batch])
+                if form.dtype in QUANTIZATIONS:
+                    # Before it is moved, as fewer bytes.
+                    result = result.quantize(form.dtype)
+                else:
+                    result.validate(finite=True)
+                    result = result.to(dtype=form.dtype)
+                result = result.to("cpu")
+            except Exception as error:  # whatever is wrong with a row, the others are not lost
+                if len(batch) > 1:
+                    waiting += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
+                    continue
+                result = error
+            yield [good[place] for place in batch], result
+
+    def _compress(self, ids: list[list[int]]) -> CompressedContext:
+        # One ratio gives one memory.
+        return self.pipe.compress_ids(ids, self.ratio, self.allow_untrained_ratio)  # type: ignore[return-value]
+
+    def _empty_columns(self, num_rows: int) -> dict[str, list[Any]]:
+        schema = self.form.schema
+        nothing: dict[str, Any] = {}
+        for name in ("slots", "scales", "key_scales"):
+            if name in schema.names:
+                vectors = schema.field(name).type.value_type
+                nothing[name] = np.empty((0, vectors.list_size), vectors.value_type.to_pandas_dtype())
+        nothing |= {"position_ids": np.empty(0, np.int32), "num_tokens": 0, "ratio": 0, "model_id": "", "error": ""}
+        return {name: [value] * num_rows for name, value in nothing.items()}
+
+    def _load(self) -> ContextCompressionQAPipeline:
+        import torch
+        from transformers import AutoTokenizer
+
+        from ..modeling.checkpoint.pretrained_bases import load_from_place
+
+        model = load_from_place(self.model, dtype=self.dtype, **self._loading)
+        if not hasattr(model, "question_answering"):
+            raise ValueError(f"{self.model} is a model of type {model.config.model_type!r}, not a context compressor")
+        options = {name: self._loading[name] for name in ("revision", "trust_remote_code")}
+        tokenizer = AutoTokenizer.from_pretrained(self.model, **options)
+        device = self.device
+        if device == "auto":
+            device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+        return model.to(device).eval().question_answering(tokenizer)
+
+
+def _row_values(name: str, column: pyarrow.Array) -> list[Any]:
+    """An array for each row of a column of vectors, without copies; Python's values of another one."""
+    if name not in ("slots", "scales", "key_scales"):
+        return [
+            None if value is None else np.asarray(value, np.int32) if name == "position_ids" else value
+            for value in column.to_pylist()
+        ]
+    vectors = column.flatten()
+    flat = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, vectors.type.list_size)
+    return np.split(flat, column.offsets.to_numpy()[1:-1])
