@@ -191,8 +191,9 @@ class SampleBuilder:
     """Makes the samples of a task, and keeps each within the model's positions.
 
     Args:
-        tokenizer: makes the token ids. Its EOS ends every answer, summary and reconstruction, whose task is done with
-            it, and a continuation that comes to the end of its text; none stands where a continuation was merely cut.
+        tokenizer: makes the token ids. Its EOS ends every answer and summary, and a continuation that comes to the
+            end of its text. Where a text was merely cut, it does not end, and none is scored: not behind a
+            continuation, and never behind a reconstruction, of which the text alone is scored.
         max_positions: positions for context, prompt and target together, `None` for no limit.
         max_new_tokens: task -> most tokens that an answer or summary may have.
         context_tokens: length of the windows that reconstruction and continuation take from a text.
@@ -330,7 +331,7 @@ class SampleBuilder:
         is_cut = start + length < len(ids)
         if task == "reconstruction":
             references = [self.tokenizer.decode(window)]
-            return Sample(window, prompt_ids, [*window, eos], references, head_ids=head_ids)
+            return Sample(window, prompt_ids, window, references, head_ids=head_ids)
         # A text shorter than both parts is divided as they are.
         split = max(1, min(len(window) - 1, len(window) * self.context_tokens // length))
         continuation = window[split:]
@@ -345,8 +346,8 @@ class SampleBuilder:
             return limit
         room = self.max_positions - max(1, len(sample.head_ids)) - len(sample.prompt_ids)
         if task == "reconstruction":
-            # Its target is the context itself and EOS.
-            return min(limit, (room - 1) // 2)
+            # Its target is the context itself.
+            return min(limit, room // 2)
         return min(limit, room - max(len(sample.target_ids), self.max_new_tokens.get(task, 0)))
 
     def fit(self, task: str, sample: Sample, name: str) -> Sample:
@@ -371,11 +372,9 @@ class SampleBuilder:
                 f"max_context_tokens and the model's positions leave {max(room, 0)} tokens for the context; {advice}"
             )
         if task == "reconstruction":
-            references = [self.tokenizer.decode(text[:room])]
-            target_ids = [*text[:room], sample.target_ids[-1]]
-            return replace(
-                sample, context_ids=text[:room], target_ids=target_ids, references=references, truncated=True
-            )
+            kept = text[:room]
+            references = [self.tokenizer.decode(kept)]
+            return replace(sample, context_ids=kept, target_ids=kept, references=references, truncated=True)
         # What stands right before a continuation matters most.
         keeps_end = task == "continuation" or self.truncation_side == "left"
         context_ids = [*prefix, *(text[-room:] if keeps_end else text[:room])]

@@ -426,8 +426,7 @@ def _empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers:
         GivenTokens(size) if given else None,
         GivenTokens(size) if recovers else None,
         [[] for _ in samples],
-        # Without EOS, which is no part of the text.
-        [sample.target_ids[:-1] for sample in samples] if recovers else [],
+        [sample.target_ids for sample in samples] if recovers else [],
         *np.full((3, size), np.nan),
     )
 

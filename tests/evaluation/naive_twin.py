@@ -80,12 +80,12 @@ def naive_inputs(model, tokenizer, condition, context, prompt, start=None):
 
 
 @torch.no_grad()
-def naive_scores(model, tokenizer, condition, triples, reader=None, start=None):
-    """Token accuracy and perplexity over (context, prompt, target) triples."""
+def naive_scores(model, tokenizer, condition, triples, reader=None, start=None, ends=False):
+    """Token accuracy and perplexity over (context, prompt, target) triples, with EOS where a target `ends`."""
     nll, hits, count = 0.0, 0, 0
     for context, prompt, target in triples:
         extra, text = naive_inputs(model, tokenizer, condition, context, prompt, start)
-        target_ids = [*encode(tokenizer, target), tokenizer.eos_token_id]
+        target_ids = encode(tokenizer, target) + [tokenizer.eos_token_id] * ends
         logits = (reader or model)(input_ids=torch.tensor([text + target_ids]), **extra).logits[0]
         for place, token in enumerate(target_ids, start=len(text) - 1):
             nll -= float(logits[place].float().log_softmax(-1)[token])

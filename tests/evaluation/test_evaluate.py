@@ -55,7 +55,7 @@ def test_continuation_equals_the_naive_twin(model, tokenizer):
     report = run(model, tokenizer, rows, tasks=(CONTINUATION,), context_tokens=8, continuation_tokens=4)
     triples = [(row["text"][:8], "", row["text"][8:]) for row in rows]
     for condition in CONDITIONS:
-        expected = naive_scores(model, tokenizer, condition, triples)["perplexity"]
+        expected = naive_scores(model, tokenizer, condition, triples, ends=True)["perplexity"]
         assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
 
 
@@ -151,11 +151,11 @@ def test_reconstruction_bleu_is_there_when_asked_for(model, tokenizer):
 
 @torch.no_grad()
 def naive_recovered_perplexity(model, tokenizer, condition, rows):
-    """Perplexity of what the model writes by itself, token after token, EOS included."""
+    """Perplexity of what the model writes by itself, token after token, EOS included where it wrote one."""
     nll, count = 0.0, 0
     for row in rows:
         extra, text = naive_inputs(model, tokenizer, condition, row["context"], "\nRepeat the text above:")
-        for _ in range(len(row["context"]) + 1):
+        for _ in row["context"]:
             scores = model(input_ids=torch.tensor([text]), **extra).logits[0, -1].float().log_softmax(-1)
             token = int(scores.argmax())
             nll, count, text = nll - float(scores[token]), count + 1, [*text, token]
@@ -176,7 +176,7 @@ def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condi
     assert score < report.score("tiny", RECONSTRUCTION, condition, "perplexity")
     for row, sample in zip(rows, report.answers, strict=True):
         assert sample.references == [row["context"]]
-        limit = len(row["context"]) + 1
+        limit = len(row["context"])
         (answer,) = naive_answers(model, tokenizer, condition, [row], limit, "\nRepeat the text above:")
         assert sample.answers[condition] == answer
 
@@ -198,7 +198,7 @@ def test_answers_are_scored_token_by_token_when_asked_for(model, tokenizer):
     report = run(model, tokenizer, tasks=(QA,), answer_perplexity=True)
     triples = [(row["context"], f"\nQuestion: {row['question']}\nAnswer:", f" {row['answers'][0]}") for row in ROWS]
     for condition in CONDITIONS:
-        expected = naive_scores(model, tokenizer, condition, triples)["perplexity"]
+        expected = naive_scores(model, tokenizer, condition, triples, ends=True)["perplexity"]
         assert report.score("tiny", QA, condition, "answer_perplexity") == pytest.approx(expected, rel=1e-4)
 
 
@@ -215,7 +215,7 @@ def test_a_task_token_starts_the_text_behind_slots_and_needs_no_words(token_mode
     triples = [(row["text"][:8], "", row["text"][8:]) for row in rows]
     for condition in CONDITIONS:
         start = token_model.config.continuation_token_id
-        expected = naive_scores(token_model, tokenizer, condition, triples, start=start)["perplexity"]
+        expected = naive_scores(token_model, tokenizer, condition, triples, start=start, ends=True)["perplexity"]
         assert report.score("tiny", CONTINUATION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
 
 
@@ -230,7 +230,7 @@ def test_texts_written_from_task_tokens_equal_the_naive_twin(token_model, tokeni
         template, start = "", config.reconstruction_token_id
     for condition in CONDITIONS:
         for row, sample in zip(rows, report.answers, strict=True):
-            limit = 6 if task == QA else len(row["context"]) + 1
+            limit = 6 if task == QA else len(row["context"])
             (expected,) = naive_answers(token_model, tokenizer, condition, [row], limit, template, start)
             assert sample.answers[condition] == expected, condition
 
@@ -239,7 +239,7 @@ def test_a_text_that_says_a_task_token_is_only_a_text(token_model):
     tokenizer = make_tokenizer()
     assert add_task_tokens(tokenizer) == token_model.config.task_token_ids
     rows = [{"text": "say [AE] and [LM] and <eos> twice"}]
-    # 33 characters and EOS: as special tokens, [AE] and [LM] would be no tokens of the encoder's.
+    # 33 characters: as special tokens, [AE] and [LM] would be no tokens of the encoder's.
     report = run(token_model, tokenizer, rows, tasks=(RECONSTRUCTION,), ratios=(2,))
     triples = [(rows[0]["text"], "", rows[0]["text"])]
     start = token_model.config.reconstruction_token_id
@@ -268,12 +268,12 @@ def test_bounds_whose_task_tokens_were_trained_read_what_training_reads(token_mo
     total, count = 0.0, 0
     for row in ROWS:
         ids = encode(plain, row["context"])
-        example = {"context_ids": ids, "prompt_ids": [], "target_ids": [*ids, tokenizer.eos_token_id]}
+        example = {"context_ids": ids, "prompt_ids": [], "target_ids": ids}
         batch = collator([{**example, "task": RECONSTRUCTION}])
         assert starts[RECONSTRUCTION] in batch["input_ids"][0].tolist()
         with torch.no_grad():
             loss = token_model(**batch).loss
-        total, count = total + float(loss) * (len(ids) + 1), count + len(ids) + 1
+        total, count = total + float(loss) * len(ids), count + len(ids)
     assert report.score("tiny", RECONSTRUCTION, mode, "perplexity") == pytest.approx(math.exp(total / count), rel=1e-4)
 
 

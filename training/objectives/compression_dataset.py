@@ -31,7 +31,8 @@ class CompressionDataset(Dataset):
 
     Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
     and the seed only, so that training resumes exactly. Targets end with EOS, in a chat with the template's end of a
-    turn; the continuation of a text that goes on behind it ends with neither. `head_ids` stand in front of the context
+    turn, which behind a repeated text says that this was all of it; what goes on behind a continuation or behind
+    `max_target_tokens` ends with neither. `head_ids` stand in front of the context
     or its slots; `more_turns` holds further (prompt, target) pairs about the same context; `num_cut` counts tokens
     that the limits cut off.
 

@@ -31,8 +31,8 @@ class JointDataset(CompressionDataset):
     """Examples for `CompressionCollator(mode="joint")`: `context_ids`, `reconstruction_ids`, `continuation_ids`, `id`.
 
     A document X is a window of |X| tokens of a text. Its first p = floor(|X| / 2) tokens are the context, the rest is
-    the completion (EPL, section 3.1.1 and Appendix C). Both texts, the context once more and the completion, end with
-    EOS. The tokens that every compressed context starts with, such as BOS, count in |X| and p, so that the encoder
+    the completion (EPL, section 3.1.1 and Appendix C). EOS ends the context once more, of which that is all, and the
+    completion where the text itself ends, not where it was cut. The tokens that every compressed context starts with, such as BOS, count in |X| and p, so that the encoder
     reads exactly p tokens; the collator puts them there, and in front of a reconstruction behind [AE].
 
     Args:
@@ -118,7 +118,7 @@ class JointDataset(CompressionDataset):
         return {
             "context_ids": text[:split],
             "reconstruction_ids": [*text[:split], self.end],
-            "continuation_ids": [*text[split:], self.end],
+            "continuation_ids": text[split:] + [self.end] * (first + num_text == len(ids)),
             "id": identifier,
             "num_cut": 0,
         }

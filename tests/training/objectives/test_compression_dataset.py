@@ -142,6 +142,18 @@ def test_a_short_text_gives_up_context_before_its_target(tokenizer, folder):
         assert all(len(example["target_ids"]) > target // 3 for example in examples)
 
 
+def test_an_answer_that_is_cut_does_not_end(tokenizer, folder):
+    source = {**QUESTIONS, "tasks": ["question_answering"]}
+    whole, cut = (make(tokenizer, folder, source, max_target_tokens=limit) for limit in (50, 4))
+    lengths = set()
+    for index in range(30):
+        target = whole[index]["target_ids"]
+        assert target.index(tokenizer.eos_token_id) == len(target) - 1
+        assert cut[index]["target_ids"] == target[:4]
+        lengths.add(len(target) > 4)
+    assert lengths == {True, False}
+
+
 def test_questions_stand_in_the_canonical_prompt(tokenizer, folder):
     source = {**QUESTIONS, "tasks": ["question_answering"]}
     example = make(tokenizer, folder, source, canonical_prompts=True)[0]

@@ -35,19 +35,24 @@ def make(tokenizer, folder, *sources, num_examples=30, seed=0, batch_size=1, **f
 def test_a_document_is_cut_in_the_middle(tokenizer, folder, source):
     dataset = make(tokenizer, folder, source)
     whole = [encode(tokenizer, text) for text in TEXTS]
-    lengths = []
+    lengths, ends = [], []
     for index in range(30):
         example = dataset[index]
-        context, completion = example["context_ids"], example["continuation_ids"][:-1]
+        context, completion = example["context_ids"], example["continuation_ids"]
+        ends.append(completion[-1] == tokenizer.eos_token_id)
+        completion = completion[: len(completion) - ends[-1]]
         assert example["reconstruction_ids"] == [*context, tokenizer.eos_token_id]
-        assert example["continuation_ids"][-1] == tokenizer.eos_token_id
         # The encoder also reads BOS.
         length = 1 + len(context) + len(completion)
         lengths.append(length)
         assert 1 + len(context) == length // 2
         document = context + completion
         if source is TEXT:
-            assert any(document == text[i : i + len(document)] for text in whole for i in range(len(text)))
+            places = [(text, i) for text in whole for i in range(len(text)) if document == text[i : i + len(document)]]
+            assert places
+            # Only where the text itself ends, EOS does.
+            assert ends[-1] == any(i + len(document) == len(text) for text, i in places)
+    assert sum(ends) < 5
     assert 40 <= min(lengths) < 60
     assert 100 < max(lengths) <= 120
 
@@ -65,7 +70,7 @@ def test_context_and_completion_split(tokenizer, tmp_path, length, p, num_chunks
     batch = CompressionCollator.from_tokenizer(tokenizer, mode="joint")([dataset[0]])
     assert batch["context_input_ids"].shape == (1, p)
     assert batch["reconstruction_labels"].ne(-100).sum() == p  # without [AE] it starts with BOS; EOS is learned
-    assert batch["continuation_labels"].ne(-100).sum() == length - p + 1
+    assert batch["continuation_labels"].ne(-100).sum() == length - p  # it was cut there: no EOS
     chunks = cut(batch["context_input_ids"], torch.ones(1, p, dtype=torch.long), [p], 510, "enhanced")
     assert chunks.chunks_per_row == num_chunks
 
@@ -133,7 +138,7 @@ def test_the_length_limit_grows_and_groups_are_of_like_length(tokenizer, folder)
         return [JointDataset.num_tokens(dataset[index]) for index in range(80)]
 
     growing = lengths(length_schedule=[[0.0, 44], [1.0, 120]])
-    # Context, context again, completion, two EOS.
+    # Context, context again, completion, and EOS behind the second or both.
     assert max(growing[:10]) <= 1.5 * 55 + 2
     assert max(growing[60:]) > 1.5 * 90
     plain, grouped = lengths(), lengths(group_batches=10, batch_size=4)

@@ -48,6 +48,8 @@ def test_text_rows_learn_every_token(rows, tokenizer):
     ids, labels = make(rows, {"text": 1}).row(40, random.Random(0))
     assert ids == labels
     assert ids[0] == tokenizer.bos_token_id
+    # A window is cut out of its text: nothing says that it ends.
+    assert tokenizer.eos_token_id not in ids
 
 
 def test_copy_rows_learn_the_second_copy(rows, tokenizer):
