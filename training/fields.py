@@ -136,6 +136,8 @@ class DataArguments:
         overlong_contexts: of contexts of questions and summaries that are too long: truncate their end or
             truncate_left their beginning (both counted in the log), or skip them.
         group_batches: batches of a compressor that are sorted by length together, so that they hold little padding.
+        pack_texts: texts to be continued stand one behind the other, with EOS behind each, and are cut every
+            `max_context_tokens + max_target_tokens` tokens: no pads; sources with the task continuation alone.
         num_eval_examples: examples of `eval_sources`.
         length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
         task_schedule: (fraction of training, tasks) pairs of a compressor's training: from there on only these, of the
@@ -167,6 +169,7 @@ class DataArguments:
     questions_per_example: int = field(default=1, metadata={"help": "questions about one context in an example"})
     overlong_contexts: str = field(default="truncate", metadata={"help": ", ".join(OVERLONG_CONTEXTS)})
     group_batches: int = field(default=1, metadata={"help": "batches sorted by length together"})
+    pack_texts: bool = field(default=False, metadata={"help": "texts to be continued as one stream, without pads"})
     num_eval_examples: int = field(default=200, metadata={"help": "number of evaluation examples"})
     length_schedule: Entries | None = field(default=None, metadata={"help": "how the length limit grows"})
     task_schedule: Entries | None = field(default=None, metadata={"help": "which tasks are trained when"})

@@ -29,6 +29,7 @@ ABLATIONS = {
     "shuffled_receivers": {"shuffled_receivers": True},
     "uniform_mass": {"uniform_sender_share": 1.0},
 }
+PROMPT_TUNING = ["comprexit/fine_tuning.yaml", "comprexit/prompt_tuning.yaml"]
 on_each_base = pytest.mark.parametrize("base", BASES)
 
 
@@ -54,7 +55,7 @@ def test_pretraining_holds_table_7(base, tmp_path):
     assert 2048 * 640 == 1_310_720
     assert args.max_steps == 10**9 // 1_310_720 == 762
     assert args.warmup_steps == round(0.05 * 762)
-    assert (data.max_context_tokens + 1, data.max_target_tokens - 1) == (512, 128)
+    assert (data.max_context_tokens + 1, data.max_target_tokens, data.pack_texts) == (512, 128, True)
     assert [source.tasks for source in data.parsed_sources()] == [("continuation",)]
     config = ComprExITConfig(**model.method_config)
     assert (config.compression_ratios, config.window_size, config.transport_iterations) == ((4,), 128, 30)
@@ -82,7 +83,7 @@ def test_fine_tuning_goes_on_for_one_epoch_without_warmup(base, tmp_path):
 def test_the_baselines_differ_in_method_and_learning_rate_only(stage, tmp_path):
     settings = []
     for folder, method in (("comprexit", "comprexit"), ("comprexit_baselines", "icae")):
-        files = [f"{folder}/{method}.yaml", f"{folder}/bases/llama3.2_1b.yaml", f"{folder}/{stage}.yaml"]
+        files = [f"{folder}/{method}.yaml", "comprexit/bases/llama3.2_1b.yaml", f"comprexit/{stage}.yaml"]
         model, data, args = parse(*files, folder=tmp_path)
         assert args.learning_rate == (1e-4 if method == "comprexit" else 3e-5)
         names = ("max_steps", "num_train_epochs", "warmup_steps", "max_grad_norm", "per_device_train_batch_size")
@@ -189,7 +190,7 @@ def test_questions_are_asked_after_next_tokens_alone(small, tmp_path):
 @pytest.mark.slow
 def test_prompt_tuning_is_scored_with_its_tokens_in_front_of_the_context(small, tmp_path, monkeypatch):
     folder = tmp_path / "bound"
-    files = ["comprexit/prompt_tuning.yaml", small["bound"], "--max_context_tokens", "120"]
+    files = [*PROMPT_TUNING, small["bound"], "--max_context_tokens", "120"]
     main([*files, "--output_dir", str(folder)])
     prefix = "".join(f"<|prompt_{index}|>" for index in range(20))
     read, generate = [], MeanPoolingForCausalLM.generate
@@ -209,7 +210,7 @@ def test_prompt_tuning_is_scored_with_its_tokens_in_front_of_the_context(small, 
 
 
 def test_prompt_tuning_trains_tokens_in_front_of_the_whole_context(small, tmp_path):
-    files = ["comprexit/prompt_tuning.yaml", small["bound"], "--max_context_tokens", "120"]
+    files = [*PROMPT_TUNING, small["bound"], "--max_context_tokens", "120"]
     trainer = build_trainer(*parse_recipe([*files, "--output_dir", str(tmp_path / "out")]))
     model = trainer.model
     assert isinstance(model, MeanPoolingForCausalLM)

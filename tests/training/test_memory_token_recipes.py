@@ -132,22 +132,22 @@ def test_bounds_train_the_task_tokens_only(bound, base, tmp_path):
 
 @pytest.mark.parametrize(("method", "base"), list(itertools.product(CLASSES, ("llama3.2_1b", "llama3.2_3b"))))
 def test_comprexit_baselines_hold_its_table_8(method, base, tmp_path):
-    files = [f"comprexit_baselines/{method}.yaml", f"comprexit_baselines/bases/{base}.yaml"]
-    model, data, args = parse(*files, "comprexit_baselines/pretraining.yaml", folder=tmp_path)
+    files = [f"comprexit_baselines/{method}.yaml", f"comprexit/bases/{base}.yaml"]
+    model, data, args = parse(*files, "comprexit/pretraining.yaml", folder=tmp_path)
     assert (model.base, model.dtype) == (EPL_BASES[base][0], "bfloat16")
     assert (args.learning_rate, args.max_grad_norm, args.weight_decay) == (3e-5, 20.0, 0.0)
     # 1e9 tokens in samples of 512 + 128, a batch of 2,048 on four devices.
     assert args.max_steps == 10**9 // (2048 * 640) == 762
     assert args.warmup_steps == round(0.05 * 762)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 2048
-    assert (data.max_context_tokens + 1, data.max_target_tokens - 1) == (512, 128)
+    assert (data.max_context_tokens + 1, data.max_target_tokens, data.pack_texts) == (512, 128, True)
     assert [source.tasks for source in data.parsed_sources()] == [("continuation",)]
     config = meta_model(method, base, model.method_config).config
     assert (config.compression_ratios, config.chunk_size, config.num_memory_tokens) == ((4,), 512, 128)
     assert (config.memory_tokens, config.position_layout) == ("fixed", "default")
     lora = {"rank": 128, "alpha": 32, "dropout": 0.05, "target_modules": "all-linear"}
     assert config.encoder_lora == lora
-    model, data, args = parse(*files, "comprexit_baselines/fine_tuning.yaml", folder=tmp_path)
+    model, data, args = parse(*files, "comprexit/fine_tuning.yaml", folder=tmp_path)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 512
     assert (args.max_steps, args.num_train_epochs, model.base, model.method_config) == (-1, 1, None, None)
 

@@ -19,6 +19,7 @@ from .compression_collator import CompressionCollator
 from .compression_dataset import CompressionDataset
 from .compression_trainer import CompressionTrainer
 from .encoder_decoder import Seq2SeqCollator, Seq2SeqCompressionTrainer, check_vocabulary
+from .packed_texts import PackedTexts
 
 
 def load(
@@ -70,6 +71,12 @@ def trainer_arguments(
             texts = text_tokenizer(tokenizer)
     if data_args.prompt_format == "chat":
         texts = text_tokenizer(tokenizer)
+    if data_args.pack_texts:
+        if dataset_class is not CompressionDataset:
+            raise ValueError(
+                f"pack_texts goes with continuations behind a context, not with objective {args.objective!r}"
+            )
+        dataset_class = PackedTexts
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     how = {"batch_size": args.per_device_train_batch_size, "context_tokenizer": context_tokenizer}
     num_examples = args.max_steps * batch if args.max_steps > 0 else None

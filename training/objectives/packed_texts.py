@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts without padding: each source is one stream of tokens, cut into contexts and what follows them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ...data.prompts import format_prompt
+from ...data.rows import draw_document
+from ...data.sources import DataSource
+from ...modeling.parts.prompting import encode
+from ..fields import DataArguments
+from .compression_dataset import CompressionDataset
+
+
+class PackedTexts(CompressionDataset):
+    """Contexts of `max_context_tokens` from a stream of texts, each with the `max_target_tokens` that follow it.
+
+    The texts of a source, in a shuffled order and again and again in another one, stand one behind the other with EOS
+    behind each, which is how a border between two of them is told. The stream is cut every `max_context_tokens +
+    max_target_tokens` tokens: no token is left out, none is read twice, and a batch has no pads (ComprExIT, appendix
+    A.2). All examples have the first template of their prompt. `id` names every text that an example has a part of.
+
+    Example n of a source starts where example n - 1 ends, so texts are tokenized in order: a run that is resumed reads
+    once through those that it has behind it.
+
+    Args:
+        data: its sources have the task continuation alone.
+        tokenizer, kwargs: as for `CompressionDataset`.
+        num_examples: length of the data set.
+
+    Raises:
+        ValueError: another task, no number of examples, a schedule of lengths, or a tokenizer of contexts.
+    """
+
+    def __init__(
+        self, data: DataArguments, tokenizer: PreTrainedTokenizerBase, num_examples: int | None = None, **kwargs: Any
+    ):
+        if num_examples is None:
+            raise ValueError("packed texts have no rows of their own to count: pack_texts needs max_steps")
+        if data.length_schedule is not None:
+            raise ValueError(
+                f"packed texts have one length: length_schedule must be null, got {data.length_schedule!r}"
+            )
+        if kwargs.get("context_tokenizer") is not None:
+            raise ValueError(
+                "packed texts have one length in one tokenizer: pack_texts needs an encoder with the same"
+            )
+        # Of each source: the text (counted over all its rounds) and the place in it that an example starts at.
+        self._starts: dict[int, list[tuple[int, int]]] = {}
+        self._open: tuple[tuple[int, int] | None, str, list[int]] = (None, "", [])
+        super().__init__(data, tokenizer, num_examples, **kwargs)
+
+    def _check_sources(self, entries: Sequence[DataSource]) -> None:
+        for entry in entries:
+            if set(entry.tasks) != {"continuation"}:
+                raise ValueError(
+                    f"packed texts are continued: the tasks of source {entry.label!r} must be ['continuation'], got "
+                    f"{list(entry.tasks)}"
+                )
+
+    def _example_at(self, index: int) -> dict[str, Any]:
+        ids, names = self._block(int(self.source_of[index]), int(self.turn_of[index]))
+        context, target = ids[: self.longest], ids[self.longest :]
+        prompt = format_prompt("continuation", "", path=self.data.prompts)
+        example = self._finish(
+            "continuation", context, [(prompt, target)], self.longest, " + ".join(names), ends=False
+        )
+        return {**example, "index": index}
+
+    def _block(self, position: int, number: int) -> tuple[list[int], list[str]]:
+        """The tokens of a source's example, and the texts that they are of."""
+        starts = self._starts.setdefault(position, [(0, 0)])
+        block = None
+        while len(starts) < number + 2:
+            block, end = self._read(position, *starts[-1])
+            starts.append(end)
+        return block or self._read(position, *starts[number])[0]
+
+    def _read(self, position: int, turn: int, offset: int) -> tuple[tuple[list[int], list[str]], tuple[int, int]]:
+        """Tokens of one example and their texts' names from a place of a stream on, and the place behind them."""
+        size = self.data.max_context_tokens + self.data.max_target_tokens
+        ids: list[int] = []
+        names = []
+        while len(ids) < size:
+            name, text = self._text(position, turn)
+            taken = text[offset : offset + size - len(ids)]
+            ids, offset = ids + taken, offset + len(taken)
+            names.append(name)
+            if offset == len(text):
+                turn, offset = turn + 1, 0
+        return (ids, names), (turn, offset)
+
+    def _text(self, position: int, turn: int) -> tuple[str, list[int]]:
+        """The name of a source's text, and its tokens with EOS behind them."""
+        if self._open[0] != (position, turn):
+            source = self.sources[position]
+            if isinstance(source, DataSource):
+                rng = random.Random(f"{self.seed}/{position}/{turn}")
+                document = draw_document(source, self.longest, rng, self.tokenizer)
+                name, ids = f"generated/{document.kind}/{document.seed}", encode(self.tokenizer, document.text)
+            else:
+                row = self._row(position, source.num_rows, turn)
+                name, ids = source.identifier(row), source.texts("continuation")[row].tolist()
+            self._open = ((position, turn), name, [*ids, self.end])
+        return self._open[1:]
