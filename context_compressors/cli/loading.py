@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .command import check_device
 
@@ -34,9 +34,10 @@ def load_compressor(
     Raises:
         ValueError: no such device or checkpoint, no compressor, or one whose code is not trusted.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
+    from transformers import AutoTokenizer, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from ..modeling.checkpoint.pretrained_bases import load_from_place
     from ..modeling.parts.prompting import text_tokenizer
 
     check_device(device)
@@ -54,9 +55,7 @@ def load_compressor(
     if not is_ours and not trust_remote_code:
         raise ValueError(f"{name} has a method of its own, {method!r}: read its code, then pass --trust-remote-code")
     options = {"revision": revision, "trust_remote_code": not is_ours}
-    auto_class = AutoModelForSeq2SeqLM if fields.get("is_encoder_decoder") else AutoModelForCausalLM
-    base = _base_arguments(base_model, fields.get("external_weights"))
-    model = auto_class.from_pretrained(name, dtype=dtype, **options, **base)
+    model = load_from_place(name, base_model=base_model, dtype=dtype, **options)
     tokenizer = AutoTokenizer.from_pretrained(name, **options)
     model = model.to(_accelerator() if device == "auto" else device).eval()
     return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
@@ -87,21 +86,14 @@ def load_model(
         ValueError: an adapter without the name of its base.
         ImportError: an adapter, and `peft` is not installed.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
     # Importing the models registers them, so that our own checkpoints need no remote code.
     from .. import modeling  # noqa: F401
-    from ..modeling.checkpoint.pretrained_bases import base_place
+    from ..modeling.checkpoint.pretrained_bases import load_from_place
 
     if Path(name, "adapter_config.json").is_file():
         model = _load_adapter(name, base_model, dtype)
     else:
-        place = base_place(name)
-        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-        base = _base_arguments(base_model, getattr(config, "external_weights", None))
-        model = (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_pretrained(
-            place, dtype=dtype, trust_remote_code=trust_remote_code, **base
-        )
+        model = load_from_place(name, base_model=base_model, dtype=dtype, trust_remote_code=trust_remote_code)
     return model.to(_accelerator() if device == "auto" else device)
 
 
@@ -116,16 +108,6 @@ def _load_adapter(folder: str | os.PathLike[str], base_model: str | None, dtype:
     model = PeftModel.from_pretrained(load_model(base_model, dtype=dtype, device="cpu"), folder).merge_and_unload()
     model.name_or_path = os.fspath(folder)
     return model
-
-
-def _base_arguments(base_model: str | None, external_weights: dict[str, Any] | None) -> dict[str, Any]:
-    """Where `from_pretrained` finds the base of a light checkpoint, which is fetched if need be."""
-    from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
-
-    if base_model is not None:
-        return {"base_model": base_place(base_model)}
-    fetch_bases(external_weights)
-    return {}
 
 
 def _accelerator() -> str:

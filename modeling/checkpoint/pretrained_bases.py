@@ -15,10 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
 from .base_cache import cache_place, cached_base
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.get_logger(__name__)
 
@@ -139,6 +143,36 @@ def fetch_bases(entries: Mapping[str, Mapping[str, str | None]] | None) -> None:
         # Loading says what is missing, and may find a revision that somebody else has fetched.
         with suppress(OSError):
             base_place(entry["repo_id"])
+
+
+def load_from_place(
+    name: str,
+    *,
+    base_model: str | None = None,
+    revision: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a compressor or a plain language model; bases that it needs are fetched.
+
+    Args:
+        name: Hub id or folder.
+        base_model: where the base of a light checkpoint is, Hub id or folder, if not where the checkpoint says.
+        revision: branch, tag or commit on the Hub.
+        dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
+        trust_remote_code: run the code that a checkpoint brings.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    place = base_place(name)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(place, **options)
+    if base_model is not None:
+        options["base_model"] = base_place(base_model)
+    else:
+        fetch_bases(getattr(config, "external_weights", None))
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return auto_class.from_pretrained(place, dtype=dtype, **options)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compressor as a model of lm-evaluation-harness: documents are compressed, and prompts are read behind their slots.
+
+    python -m context_compressors.evaluation.lm_eval_model run --model context-compressor \\
+        --model_args pretrained=MODEL,ratio=4,document_field=passage --tasks boolq
+
+is the harness' own command, which knows the model by this name once this module is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.models.utils_hf import stop_sequences_criteria
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError("lm-evaluation-harness is not installed: pip install 'context-compressors[lm-eval]'") from error
+
+from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
+from ..configuration.nearest_names import check_choice, nearest
+from ..modeling.checkpoint.fingerprints import fingerprint
+from ..modeling.checkpoint.pretrained_bases import load_from_place
+from ..modeling.parts.prompting import encode, opening_ids, prefix_ids, start_ids, start_token_id, text_tokenizer
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+logger = logging.getLogger(__name__)
+
+MISSING_DOCUMENT = ("refuse", "read_prompt")
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What one request has the model read: a document to compress, if any, the text behind it, and what is scored."""
+
+    document: str | None
+    text_ids: list[int]
+    target_ids: list[int]
+
+
+@register_model("context-compressor")
+class CompressorLM(TemplateLM):
+    """A compressor that lm-evaluation-harness takes: `simple_evaluate(model=CompressorLM(...), tasks=[...])`.
+
+    The document of a request is a field of the task's own row, `document_field`. It is compressed, once for all
+    requests of a batch that share it, and taken out of the prompt; the rest of the prompt, few-shot examples included,
+    is the text behind the slots. In a chat template (`apply_chat_template=True`) the slots stand in the first turn of
+    the user. Without `document_field`, and in requests without a prompt (mutual information), nothing is compressed:
+    the checkpoint's decoder reads the whole prompt, which is the bound beside which a score stands.
+
+    Args:
+        pretrained: a compressor with its LM head, or its Hub id or folder.
+        tokenizer: the one saved with it; read from `pretrained` where that is a name.
+        ratio: tokens per slot; the checkpoint's first if not given.
+        document_field: the column of the task's rows that is compressed, such as "context", "passage" or "article";
+            `None` to have prompts read whole.
+        document_in_prompt: whether the task's prompts hold the document word for word, as most tasks' do. `False` for
+            tasks whose prompts leave it out.
+        missing_document: what is done with a row whose field is missing or empty: "refuse" it, or "read_prompt" by
+            the decoder alone.
+        max_document_tokens: keep only so many tokens of a document; the number of those that were cut is logged.
+        allow_untrained_ratio: go on with a ratio that the checkpoint was not trained for.
+        batch_size: requests at once.
+        max_gen_toks: most tokens of an answer, where the task does not say.
+        device: such as "cuda:0", of a checkpoint that is loaded by name; an accelerator if there is one.
+        dtype: of such a checkpoint: "auto" (as saved), "float32", "bfloat16" or "float16".
+        base_model: of such a light checkpoint: Hub id or folder of its base, if not where the checkpoint says.
+        trust_remote_code: run the code that such a checkpoint brings.
+
+    Raises:
+        TypeError: a model that is no compressor.
+        ValueError: a model without its tokenizer, a value that is not allowed, or a checkpoint that compresses a
+            document together with its question.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | os.PathLike | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        ratio: int | None = None,
+        document_field: str | None = "context",
+        document_in_prompt: bool = True,
+        missing_document: str = "refuse",
+        max_document_tokens: int | None = None,
+        allow_untrained_ratio: bool = False,
+        batch_size: int | str = 1,
+        max_gen_toks: int = 256,
+        device: str | None = None,
+        dtype: str = "auto",
+        base_model: str | None = None,
+        trust_remote_code: bool = False,
+    ):
+        super().__init__()
+        check_choice("missing_document:", missing_document, MISSING_DOCUMENT)
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        if isinstance(pretrained, (str, os.PathLike)):
+            name = os.fspath(pretrained)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            pretrained = load_from_place(name, base_model=base_model, dtype=dtype, trust_remote_code=trust_remote_code)
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            pretrained = pretrained.to(device or accelerator or "cpu")
+        if tokenizer is None:
+            raise ValueError("a model that is loaded already needs its tokenizer")
+        if not hasattr(pretrained, "question_answering"):
+            raise TypeError(
+                f"pretrained must be a compressor with its LM head, got {type(pretrained).__name__}; the harness' own "
+                "model 'hf' reads plain language models"
+            )
+        self.model, self.tokenizer = pretrained.eval(), tokenizer
+        self._compressor = pretrained.question_answering(tokenizer)
+        self._compressor.check_serves_memories("so that no prompt is read behind its slots")
+        self._device = pretrained.device
+        self._plain_tokenizer = text_tokenizer(tokenizer)
+        opening = tokenizer.decode(opening_ids(tokenizer)) if tokenizer.chat_template else ""
+        self._opening = opening.strip() or None
+        self._warned_of_format = False
+        self.ratio, self.document_field = ratio, document_field
+        self.document_in_prompt, self.missing_document = document_in_prompt, missing_document
+        self.max_document_tokens, self.allow_untrained_ratio = max_document_tokens, allow_untrained_ratio
+        self.batch_size, self.max_gen_toks = int(batch_size), max_gen_toks
+        # By a document's hash, whether it was cut.
+        self._is_cut: dict[int, bool] = {}
+        self._last: tuple[Sequence[str], Any] = ([], None)
+
+    # --- what the harness calls ---
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation behind the document's slots and the prompt, in nats.
+
+        Returns:
+            For each request the sum over the continuation's tokens, and whether each of them was the likeliest.
+        """
+        readings = []
+        for request in requests:
+            document, prompt = self._document_and_prompt(request)
+            # Tokenized together and cut, as the harness does it.
+            context_ids, target_ids = self._encode_pair(prompt, request.args[1]) if prompt else ([], None)
+            if target_ids is None:
+                target_ids = self.tok_encode(request.args[1])
+            readings.append(_Reading(document, self._behind_slots(document, prompt, context_ids), target_ids))
+        return self._scored("loglikelihood", requests, readings, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text behind its document's slots, in nats.
+
+        A text that does not fit behind them is scored in windows, each behind the slots and a token of the text, the
+        last one behind as much of the text as fits: the harness' own windows.
+        """
+        totals = []
+        for request in tqdm(requests, desc="loglikelihood_rolling", disable=disable_tqdm):
+            document, _ = self._document_and_prompt(request, scores_prompt=True)
+            first = self._behind_slots(document, "", [])
+            ids = self.tok_encode(request.args[0])
+            config = self.model.config.get_text_config(decoder=True)
+            num_slots = 0 if document is None else int(self._compress([document]).num_slots)
+            room = getattr(config, "max_position_embeddings", num_slots + len(first) + len(ids))
+            room -= num_slots + len(first)
+            if room < 1:
+                raise ValueError(f"{num_slots} slots leave no position for a text behind them: take a higher ratio")
+            windows = get_rolling_token_windows(ids, None, room, 1)
+            readings = [
+                _Reading(document, [*first, *(token for token in before if token is not None)], target)
+                for before, target in map(make_disjoint_window, windows)
+            ]
+            totals.append(sum(score for score, _ in self._scores(readings)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes behind the document's slots and the prompt, up to the first of the stop sequences."""
+        groups: dict[str, list[int]] = {}
+        readings = []
+        for row, request in enumerate(requests):
+            document, prompt = self._document_and_prompt(request)
+            text_ids = self._behind_slots(document, prompt, self.tok_encode(prompt))
+            readings.append(_Reading(document, text_ids, []))
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(row)
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
+            for rows in groups.values():
+                how = requests[rows[0]].args[1]
+                for places in self._batches([readings[row] for row in rows]):
+                    batch = [rows[place] for place in places]
+                    written = self._written([readings[row] for row in batch], how)
+                    for row, text in zip(batch, written, strict=True):
+                        texts[row] = text
+                        self.cache_hook.add_partial("generate_until", requests[row].args, text)
+                    bar.update(len(batch))
+        return texts
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation in the tokenizer's chat template, as text."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's name, in the harness' form for file names."""
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return self.tokenizer.eos_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids of a text, without a start token; special tokens are such in chats alone."""
+        if self._is_chat(string):
+            return prefix_ids(self._plain_tokenizer, string)
+        return encode(self._plain_tokenizer, string)
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Raise `ValueError` where the harness' cache, which knows requests by their prompts, would mix documents."""
+        if self.document_field is not None and not self.document_in_prompt:
+            raise ValueError(
+                "use_cache keeps answers by their prompts, which leave the documents out (document_in_prompt=False): "
+                "run without it"
+            )
+        super().set_cache_hook(cache_hook)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes beside the results: the checkpoint's weights, and how documents were read."""
+        names = ("document_field", "document_in_prompt", "missing_document", "max_document_tokens")
+        return {
+            "model_num_parameters": self.model.num_parameters(),
+            "model_dtype": str(self.model.dtype),
+            "model_fingerprint": fingerprint(self.model),
+            "ratio": self.model.config.compression_ratios[0] if self.ratio is None else self.ratio,
+            **{name: getattr(self, name) for name in names},
+            "documents": len(self._is_cut),
+            "documents_cut": sum(self._is_cut.values()),
+        }
+
+    # --- documents and prompts ---
+
+    def _document_and_prompt(self, request: Instance, scores_prompt: bool = False) -> tuple[str | None, str]:
+        """A request's document, and its prompt without it; where the prompt is what is scored, it stays as it is."""
+        prompt = request.args[0]
+        if self.document_field is None or (not prompt and self.document_in_prompt):
+            return None, prompt
+        place = f"document {request.doc_id} of task {request.task_name!r}"
+        value = request.doc.get(self.document_field)
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{place}: {self.document_field!r} must be a text, got {type(value).__name__}")
+        document = (value or "").strip()
+        if not document:
+            if self.missing_document == "read_prompt":
+                return None, prompt
+            there = nearest(self.document_field, request.doc) if value is None else ""
+            raise ValueError(
+                f"{place} has no text in {self.document_field!r}{there}: name its own field with document_field, or "
+                "have the prompt read without one (missing_document='read_prompt')"
+            )
+        if scores_prompt:
+            return document, prompt
+        if (document in prompt) != self.document_in_prompt:
+            advice = {
+                True: "does not hold the document word for word, so that it cannot be taken out: pass "
+                "document_in_prompt=False if the task's prompts leave it out",
+                False: "holds the document, which would be read twice: leave out document_in_prompt=False",
+            }
+            raise ValueError(f"{place}: the prompt {advice[self.document_in_prompt]}")
+        return document, prompt.replace(document, "") if self.document_in_prompt else prompt
+
+    def _is_chat(self, prompt: str) -> bool:
+        return self._opening is not None and self._opening in prompt
+
+    def _behind_slots(self, document: str | None, prompt: str, ids: list[int]) -> list[int]:
+        """A prompt's ids with what the checkpoint's texts start with in front, one token at least."""
+        config, is_chat = self.model.config, self._is_chat(prompt)
+        if config.prompt_format == "chat" and not is_chat and not self._warned_of_format:
+            logger.warning("the checkpoint was trained in its chat template: pass apply_chat_template=True")
+            self._warned_of_format = True
+        if document is None:
+            start = [] if is_chat else [start_token_id(self.tokenizer)]
+        else:
+            start = start_ids(config, self.tokenizer, [])
+            if config.continuation_token_id is None and is_chat:
+                start = []
+            elif is_chat and config.prompt_format != "chat" and ids[:1] == [self.tokenizer.bos_token_id]:
+                # A task token takes the place of BOS.
+                ids = ids[1:]
+        return [*start, *ids] or [start_token_id(self.tokenizer)]
+
+    # --- batches ---
+
+    def _batches(self, readings: Sequence[_Reading]) -> Iterator[list[int]]:
+        """Rows of readings, the longest first; those of one document follow one another."""
+
+        def key(row: int) -> tuple[Any, ...]:
+            document, length = readings[row].document, len(readings[row].text_ids) + len(readings[row].target_ids)
+            return document is None, -len(document or ""), document or "", -length
+
+        order = sorted(range(len(readings)), key=key)
+        num_with = sum(reading.document is not None for reading in readings)
+        for part in (order[:num_with], order[num_with:]):
+            for start in range(0, len(part), self.batch_size):
+                yield part[start : start + self.batch_size]
+
+    def _compress(self, documents: Sequence[str]) -> Any:
+        if self._last[0] != documents:
+            longest = self.max_document_tokens
+            for document, ids in zip(documents, self._compressor.document_ids(documents), strict=True):
+                is_cut = longest is not None and len(ids) > longest
+                if is_cut and not any(self._is_cut.values()):
+                    logger.warning("documents are cut to %d tokens; the results say how many (documents_cut)", longest)
+                self._is_cut[hash(document)] = is_cut
+            memory = self._compressor.compress(documents, self.ratio, longest, self.allow_untrained_ratio)
+            self._last = documents, memory
+        return self._last[1]
+
+    def _inputs(self, batch: Sequence[_Reading]) -> dict[str, Any]:
+        """Arguments of the model: memory and text, padded on the left so that all rows end in one column."""
+        # What comes after a target's last token is not asked for.
+        rows = [torch.tensor([*reading.text_ids, *reading.target_ids[:-1]]) for reading in batch]
+        inputs: dict[str, Any] = {
+            "input_ids": _left_padded(rows).to(self._device),
+            "attention_mask": _left_padded([torch.ones_like(row) for row in rows]).to(self._device),
+        }
+        documents = list(dict.fromkeys(reading.document for reading in batch if reading.document is not None))
+        if documents:
+            inputs["memory"] = self._compress(documents).rows([documents.index(reading.document) for reading in batch])
+        return inputs
+
+    def _scored(
+        self, kind: str, requests: Sequence[Instance], readings: Sequence[_Reading], disable_tqdm: bool
+    ) -> list[tuple[float, bool]]:
+        with tqdm(total=len(readings), desc=kind, disable=disable_tqdm) as bar:
+            scores = self._scores(readings, bar)
+        for request, score in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial(kind, request.args, score)
+        return scores
+
+    @torch.inference_mode()
+    def _scores(self, readings: Sequence[_Reading], bar: Any = None) -> list[tuple[float, bool]]:
+        """Log-probability of each target, and whether every token of it was the likeliest."""
+        scores = [(0.0, True)] * len(readings)
+        for rows in self._batches(readings):
+            batch = [readings[row] for row in rows]
+            longest = max(len(reading.target_ids) for reading in batch)
+            # All other logits would only be thrown away, and they are the largest tensor of the pass.
+            logits = self.model(**self._inputs(batch), logits_to_keep=max(1, longest), use_cache=False).logits
+            for row, reading, own in zip(rows, batch, logits, strict=True):
+                target = torch.tensor(reading.target_ids, dtype=torch.long, device=own.device)
+                found = own[len(own) - len(target) :].float()
+                log_probabilities = found.log_softmax(-1).gather(1, target[:, None])
+                scores[row] = float(log_probabilities.sum()), bool((found.argmax(-1) == target).all())
+            if bar is not None:
+                bar.update(len(batch))
+        return scores
+
+    @torch.inference_mode()
+    def _written(self, batch: Sequence[_Reading], how: Mapping[str, Any]) -> list[str]:
+        """What the model writes, greedily if `how` does not say otherwise, cut at the stop sequences."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(dict(how), self.max_gen_toks))
+        until = [stop for stop in handle_stop_sequences(options.pop("until"), eos=None) if stop]
+        if not options["do_sample"]:
+            options.pop("temperature", None)
+        inputs, tokenizer = self._inputs(batch), self.tokenizer
+        length, eos = inputs["input_ids"].shape[1], tokenizer.eos_token_id
+        output = self.model.generate(
+            **inputs,
+            max_new_tokens=options.pop("max_gen_toks"),
+            pad_token_id=eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            eos_token_id=eos,
+            stopping_criteria=stop_sequences_criteria(tokenizer, until, length, len(batch)),
+            **options,
+        )
+        texts = tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
+        return [postprocess_generated_text(text, until, None) for text in texts]
+
+    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        """Scores of token ids that are read without a document."""
+        return self._scores([_Reading(None, context_ids, target_ids) for _, context_ids, target_ids in requests])
+
+
+def _left_padded(rows: Sequence[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_side="left")
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
