@@ -13,6 +13,7 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling.parts.prompting import encode
+from .document_ids import document_id
 from .rows import context_column, read_rows
 from .sources import DataSource
 
@@ -43,6 +44,10 @@ class TokenizedRows:
                 self._num_free -= len(ids)
         return ids
 
+    def document_id(self, row: int) -> str:
+        """The id of a row's whole text, see `document_id`."""
+        return document_id(self._column[row].as_py() or "")
+
 
 class TokenizedTexts:
     """Texts as integer arrays, each tokenized when it is first asked for and then kept.
@@ -56,6 +61,7 @@ class TokenizedTexts:
         self._texts = list(texts)
         self._tokenizer = tokenizer
         self._ids: list[np.ndarray | None] = [None] * len(self._texts)
+        self._document_ids = [""] * len(self._texts)
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -64,8 +70,13 @@ class TokenizedTexts:
         ids = self._ids[index]
         if ids is None:
             ids = self._ids[index] = np.asarray(encode(self._tokenizer, self._texts[index]), dtype=np.int32)
+            self._document_ids[index] = document_id(self._texts[index])
             self._texts[index] = ""
         return ids
+
+    def document_id(self, index: int) -> str:
+        """The id of a whole text, see `document_id`."""
+        return self._document_ids[index] or document_id(self._texts[index])
 
     def window(self, length: int, rng: random.Random) -> list[int]:
         """A window of `length` tokens from a random offset of a random text (the whole text when it is shorter)."""
@@ -96,6 +107,10 @@ class TextColumn:
 
     def __getitem__(self, row: int) -> np.ndarray:
         return self.texts[self.text_of_row[row]]
+
+    def document_id(self, row: int) -> str:
+        """The id of a row's whole text, see `document_id`."""
+        return self.texts.document_id(int(self.text_of_row[row]))
 
 
 class FileSource:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of every trainer: stops at a NaN loss, counts what was cut, logs context tokens, resumes whole states."""
+"""The base of every trainer: stops at a NaN loss, counts what was cut, records documents, resumes whole states."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 
+from ..data.document_ids import TrainingDocuments
 from .optimizers import OptimizerChoice
 from .run_counts import RunCounts
 
-_METADATA = ("example_ids", "num_cut")
+_METADATA = ("example_ids", "num_cut", "documents")
 
 
 def without_metadata(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -29,12 +31,17 @@ def take_tokenized_examples(args: Any) -> None:
 class BaseTrainer(OptimizerChoice):
     """A `Trainer` that stops with the batch's ids when the loss is not finite, and logs context and cut-off tokens.
 
-    Weights that are not finite are never saved, so the last checkpoint stays good. A resumed run counts on.
+    Weights that are not finite are never saved, so the last checkpoint stays good. A resumed run counts on. Every
+    checkpoint has the ids of the documents that trained it and chose beside it.
+
+    Attributes:
+        documents: those that this run has read so far, see [`TrainingDocuments`].
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.add_callback(RunCounts())
+        self.documents = TrainingDocuments()
 
     @property
     def run_counts(self) -> RunCounts:
@@ -45,6 +52,7 @@ class BaseTrainer(OptimizerChoice):
         """One forward and backward pass; `ValueError` names step and batch ids when the loss is NaN or infinite."""
         ids, cut = inputs.get("example_ids"), inputs.get("num_cut", ())
         contexts = inputs.get("context_attention_mask")
+        self.documents.trained.update(inputs.get("documents", ()))
         self.run_counts.add(
             num_cut_tokens=sum(cut),
             num_cut_examples=sum(tokens > 0 for tokens in cut),
@@ -57,6 +65,17 @@ class BaseTrainer(OptimizerChoice):
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}, {batch}; training stops"
             )
         return loss
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """One forward pass of an evaluation, whose documents are noted as those that choose."""
+        self.documents.chose.update(inputs.get("documents", ()))
+        return super().prediction_step(model, without_metadata(inputs), *args, **kwargs)
+
+    def gather_documents(self) -> None:
+        """Put together what all processes have read; every process has to call this."""
+        if self.accelerator.num_processes > 1:
+            for other in gather_object([self.documents]):
+                self.documents.add(other)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the counts of all processes so far."""
@@ -71,6 +90,8 @@ class BaseTrainer(OptimizerChoice):
         # DeepSpeed has loaded its own by now, or has failed.
         if checkpoint is not None and not self.is_deepspeed_enabled:
             _check_states(Path(checkpoint))
+        if checkpoint is not None:
+            self.documents.add(TrainingDocuments.of(checkpoint))
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -80,6 +101,7 @@ class BaseTrainer(OptimizerChoice):
                     f"{name} is not finite after step {self.state.global_step} (a gradient was not); nothing is saved"
                 )
         self.run_counts.put_together(self.accelerator)
+        self.gather_documents()
         super()._save_checkpoint(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -88,6 +110,7 @@ class BaseTrainer(OptimizerChoice):
             tied = self.model.all_tied_weights_keys
             state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
+        self.documents.save(output_dir or self.args.output_dir)
 
 
 def _check_states(checkpoint: Path) -> None:

@@ -14,6 +14,7 @@ import yaml
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from ..data.document_ids import TrainingDocuments
 from ..reporting.environment import environment
 from .arguments import TrainingConfig
 from .base_trainer import BaseTrainer
@@ -76,8 +77,23 @@ def _without_folders(value: Any) -> Any:
     return PureWindowsPath(value).name if is_path else value
 
 
+def add_earlier_documents(trainer: BaseTrainer, recipe: Mapping[str, Any]) -> None:
+    """Take over the documents of what a run starts from: its `checkpoint`, and `base` and `teacher` with a record.
+
+    Args:
+        trainer: before it trains.
+        recipe: its fields.
+    """
+    for name in ("checkpoint", "base", "teacher"):
+        if recipe.get(name) is not None:
+            earlier = TrainingDocuments.of(recipe[name])
+            # Bases and teachers of others have none, and say nothing about a training with this package.
+            if earlier is not None or name == "checkpoint":
+                trainer.documents.add(earlier)
+
+
 def write_summary(trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: Path) -> None:
-    """Write `recipe.yaml`, the recipe as it was run, and `training_summary.json` beside the checkpoint.
+    """Write `recipe.yaml`, the recipe as it was run, `training_summary.json` and `training_documents.json`.
 
     Every process has to call this; the first one writes.
 
@@ -87,6 +103,7 @@ def write_summary(trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: P
         output_dir: the checkpoint's folder.
     """
     counts = trainer.run_counts.put_together(trainer.accelerator)
+    trainer.gather_documents()
     if not trainer.is_world_process_zero():
         return
     # The file is shared: it names no folder of this machine, and no token.
@@ -105,3 +122,4 @@ def write_summary(trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: P
         "log": trainer.state.log_history[-20:],
     }
     (output_dir / "training_summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    trainer.documents.save(output_dir)

@@ -13,7 +13,7 @@ from transformers import Trainer, set_seed
 
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
 from .resume import check_resumed
-from .run_record import latest_checkpoint, write_summary
+from .run_record import add_earlier_documents, latest_checkpoint, write_summary
 from .weight_files import store_weights_as
 
 # Every other objective's file in objectives/ has its name.
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = recorded_recipe(argv, arguments)
     args = arguments[2]
     trainer = build_trainer(*arguments)
+    add_earlier_documents(trainer, recipe)
     resume = args.resume_from_checkpoint
     if resume == "latest":
         resume = latest_checkpoint(args.output_dir)

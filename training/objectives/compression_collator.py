@@ -56,8 +56,9 @@ class CompressionCollator:
             to the model or the trainer.
         padding_side: "right" or "left", of text and context.
         pad_to_multiple_of: widths are multiples of this.
-        with_metadata: add `example_ids` (list of str) and `num_cut` (list of int), which this project's trainers take
-            out again; a stock trainer would hand them to the model.
+        with_metadata: add `example_ids` (list of str), `num_cut` (list of int) and `documents` (list of str, of all
+            examples together), which this project's trainers take out again; a stock trainer would hand them to the
+            model.
         seed: of the drawn ratios.
         restored_ids: ids that the target of a reconstruction starts with behind its task token, see
             `modeling.parts.prompting.restored_ids`; `context_start_ids` when `None`.
@@ -150,6 +151,7 @@ class CompressionCollator:
         if self.with_metadata:
             batch["example_ids"] = [str(example.get("id", "")) for example in examples]
             batch["num_cut"] = [int(example.get("num_cut", 0)) for example in examples]
+            batch["documents"] = [name for example in examples for name in example.get("documents", ())]
         return batch
 
     def _ratio(self, example: Mapping[str, Any]) -> int:

@@ -27,14 +27,14 @@ MAX_ATTEMPTS = 100
 
 class CompressionDataset(Dataset):
     """Examples for the collators: `head_ids`, `context_ids`, `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`,
-    `num_cut`, `index`, and with a tokenizer of contexts `encoder_context_ids`.
+    `num_cut`, `index`, `documents`, and with a tokenizer of contexts `encoder_context_ids`.
 
     Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
     and the seed only, so that training resumes exactly. Targets end with EOS, in a chat with the template's end of a
     turn, which behind a repeated text says that this was all of it; what goes on behind a continuation or behind
     `max_target_tokens` ends with neither. `head_ids` stand in front of the context
     or its slots; `more_turns` holds further (prompt, target) pairs about the same context; `num_cut` counts tokens
-    that the limits cut off.
+    that the limits cut off, and `documents` has the ids of the texts that the context is from (not of generated ones).
 
     Args:
         data: the sources, and how examples are made of them.
@@ -206,7 +206,7 @@ class CompressionDataset(Dataset):
         position = int(self.source_of[index])
         source = self.sources[position]
         if isinstance(source, DataSource):
-            example = self._from_generated(source, self._tasks_at(index, source.tasks), limit, rng)
+            example = {**self._from_generated(source, self._tasks_at(index, source.tasks), limit, rng), "documents": []}
         else:
             tasks = self._tasks_at(index, source.source.tasks)
             example = self._from_file(source, tasks, position, int(self.turn_of[index]), limit, rng)
@@ -266,18 +266,21 @@ class CompressionDataset(Dataset):
                 f"{limit} tokens"
             )
         identifier = source.identifier(row)
+        documents = {"documents": [texts.document_id(row)]}
         if is_window:
-            return self._text_example(task, ids.tolist(), limit, identifier, rng)
+            return documents | self._text_example(task, ids.tolist(), limit, identifier, rng)
         if task == "summarisation":
-            return self._example(task, ids.tolist(), [("", source.value("summary", row))], limit, identifier, rng)
+            pairs = [("", source.value("summary", row))]
+            return documents | self._example(task, ids.tolist(), pairs, limit, identifier, rng)
         texts_of = [source.text_of(row)]
         context_ids = ids.tolist()
         if source.source.contexts_per_document > 1:
             texts_of, context_ids = self._joined_contexts(source, row, limit, rng)
+            documents = {"documents": [texts.texts.document_id(text) for text in texts_of]}
         others = [other for text in texts_of for other in source.rows_of_text[text] if other != row]
         rows = [row, *rng.sample(others, min(len(others), self.data.questions_per_example - 1))]
         pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
-        return self._question_example(context_ids, pairs, limit, identifier, rng)
+        return documents | self._question_example(context_ids, pairs, limit, identifier, rng)
 
     def _joined_contexts(
         self, source: FileSource, row: int, limit: int, rng: random.Random

@@ -122,7 +122,7 @@ def corrupt(
 
 
 class DenoisingDataset(CompressionDataset):
-    """Texts for `SpanCorruptionCollator`: `token_ids`, `id`, `num_cut`, `index`.
+    """Texts for `SpanCorruptionCollator`: `token_ids`, `id`, `num_cut`, `index`, `documents`.
 
     A text that is too short is followed by another one, so that every example is full, as T5 packs its
     texts; the window of each text starts at a random place.
@@ -170,8 +170,10 @@ class DenoisingDataset(CompressionDataset):
         row = first = self._row(position, source.num_rows, turn)
         texts = source.texts(tasks[0])
         ids: list[int] = []
+        documents = []
         for _ in range(MAX_ATTEMPTS):
             text = texts[row]
+            documents.append(texts.document_id(row))
             missing = self.longest - len(ids)
             start = rng.randrange(max(1, len(text) - missing + 1))
             ids += text[start : start + missing].tolist()
@@ -180,7 +182,7 @@ class DenoisingDataset(CompressionDataset):
             row = rng.randrange(source.num_rows)
         if len(ids) < _SHORTEST_TEXT:
             raise ValueError(f"source {source.source.label!r}: {MAX_ATTEMPTS} rows in a row were empty")
-        return self._text(ids, source.identifier(first))
+        return {**self._text(ids, source.identifier(first)), "documents": documents}
 
     def _text(self, ids: list[int], identifier: str) -> dict[str, Any]:
         return {"token_ids": ids[: self.longest], "id": identifier, "num_cut": 0}

@@ -28,12 +28,14 @@ _SPARE_TOKENS = 128
 
 
 class JointDataset(CompressionDataset):
-    """Examples for `CompressionCollator(mode="joint")`: `context_ids`, `reconstruction_ids`, `continuation_ids`, `id`.
+    """Examples for `CompressionCollator(mode="joint")`: `context_ids`, `reconstruction_ids`, `continuation_ids`, `id`,
+    `documents`.
 
     A document X is a window of |X| tokens of a text. Its first p = floor(|X| / 2) tokens are the context, the rest is
     the completion (EPL, section 3.1.1 and Appendix C). EOS ends the context once more, of which that is all, and the
-    completion where the text itself ends, not where it was cut. The tokens that every compressed context starts with, such as BOS, count in |X| and p, so that the encoder
-    reads exactly p tokens; the collator puts them there, and in front of a reconstruction behind [AE].
+    completion where the text itself ends, not where it was cut. The tokens that every compressed context starts with,
+    such as BOS, count in |X| and p, so that the encoder reads exactly p tokens; the collator puts them there, and in
+    front of a reconstruction behind [AE].
 
     Args:
         data: its sources have the tasks reconstruction and continuation; |X| is uniform from `min_document_tokens` to
@@ -107,7 +109,8 @@ class JointDataset(CompressionDataset):
             )
         longest = max(self.shortest, min(limit, available))
         length = rng.randint(self.shortest, longest)
-        return self._split(ids.tolist(), length, source.identifier(row), rng)
+        example = self._split(ids.tolist(), length, source.identifier(row), rng)
+        return {**example, "documents": [texts.document_id(row)]}
 
     def _split(self, ids: list[int], length: int, identifier: str, rng: random.Random) -> dict[str, Any]:
         """A document of `length` tokens from a random place of a text, cut in the middle."""

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
 from ...configuration.nearest_names import check_choice
+from ...data.document_ids import document_id
 from ...data.prompts import format_prompt, load_prompts
 from ...data.rows import distinct_texts, draw_document, read_rows
 from ...data.sources import DataSource
@@ -46,6 +47,7 @@ class _QuestionSource:
         by_context: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for row in read_rows(source, data_dir, seed).select(["context", "question", "answers"]).to_pylist():
             by_context[row["context"]].append((row["question"], row["answers"][0]))
+        self.document_ids = list(map(document_id, by_context))
         pairs = [(encode(tokenizer, context), questions) for context, questions in by_context.items()]
         self.rows = sorted(pairs, key=lambda pair: len(pair[0]))
         self.lengths = [len(ids) for ids, _ in self.rows]
@@ -64,6 +66,9 @@ class LanguageModelingRows:
             "question_answering", up to `max_questions` about one document.
         tokenizer: makes the token ids; its EOS ends copies and answers.
         seed: draws the rows that a source's `max_samples` keeps.
+
+    Attributes:
+        document_ids: ids of all texts and contexts that rows may be drawn from, but for generated ones.
 
     Raises:
         ValueError: an unknown kind of row, shares that are negative or all zero, or a kind without a source.
@@ -88,6 +93,7 @@ class LanguageModelingRows:
 
     def _read_sources(self, sources: Sequence[DataSource], data_dir: str | None, seed: int) -> None:
         self.sources: dict[str, list[tuple[float, Any]]] = {kind: [] for kind in ROW_KINDS}
+        self.document_ids: set[str] = set()
         for source in sources:
             weight = 1.0 if source.weight is None else source.weight
             if source.generated:
@@ -96,13 +102,14 @@ class LanguageModelingRows:
                     self.sources["generated"].append((weight, source))
             else:
                 wanted = {"continuation", "reconstruction"} & set(source.tasks)
-                texts = (
-                    TokenizedTexts(distinct_texts(read_rows(source, data_dir, seed)), self.tokenizer)
-                    if wanted
-                    else None
-                )
+                texts = None
+                if wanted:
+                    found = distinct_texts(read_rows(source, data_dir, seed))
+                    self.document_ids.update(map(document_id, found))
+                    texts = TokenizedTexts(found, self.tokenizer)
                 if "question_answering" in source.tasks:
                     questions = _QuestionSource(source, data_dir, seed, self.tokenizer)
+                    self.document_ids.update(questions.document_ids)
                     self.sources["question_answering"].append((weight, questions))
                 if "continuation" in source.tasks:
                     self.sources["text"].append((weight, texts))
@@ -313,10 +320,12 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
         seed=args.seed,
     )
     args.per_device_train_batch_size = 1
-    return LanguageModelingTrainer(
+    trainer = LanguageModelingTrainer(
         model=model,
         args=args,
         train_dataset=batches,
         data_collator=LanguageModelingCollator(tokenizer.pad_token_id),
         processing_class=tokenizer,
     )
+    trainer.documents.trained |= rows.document_ids
+    return trainer

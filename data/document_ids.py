@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ids of documents, by which what trains, what chooses and what is reported are kept apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers.utils import cached_file
+
+from ..reporting.result_files import write_json
+
+FILE_NAME = "training_documents.json"
+_WHAT = "first 12 hexadecimal digits of the SHA-256 of each text, in lower case and with single spaces"
+
+
+def document_id(text: str) -> str:
+    """Twelve hexadecimal digits that a text has wherever it comes from; spaces and capitals make no difference.
+
+    Args:
+        text: a whole document, of which windows are cut. Among a million documents, two have one id by chance with a
+            probability of 0.2 %.
+    """
+    return hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()[:12]
+
+
+@dataclass
+class TrainingDocuments:
+    """Which documents a checkpoint has seen, in all stages of its training that this package ran.
+
+    Generated documents are not among them: those of training and of tests have no names in common.
+
+    Args:
+        trained: ids of what it learned from.
+        chose: ids of what its losses were measured on while it trained, by which people and schedules choose.
+        is_whole: whether these are all of them; not after a stage that left no record.
+    """
+
+    trained: set[str] = field(default_factory=set)
+    chose: set[str] = field(default_factory=set)
+    is_whole: bool = True
+
+    def add(self, other: TrainingDocuments | None) -> None:
+        """Take over an earlier stage's documents; `None` is a stage without a record."""
+        if other is None:
+            self.is_whole = False
+            return
+        self.trained |= other.trained
+        self.chose |= other.chose
+        self.is_whole &= other.is_whole
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write `training_documents.json` into a checkpoint's folder, and return its path."""
+        content = {
+            "ids": _WHAT,
+            "is_whole": self.is_whole,
+            "trained": " ".join(sorted(self.trained)),
+            "chose": " ".join(sorted(self.chose)),
+        }
+        return write_json(content, Path(folder) / FILE_NAME)
+
+    @classmethod
+    def of(cls, place: str | os.PathLike[str]) -> TrainingDocuments | None:
+        """Read the record of a checkpoint.
+
+        Args:
+            place: its folder or Hub id.
+
+        Returns:
+            The record, or `None` where there is none.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        if Path(place).is_dir():
+            path: str | None = str(Path(place) / FILE_NAME)
+        else:
+            # Without a network, what is not in the cache is not there.
+            quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+            try:
+                path = cached_file(str(place), FILE_NAME, **quiet)
+            except OSError:
+                path = None
+        if path is None or not Path(path).is_file():
+            return None
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            ids = {name: set(content[name].split()) for name in ("trained", "chose")}
+            return cls(**ids, is_whole=bool(content["is_whole"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no record of training documents: {error!r}") from error
