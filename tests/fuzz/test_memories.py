@@ -14,6 +14,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from context_compressors import CompressedContext
+from context_compressors.modeling.memory.memory_quantization import QUANTIZATIONS
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,13 @@ def test_memories(call, tmp_path_factory):
     for i in range(num_rows):
         assert_row(joined, i, CompressedContext.concatenate([row[i] for row in alone]))
     assert joined.nbytes == sum(each.nbytes for each in memories)
+    for form in QUANTIZATIONS:
+        rounded = memory.quantize(form)
+        rounded.save(path)
+        for same in (CompressedContext.load(path), CompressedContext.stack([rounded[i] for i in range(num_rows)])):
+            assert same.nbytes == sum(rounded[i].nbytes for i in range(num_rows))
+            for i in range(num_rows):
+                assert_row(same.dequantize(), i, memory[i].quantize(form).dequantize())
     assert str(len(joined)) in repr(joined)
     assert "\n" not in repr(joined)
     chunk_size = call.subject.model.config.chunk_size

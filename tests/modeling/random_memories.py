@@ -45,7 +45,7 @@ def tensors_of(memory):
     tensors = {name: getattr(memory, name) for name in names if isinstance(getattr(memory, name), torch.Tensor)}
     for layer, (keys, values) in enumerate(memory.key_values or ()):
         tensors[f"{layer}.keys"], tensors[f"{layer}.values"] = keys, values
-    return tensors
+    return tensors | {f"scales.{place}": tensor for place, tensor in enumerate(memory._scale_tensors())}
 
 
 def assert_same(left, right):

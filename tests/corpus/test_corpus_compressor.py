@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of texts in, columns of memories out: in order, with nothing lost, as engines for collections call it."""
+
+import pickle
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+
+from context_compressors import CorpusCompressor
+from context_compressors.modeling.parts.length_batches import length_batches
+
+RANDOM = random.Random(0)
+TEXTS = ["".join(RANDOM.choices("abc def", k=length)) for length in (9, 0, 40, 1, 17, 40, 3)]
+BAD = [None, 7, "half \ud800"]
+
+
+@pytest.fixture(scope="module")
+def folder(small_checkpoints):
+    return small_checkpoints / "mean_pooling"
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return CorpusCompressor(folder, device="cpu").pipe
+
+
+def test_batches_hold_every_row_once_the_longest_first_and_no_more_tokens_than_allowed():
+    for num_rows, batch_size, batch_tokens in ((0, 3, 5), (1, None, 1), (50, 7, None), (50, None, 90), (50, 4, 60)):
+        lengths = [RANDOM.randrange(40) for _ in range(num_rows)]
+        batches = length_batches(lengths, batch_size, batch_tokens)
+        assert sorted(row for batch in batches for row in batch) == list(range(num_rows))
+        longest = [max(lengths[row] for row in batch) for batch in batches]
+        assert longest == sorted(longest, reverse=True)
+        for batch, most, following in zip(batches, longest, [*batches[1:], []], strict=False):
+            assert batch == sorted(batch)
+            assert len(batch) <= (batch_size or 50)
+            assert len(batch) == 1 or len(batch) * most <= (batch_tokens or 10_000)
+            full = len(batch) == batch_size or (len(batch) + 1) * most > (batch_tokens or 10_000)
+            assert full or not following, "no batch ends before it must"
+
+
+@pytest.mark.parametrize("memory_dtype", ["int8", "float16"])
+def test_each_row_holds_what_its_text_alone_is_compressed_to(folder, pipe, memory_dtype):
+    compressor = CorpusCompressor(folder, 2, batch_tokens=60, device="cpu", memory_dtype=memory_dtype)
+    texts = [*TEXTS[:3], *BAD, *TEXTS[3:]]
+    columns = pickle.loads(pickle.dumps(compressor))({"id": list(range(10)), "text": texts})
+    assert (columns["id"], columns["text"]) == (list(range(10)), texts)
+    assert [bool(error) for error in columns["error"]] == [text in BAD for text in texts]
+    assert columns["error"][3].startswith("TypeError: `text` must be a text")
+    assert "half of one (a lone surrogate)" in columns["error"][5]
+    for row, text in enumerate(texts):
+        if text in BAD:
+            assert len(columns["slots"][row]) == columns["num_tokens"][row] == 0
+            continue
+        alone = pipe.compress(text, ratio=2)
+        assert columns["model_id"][row] == alone.model_id
+        assert (columns["num_tokens"][row], columns["ratio"][row]) == (len(pipe.document_ids(text)[0]), 2)
+        assert columns["position_ids"][row].tolist() == alone.position_ids[0].tolist()
+        slots = torch.tensor(columns["slots"][row])
+        if memory_dtype == "int8":
+            scales, alone = torch.tensor(columns["scales"][row]), alone.quantize("int8")
+            assert slots.nbytes + scales.nbytes == alone.nbytes
+            slots = slots * scales.float()
+        # Beside others and alone the last digits differ, which may round to a neighbour.
+        torch.testing.assert_close(slots.float(), alone.dequantize().embeddings[0], atol=0.02, rtol=0.01)
+
+
+def test_the_pipeline_returns_rows_in_order_from_batches_of_any_size(pipe, capfd):
+    expected = [pipe.compress(text, ratio=[2, 4]) for text in TEXTS]
+    for batch_size in (1, 3, 100):
+        for at, memory in enumerate(pipe.compress(TEXTS, ratio=[2, 4], batch_size=batch_size, show_progress_bar=True)):
+            assert memory.num_context_tokens.tolist() == [int(one[at].num_context_tokens) for one in expected]
+            for row, alone in enumerate(expected):
+                torch.testing.assert_close(memory.rows(row).embeddings, alone[at].embeddings, atol=1e-3, rtol=1e-3)
+    assert "7/7" in capfd.readouterr().err
+    ratios = torch.tensor([2, 4, 4, 2, 2, 4, 2])
+    assert pipe.compress(TEXTS, ratio=ratios, batch_size=2).ratio.tolist() == ratios.tolist()
+    with pytest.raises(ValueError, match="`batch_size` must be 1 or more, got 0"):
+        pipe.compress(TEXTS, batch_size=0)
+
+
+def test_datasets_map_calls_it_in_batches_with_bad_rows_anywhere(folder, pipe):
+    texts = TEXTS * 2
+    texts[9] = None
+    dataset = Dataset.from_dict({"id": list(range(14)), "text": texts})
+    mapped = dataset.map(CorpusCompressor(folder, 2, device="cpu"), batched=True, batch_size=4)
+    assert mapped["id"][:] == list(range(14))
+    assert [bool(error) for error in mapped["error"]] == [text is None for text in texts]
+    counts = [0 if text is None else -(-len(pipe.document_ids(text)[0]) // 2) for text in texts]
+    assert [len(slots) for slots in mapped["slots"]] == counts
+    assert {len(slot) for slots in mapped["slots"] for slot in slots} == {pipe.model.config.hidden_size}
+
+
+def test_a_batch_that_fails_is_halved_until_the_bad_row_is_found(folder, pipe, monkeypatch):
+    compress, sizes = pipe.compress_ids, []
+    bad = pipe.document_ids(TEXTS[4])[0]
+
+    def out_of_memory(rows, *arguments):
+        sizes.append(len(rows))
+        if len(rows) > 3 or bad in rows:
+            raise torch.OutOfMemoryError("too much")
+        return compress(rows, *arguments)
+
+    monkeypatch.setattr(pipe, "compress_ids", out_of_memory)
+    columns = CorpusCompressor(pipe)({"text": TEXTS})
+    assert columns["error"] == ["", "", "", "", "OutOfMemoryError: too much", "", ""]
+    assert [bool(tokens) for tokens in columns["num_tokens"]] == [True] * 4 + [False] + [True] * 2
+    # One token that tells what is wrong with all rows, and then all of them at once.
+    assert sizes[:2] == [1, 7]
+
+
+def test_what_is_wrong_with_all_rows_is_refused(folder, pipe):
+    for wrong, message in (
+        ({"texts": TEXTS}, r"no column 'text'; its columns are \['texts'\]"),
+        ({"text": TEXTS, "ratio": [2] * 7}, r"has columns \['ratio'\] already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CorpusCompressor(pipe)(wrong)
+    with pytest.raises(ValueError, match="was not trained for the ratio 5"):
+        CorpusCompressor(pipe, 5)({"text": TEXTS})
+    with pytest.raises(TypeError, match="give the model's folder or Hub id"):
+        pickle.dumps(CorpusCompressor(pipe))
+    with pytest.raises(ValueError, match="unknown memory_dtype 'int3'"):
+        CorpusCompressor(folder, memory_dtype="int3")
+    with pytest.raises(ValueError, match="`batch_tokens` must be 1 or more, got 0"):
+        CorpusCompressor(folder, batch_tokens=0)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memories in int8 and int4: their values, and that they are used as any other."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from decal_models import build
+from random_memories import assert_same, make_memory
+
+from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.memory.memory_file import write_memory_file
+
+FORMS = ("int8", "int4")
+CARRIERS = ("embeddings", "key_values")
+
+
+def wide_memory(carrier, num_slots=(35, 3, 0), **fields):
+    """Groups of 32 and a rest: slots of 40 values, and keys of 35 slots."""
+    memory = make_memory(num_slots, carrier=carrier, **fields)
+    if carrier == "key_values":
+        return memory
+    return replace(memory, embeddings=torch.randn(*memory.attention_mask.shape, 40) * 100)
+
+
+def in_groups(values, form):
+    size = 32 if form == "int4" else max(len(values), 1)
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def naive(values, form):
+    """A list of numbers, rounded group by group, and the number of groups."""
+    largest, rounded = (7 if form == "int4" else 127), []
+    for group in in_groups(values, form):
+        scale = float(torch.tensor(max(abs(value) for value in group) / largest).half())
+        rounded += [max(-largest, min(largest, round(value / scale))) * scale for value in group]
+    return rounded, len(in_groups(values, form))
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_values_and_bytes_are_those_of_a_naive_twin(carrier):
+    for form in FORMS:
+        check_values(carrier, form)
+
+
+def check_values(carrier, form):
+    memory = wide_memory(carrier)
+    # What stands at pads counts for nothing.
+    pads = (memory.attention_mask == 0)[:, :, None] if carrier == "embeddings" else None
+    if pads is not None:
+        memory.embeddings.masked_fill_(pads, 1e30)
+    found = memory.quantize(form)
+    assert (found.quantization, memory.quantization, found.model_id) == (form, None, memory.model_id)
+    num_bytes = 0
+    for place, (tensor, got) in enumerate(
+        zip(memory._carrier_tensors(), found.dequantize()._carrier_tensors(), strict=True)
+    ):
+        is_keys = carrier == "key_values" and place % 2 == 0
+        heads = [tensor[:, head] for head in range(tensor.shape[1])] if tensor.dim() == 4 else [tensor]
+        for head, states in enumerate(heads):
+            others = got[:, head] if tensor.dim() == 4 else got
+            for row, count in enumerate(memory.num_slots.tolist()):
+                vectors = states[row, :count].mT if is_keys else states[row, :count]
+                for vector, other in zip(
+                    vectors, others[row, :count].mT if is_keys else others[row, :count], strict=True
+                ):
+                    expected, num_scales = naive(vector.tolist(), form)
+                    torch.testing.assert_close(other, torch.tensor(expected))
+                    num_bytes += len(vector) * (0.5 if form == "int4" else 1) + 2 * num_scales
+    assert found.nbytes == num_bytes
+    for row in range(3):
+        assert_same(found.rows(row), memory.rows(row).quantize(form))
+    assert_same(found.dequantize(torch.bfloat16), found.dequantize().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_it_is_saved_moved_cut_repeated_and_copied_as_any_other(tmp_path, carrier):
+    for form in FORMS:
+        memory = wide_memory(carrier, ratio=torch.tensor([4, 2, 8])).quantize(form)
+        memory.save(tmp_path / "memory.safetensors")
+        loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=memory.model_id)
+        for same in (loaded, copy.deepcopy(memory), pickle.loads(pickle.dumps(memory)), memory.to("cpu")):
+            assert_same(same, memory)
+            same.validate(finite=True)
+        half = CompressedContext.load(tmp_path / "memory.safetensors", dtype="float16")
+        assert_same(half, memory.dequantize("float16"))
+        for index in ([1], [2], [1, 2, 0], slice(0, 2)):
+            assert_same(memory.rows(index).dequantize(), memory.dequantize().rows(index))
+            memory.rows(index).validate(finite=True)
+        assert_same(memory.repeat_interleave(2).dequantize(), memory.dequantize().repeat_interleave(2))
+        assert_same(CompressedContext.stack([memory.rows(1), memory.rows([2, 0])]).rows([2, 0, 1]), memory)
+        assert memory.quantize(form) is memory
+        assert f"{memory.nbytes:,} bytes in {form}," in repr(memory)
+        assert memory.to("meta").quantization == form
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_joining_rounds_nothing_a_second_time(carrier):
+    """Embeddings of one form stay in it; mixed forms and key/values are joined as what they stand for."""
+    memories = [wide_memory(carrier, counts, layout="uniform") for counts in ((35, 3, 0), (2, 0, 33))]
+    for forms in (("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("int4", None)):
+        rounded = [m if form is None else m.quantize(form) for m, form in zip(memories, forms, strict=True)]
+        values = [m.dequantize() for m in rounded]
+        joined, below = CompressedContext.concatenate(rounded), CompressedContext.stack(rounded)
+        assert_same(joined.dequantize(), CompressedContext.concatenate(values))
+        assert_same(below.dequantize(), CompressedContext.stack(values))
+        is_same_form = forms[0] == forms[1]
+        assert joined.quantization == (forms[0] if is_same_form and carrier == "embeddings" else None)
+        assert below.quantization == (forms[0] if is_same_form else None)
+    halves = [memories[0].quantize("int8"), memories[1].to(torch.bfloat16)]
+    assert CompressedContext.concatenate(halves).dtype == torch.bfloat16
+
+
+def test_stacked_rows_are_as_they_were():
+    for carrier in CARRIERS:
+        memories = [make_memory(counts, carrier=carrier) for counts in ((3, 0), (5,), (0, 0))]
+        stacked = CompressedContext.stack(memories)
+        stacked.validate(finite=True)
+        rows = [memory.rows(row) for memory in memories for row in range(len(memory))]
+        for row, expected in enumerate(rows):
+            assert_same(stacked.rows(row), expected)
+    mixed = CompressedContext.stack([memories[0], replace(memories[1], ratio=2)])
+    assert mixed.ratio.tolist() == [4, 4, 2]
+    with pytest.raises(ValueError, match="different models cannot be stacked: me/compressor and other"):
+        CompressedContext.stack([memories[0], replace(memories[1], model_id="other")])
+
+
+@torch.no_grad()
+def test_models_read_it_as_what_it_stands_for(form_case, random_rows):
+    model, length = form_case.model, {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    context, ids = torch.stack(random_rows([12, 12])), torch.stack(random_rows([5, 5], seed=1))
+    memory = model.compress(context, ratio=2)
+    for rounded in map(memory.quantize, FORMS):
+        values = rounded.dequantize()
+        expected = model(ids, memory=values).logits
+        torch.testing.assert_close(model(ids, memory=rounded).logits, expected)
+        assert not torch.equal(expected, model(ids, memory=memory).logits)
+        generated = [
+            model.generate(ids, memory=each, use_cache=cached, **length)
+            for each in (rounded, values)
+            for cached in (True, False)
+        ]
+        assert all(torch.equal(generated[0], other) for other in generated[1:])
+
+
+@torch.no_grad()
+def test_an_encoder_decoder_reads_it_as_what_it_stands_for():
+    model, (context, ids) = build(), torch.randint(5, 100, (2, 2, 6))
+    memory = model.compress(context).quantize("int4")
+    found, expected = (model(ids, memory=each).logits for each in (memory, memory.dequantize()))
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_cannot_be_rounded_is_refused():
+    memory = wide_memory("embeddings")
+    for wrong in ("int3", "fp8", "binary", None, torch.int8):
+        with pytest.raises(ValueError, match="unknown quantization"):
+            memory.quantize(wrong)
+    with pytest.raises(ValueError, match=r"is in int8: call `dequantize\(\)` first"):
+        memory.quantize("int8").quantize("int4")
+    with pytest.raises(ValueError, match="needs an even width, got 5"):
+        replace(memory, embeddings=memory.embeddings[..., :5]).quantize("int4")
+    with pytest.raises(ValueError, match=r"holds values up to 1e\+08, 'int8' ends at 8\.319e\+06"):
+        replace(memory, embeddings=torch.full_like(memory.embeddings, 1e8)).quantize("int8")
+    with pytest.raises(ValueError, match="must be finite"):
+        replace(memory, embeddings=torch.full_like(memory.embeddings, float("nan"))).quantize("int8")
+    with pytest.raises(ValueError, match=r"values up to 3\.3\S*e\+06, torch\.float16 ends at"):
+        replace(memory, embeddings=torch.full_like(memory.embeddings, 3.3e6)).quantize("int8").to(torch.float16)
+    followed = replace(memory, embeddings=memory.embeddings.clone().requires_grad_())
+    assert not followed.quantize("int8").dequantize().embeddings.requires_grad
+    # Too small for float16, and zeros.
+    tiny = replace(memory, embeddings=torch.full_like(memory.embeddings, 1e-8)).quantize("int4")
+    assert not tiny.dequantize().embeddings.any()
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_file_whose_scales_do_not_fit_is_refused(tmp_path, monkeypatch, carrier):
+    memory = wide_memory(carrier).quantize("int8")
+    written = {}
+    monkeypatch.setattr(
+        f"{CompressedContext.__module__}.write_memory_file",
+        lambda *parts: written.update(zip("ptm", parts, strict=True)),
+    )
+    memory.save("unused")
+    name = "scales" if carrier == "embeddings" else "scales.layers.0.keys"
+    scales = written["t"][name]
+    path = tmp_path / "memory.safetensors"
+    for wrong in (None, scales[..., :0], scales.repeat(1, 2, *[1] * (scales.dim() - 2)), scales.float(), scales / 0):
+        tensors = {key: value for key, value in (written["t"] | {name: wrong}).items() if value is not None}
+        write_memory_file(path, tensors, written["m"])
+        with pytest.raises(ValueError, match=r"memory\.safetensors does not hold a valid memory: .*(scales|finite)"):
+            CompressedContext.load(path)
