@@ -4,11 +4,14 @@ VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 PYTEST_ARGS ?=
 FUZZ_EXAMPLES ?= 10000
-# The package as it is installed, for mypy, which finds sub-packages by their folders alone.
+# The package as it is installed, for mypy and mkdocstrings, which find sub-packages by their folders alone.
 TYPED := build/typed
+BUILD_TYPED = rm -rf $(TYPED) && $(VENV_PYTHON) -W ignore -c 'import setuptools; setuptools.setup()' --quiet build_py --build-lib $(TYPED)
+# What the site shows or links to, as it lies in the repository.
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples training/recipes checkpoints/*/*.md checkpoints/*/*.png
 PYTEST := $(VENV_PYTHON) -P -m pytest
 
-.PHONY: demo test test-fast fuzz lint format clean
+.PHONY: demo test test-fast fuzz lint docs dist format clean
 
 demo: $(VENV)/.installed
 	$(VENV_PYTHON) -P -m context_compressors.cli demo
@@ -25,9 +28,21 @@ fuzz: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff check .
 	$(VENV_PYTHON) -P -m ruff format --check .
-	rm -rf $(TYPED)
-	$(VENV_PYTHON) -W ignore -c 'import setuptools; setuptools.setup()' --quiet build_py --build-lib $(TYPED)
+	$(BUILD_TYPED)
 	cd $(TYPED) && $(abspath $(VENV_PYTHON)) -P -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p context_compressors
+
+# The site, in build/site; a link that leads nowhere fails.
+docs: $(VENV)/.installed-docs
+	$(BUILD_TYPED)
+	rm -rf build/pages && mkdir -p build/pages
+	git ls-files -z -- $(PAGES) | tar --null -T - -cf - | tar -xf - -C build/pages
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV_PYTHON) -P -m mkdocs build --quiet
+
+# What a release uploads, in dist/.
+dist: $(VENV)/.installed-dev
+	rm -rf dist
+	$(VENV_PYTHON) -P -m build --outdir dist
+	$(VENV_PYTHON) -P -m twine check --strict dist/*
 
 format: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff check --fix .
@@ -49,3 +64,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/.created
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
 	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/.created
+	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
