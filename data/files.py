@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-import pyarrow.compute
 import pyarrow.json
 import pyarrow.parquet
 
 from ..configuration.nearest_names import check_choice, nearest
+from .columns import with_our_columns
+from .sources import COLUMNS, FILE_TYPES
 
-_FILE_TYPES = (".parquet", ".jsonl", ".json")
 _ID_COLUMNS = ("id", "query_id", "doc_id")
 # What training, evaluation and retrieval read of a table.
-_READ_COLUMNS = (*_ID_COLUMNS, "context", "question", "answers", "summary", "text", "query", "title", "score")
+_READ_COLUMNS = (*_ID_COLUMNS, *COLUMNS, "query", "title", "score")
 _LARGEST_BLOCK = 2**31 - 1
 _UNREADABLE = (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError)
 
@@ -48,31 +48,13 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
     tables = []
     for path in paths:
         suffix = Path(path).suffix
-        check_choice(f"file type of {path}:", suffix, _FILE_TYPES)
+        check_choice(f"file type of {path}:", suffix, FILE_TYPES)
         try:
             table = pyarrow.parquet.read_table(path) if suffix == ".parquet" else _read_json(path)
         except _UNREADABLE as error:
             raise ValueError(f"source {source.path!r}: {path} cannot be read: {error}") from error
         tables.append(with_our_columns(table, source))
     return _merged(tables, paths, source)
-
-
-def with_our_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
-    """Rename what a source's `columns` map; a column or part that is not there raises `ValueError`."""
-    taken = {}
-    for ours, theirs in (source.columns or {}).items():
-        head, *fields = theirs.split(".")
-        if head not in table.column_names:
-            raise ValueError(f"source {source.label!r} has no column {head!r}{nearest(head, table.column_names)}")
-        try:
-            taken[ours] = pyarrow.compute.struct_field(table[head], fields) if fields else table[head]
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, TypeError) as error:
-            raise ValueError(f"source {source.label!r}: column {head!r} has no part {theirs!r}: {error}") from error
-    for ours, column in taken.items():
-        if ours in table.column_names:
-            table = table.drop_columns([ours])
-        table = table.append_column(ours, column)
-    return table
 
 
 def _read_json(path: str) -> pyarrow.Table:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import numbers
 import random
 from collections.abc import Sequence
@@ -16,47 +17,64 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import nearest
 from ..modeling.parts.prompting import encode
-from .files import read_files, with_our_columns
+from .columns import column_of, complete_rows, kept_rows, with_known_columns, with_our_columns
+from .files import read_files
 from .sources import DataSource
 from .synthetic_documents import MIN_TOKENS, GeneratedDocument, generate_document
+
+logger = logging.getLogger(__name__)
 
 _TEXT_TASKS = ("reconstruction", "continuation")
 _NEEDED_COLUMNS = {
     "question_answering": ("context", "question", "answers"),
     "summarisation": ("context", "summary"),
 }
-_NO_ANSWER = '; keep only the rows with an answer, e.g. by `dataset.filter(lambda row: row["answers"])`'
+_NO_ANSWER = "; `skip_incomplete: true` of a source leaves such rows out"
+_ALL_TEXTS = ("context", "question", "summary", "text")
+_STREAMED_ROWS = 1000
 
 
 def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) -> pyarrow.Table:
     """Read the rows of a file or Hub source, and check that its tasks have their columns.
 
     Args:
-        source: where to read; not a generated one.
+        source: where to read, and which rows; not a generated one. Without tasks, texts or contexts are needed alone.
         data_dir: folder that local paths are relative to.
         seed: draws the rows that `max_samples` keeps.
+
+    Returns:
+        The rows, with our names for the columns of well-known data sets, too, see `with_known_columns`.
 
     Raises:
         ValueError: no such file, an unknown file type, a missing column, no row, or a row that lacks a value which the
             tasks need: no text, or a question without an answer.
     """
-    table = read_table(source, data_dir)
-    if source.rows is not None:
-        table = table.slice(source.rows[0], source.rows[1] - source.rows[0])
+    if source.streaming:
+        table = _streamed(source)
+    else:
+        table = kept_rows(with_known_columns(read_table(source, data_dir)), source)
+        if source.rows is not None:
+            table = table.slice(source.rows[0], source.rows[1] - source.rows[0])
     columns = table.column_names
+    if source.by is not None:
+        column_of(table, source.by, source)
     for task in source.tasks:
         for column in _NEEDED_COLUMNS.get(task, ()):
             if column not in columns:
                 raise ValueError(
                     f"source {source.label!r} has no column {column!r}, which {task} needs{nearest(column, columns)}"
                 )
+    for task in source.tasks or _TEXT_TASKS[:1]:
         if task in _TEXT_TASKS and not {"text", "context"} & set(columns):
             raise ValueError(
                 f"source {source.label!r} has no column 'text' or 'context', which {task} needs"
                 f"{nearest('text', columns)}"
             )
+    if source.skip_incomplete:
+        table = _complete_rows(table, source)
     if table.num_rows == 0:
         there = "" if source.rows is None else f" among {list(source.rows)}"
+        there += "" if source.where is None else f" where {dict(source.where)}"
         raise ValueError(f"source {source.label!r} has no rows{there}")
     if "question_answering" in source.tasks:
         table = _with_answer_lists(table, source)
@@ -66,6 +84,32 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
         kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
         table = _rows_at(table, kept)
     return table
+
+
+def _streamed(source: DataSource) -> pyarrow.Table:
+    """The rows of a Hub data set that the source keeps, read from its start as far as they reach."""
+    from datasets import load_dataset
+
+    first, end = source.rows or (0, source.max_samples)
+    stream = load_dataset(source.name, source.config, split=source.split, streaming=True).with_format("arrow")
+    batches, count = [], 0
+    for batch in stream.iter(batch_size=_STREAMED_ROWS):
+        batch = kept_rows(with_known_columns(with_our_columns(batch, source)), source)
+        batches.append(batch.slice(max(0, first - count), max(0, end - max(first, count))))
+        count += batch.num_rows
+        if count >= end:
+            break
+    return pyarrow.concat_tables(batches, promote_options="permissive") if batches else pyarrow.table({})
+
+
+def _complete_rows(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
+    """The rows that have what the source's tasks need, or any task could; the others are counted in the log."""
+    needed = _text_columns(source, table.column_names) if source.tasks else _ALL_TEXTS
+    answers = ["answers"] if not source.tasks or "question_answering" in source.tasks else []
+    kept = complete_rows(table, [name for name in (*needed, *answers) if name in table.column_names])
+    if num_left_out := table.num_rows - kept.num_rows:
+        logger.warning("source %r: %d of %d rows left out: incomplete", source.label, num_left_out, table.num_rows)
+    return kept
 
 
 def _rows_at(table: pyarrow.Table, rows: Sequence[int]) -> pyarrow.Table:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sources of a recipe: Hub data sets, local Parquet or JSONL files, and generated documents.
+"""Data sources of training and evaluation: Hub data sets, local Parquet or JSONL files, and generated documents.
 
-A source is a mapping such as `{path: qa_squad_train.parquet, tasks: [question_answering], weight: 2}`. Rows have the
-columns `context` with `question` and `answers`, `context` with `summary`, or `text`.
+A source is a mapping such as `{path: qa_squad_train.parquet, tasks: [question_answering], weight: 2}`, or a text, see
+`parse_sources`. Rows have the columns `context` with `question` and `answers`, `context` with `summary`, or `text`.
 """
 
 from __future__ import annotations
@@ -11,47 +11,66 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from ..configuration.nearest_names import check_choice
 from .prompts import TASKS
+from .yaml_text import parse_yaml, read_yaml
 
-_COLUMNS = ("id", "context", "question", "answers", "summary", "text")
+# What a benchmark says of a question beside it, in the names of kvpress.
+BENCHMARK_COLUMNS = ("task", "answer_prefix", "max_new_tokens", "all_classes", "length")
+COLUMNS = ("id", "context", "question", "answers", "summary", "text", *BENCHMARK_COLUMNS)
+FILE_TYPES = (".parquet", ".jsonl", ".json")
 _FIELD_TYPES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("name", "path", "config", "split", "kind", "licence", "hub_id", "title"), (str, "a text")),
-    **dict.fromkeys(("max_samples", "facts_per_record", "contexts_per_document"), (int, "a whole number")),
-    "generated": (bool, "true or false"),
+    **dict.fromkeys(("name", "path", "config", "split", "kind", "by", "licence", "hub_id", "title"), (str, "a text")),
+    **dict.fromkeys(
+        ("max_samples", "facts_per_record", "contexts_per_document", "document_tokens"), (int, "a whole number")
+    ),
+    **dict.fromkeys(("generated", "streaming", "skip_incomplete"), (bool, "true or false")),
     "weight": ((int, float), "a number, such as 0.5 or 1.0e-1"),
     "tasks": ((list, tuple, str), "a list of tasks"),
     "rows": ((list, tuple), "two whole numbers, [first, end]"),
     "columns": (Mapping, "a mapping from our column to the source's"),
+    "where": (Mapping, "a mapping from a column to the values that are kept"),
 }
+_ENDS = {"from", "below"}
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One entry of a recipe's `sources`.
+    """One source of a recipe or an evaluation.
 
     Args:
-        name: a data set on the Hub.
+        name: a data set on the Hub, or a folder that `datasets` reads as one.
         path: Parquet or JSONL file, or a pattern such as `text_*_train.parquet`, relative to `data_dir`.
         generated: documents of `generated.py` instead of a file.
-        config: the Hub data set's configuration.
+        config: the Hub data set's configuration; of generated documents that are evaluated, "one_hop" or "two_hop":
+            only questions that join so many facts.
         split: the Hub data set's split, or of generated documents: "train" or "test".
-        tasks: what is trained on it, among `TASKS`.
+        tasks: what is trained on it, among `TASKS`. In an evaluation it serves those that its columns allow when none
+            are named.
         weight: how often it is drawn, relative to the other sources; its number of rows when no source has a weight
             (1 in language modelling).
-        max_samples: keep a fixed random choice of so many rows.
-        rows: `[first, end]`, only these rows of the file or data set, counted from 0, the end not included.
-        kind: only this kind of generated document.
+        max_samples: keep a fixed random choice of so many rows; of a stream the first ones, unless it has `rows`.
+        where: only rows that have one of these values, e.g. `{subset: [HotpotQA, NewsQA]}`, or a number in a range,
+            e.g. `{length: {from: 4000, below: 8000}}`, with dots into structs.
+        rows: `[first, end]`, only these rows, counted from 0 among those that `where` keeps, the end not included.
+        streaming: read a Hub data set from its start as far as `rows` or `max_samples` say, and download no more.
+        skip_incomplete: leave out rows that lack what the tasks need, such as questions without an answer, and say in
+            the log how many; without it they are refused.
+        by: in an evaluation, a data set of its own for each value of this column.
+        kind: only this kind of generated document; in an evaluation also a task of RULER, see `evaluation.ruler`.
+        document_tokens: in an evaluation, length of generated documents, or of a task of RULER.
         facts_per_record: of generated documents: say only so many things about each record, see `generate_document`.
         contexts_per_document: of questions: up to so many neighbouring contexts of the source, a number drawn for each
             example, are joined to one document with blank lines between them, as far as they fit.
         columns: where the source has other names: our column -> its column, with dots into structs, e.g.
-            `{context: article, summary: highlights}` or `{answers: answers.text}`.
+            `{context: passage, answers: reply.text}`. Those of well-known data sets are found, see
+            `data.known_columns`.
         licence: the data's licence, for the model card.
         hub_id: the data set's repository on the Hub, for the model card, where `path` is a copy of it.
-        title: what the model card calls the data set.
+        title: what reports and the model card call the data set.
     """
 
     name: str | None = None
@@ -67,6 +86,11 @@ class DataSource:
     facts_per_record: int | None = None
     contexts_per_document: int = 1
     columns: Mapping[str, str] | None = None
+    where: Mapping[str, Any] | None = None
+    streaming: bool = False
+    skip_incomplete: bool = False
+    by: str | None = None
+    document_tokens: int | None = None
     licence: str | None = None
     hub_id: str | None = None
     title: str | None = None
@@ -77,8 +101,6 @@ class DataSource:
         self._check_types()
         tasks = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks)
         object.__setattr__(self, "tasks", tasks)
-        if not tasks:
-            raise ValueError(f"source {self.label!r} needs tasks, among {TASKS}")
         for task in tasks:
             check_choice(f"task of source {self.label!r}:", task, TASKS)
         if self.generated and "summarisation" in tasks:
@@ -96,6 +118,16 @@ class DataSource:
             )
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"max_samples of source {self.label!r} must be at least 1, got {self.max_samples!r}")
+        if self.streaming and (self.name is None or (self.rows is None and self.max_samples is None)):
+            raise ValueError(
+                f"streaming of source {self.label!r} needs the name of a data set, and rows or max_samples"
+            )
+        for column, wanted in (self.where or {}).items():
+            if isinstance(wanted, Mapping) and not (wanted and wanted.keys() <= _ENDS):
+                raise ValueError(
+                    f"where of source {self.label!r}: {column} must be a value, a list of values, or a range such as "
+                    f"{{from: 4000, below: 8000}}, got {wanted!r}"
+                )
 
     def _check_types(self) -> None:
         """Refuse values that a field cannot have, such as what YAML does not read as it looks."""
@@ -111,7 +143,7 @@ class DataSource:
             if is_other or (isinstance(value, str) and not value.strip()):
                 raise ValueError(f"{name} of source {self.label!r} must be {words}, got {value!r}")
         for column, theirs in (self.columns or {}).items():
-            check_choice(f"column of source {self.label!r}:", column, _COLUMNS)
+            check_choice(f"column of source {self.label!r}:", column, COLUMNS)
             if not isinstance(theirs, str):
                 raise ValueError(f"columns of source {self.label!r}: {column} must name a column, got {theirs!r}")
 
@@ -121,16 +153,74 @@ class DataSource:
         return self.name or self.path or "generated"
 
     @classmethod
-    def from_mapping(cls, mapping: DataSource | Mapping[str, Any]) -> DataSource:
-        """Build a source from a recipe's entry; an unknown key raises `ValueError` with the nearest right one."""
-        if isinstance(mapping, cls):
-            return mapping
-        if not isinstance(mapping, Mapping):
-            raise ValueError(f"a source is a mapping such as {{path: FILE, tasks: [TASK]}}, got {mapping!r}")
-        allowed = [field.name for field in fields(cls)]
-        for key in mapping:
-            check_choice("field of a source", key, allowed)
-        return cls(**mapping)
+    def from_mapping(cls, mapping: DataSource | Mapping[str, Any], needs_tasks: bool = True) -> DataSource:
+        """Build a source from a recipe's entry.
+
+        Raises:
+            ValueError: a value that is not allowed, an unknown key, with the nearest right one, or no tasks where they
+                are needed.
+        """
+        if not isinstance(mapping, cls):
+            if not isinstance(mapping, Mapping):
+                raise ValueError(f"a source is a mapping such as {{path: FILE, tasks: [TASK]}}, got {mapping!r}")
+            allowed = [field.name for field in fields(cls)]
+            for key in mapping:
+                check_choice("field of a source", key, allowed)
+            mapping = cls(**mapping)
+        if needs_tasks and not mapping.tasks:
+            raise ValueError(f"source {mapping.label!r} needs tasks, among {TASKS}")
+        return mapping
+
+
+def parse_sources(entries: Sequence[str | DataSource | Mapping[str, Any]], split: str = "test") -> list[DataSource]:
+    """Read sources in any of their forms.
+
+    Args:
+        entries: mappings as in a recipe; such a mapping as a text, `{name: mrqa-workshop/mrqa, by: subset}`; a YAML
+            file with a list of entries, or a recipe's `sources`; or the short form `[TITLE=]PLACE[#MAX_SAMPLES]`,
+            where the place is a file, `HUB_NAME[:CONFIG][@SPLIT]`, or `generated[:KIND]`.
+        split: of what names none.
+
+    Raises:
+        ValueError: what `DataSource` refuses, or a text that is no YAML.
+    """
+    found = []
+    for entry in entries:
+        if isinstance(entry, str) and entry.lstrip().startswith("{"):
+            entry = parse_yaml(entry, f"the source {entry!r}")
+        elif isinstance(entry, str) and Path(entry).suffix in (".yaml", ".yml"):
+            content = read_yaml(Path(entry))
+            listed = content.get("sources") if isinstance(content, Mapping) else content
+            if not isinstance(listed, list):
+                raise ValueError(f"{entry} must hold a list of sources, or sources: and such a list")
+            found += parse_sources(listed, split)
+            continue
+        elif isinstance(entry, str):
+            entry = _short_form(entry)
+        if isinstance(entry, Mapping):
+            entry = {"split": split, **entry}
+        found.append(DataSource.from_mapping(entry, needs_tasks=False))
+    return found
+
+
+def _short_form(text: str) -> dict[str, Any]:
+    """The mapping that `[TITLE=]PLACE[#MAX_SAMPLES]` stands for."""
+    title, _, place = text.rpartition("=")
+    counted, _, number = place.rpartition("#")
+    found: dict[str, Any] = {"title": title} if title else {}
+    if counted and number.isdecimal():
+        found["max_samples"], place = int(number), counted
+    if Path(place).suffix in FILE_TYPES:
+        return {**found, "path": place}
+    hub, _, split = place.partition("@")
+    name, _, config = hub.partition(":")
+    if name == "generated":
+        return {
+            **found,
+            "generated": True,
+            **({"config" if config.endswith("_hop") else "kind": config} if config else {}),
+        }
+    return {**found, "name": name, **({"config": config} if config else {}), **({"split": split} if split else {})}
 
 
 def _is_range(rows: Sequence[Any]) -> bool:

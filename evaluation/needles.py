@@ -13,7 +13,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.synthetic_documents import split_of
-from ..modeling.parts.prompting import encode
 from ..reporting.result_files import write_results
 from ..reporting.tables import markdown_table
-from .alternatives import split_sentences
 from .evaluate import evaluate_model
 from .report import EvaluationReport
+from .running_text import hidden_in_text
 from .samples import EvaluationDataset
 from .settings import EvaluationSettings
 
@@ -148,64 +147,11 @@ def needle_examples(
     for number in range(num_needles):
         needle = draw_needle(KINDS[number % len(KINDS)], random.Random(f"{seed}/needle/{number}"))
         rng = random.Random(f"{seed}/{num_tokens}/{number}")
-        context = _hidden(needle, texts, tokenizer, num_tokens, rng)
+        context = hidden_in_text([needle.sentence], [needle.town, *needle.answers], texts, tokenizer, num_tokens, rng)
         answers = list(needle.answers)
         name = f"{needle.kind}/{number}"
         examples.append({"id": name, "context": context, "question": needle.question, "answers": answers})
     return examples
-
-
-def _hidden(
-    needle: Needle, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, rng: random.Random
-) -> str:
-    room = num_tokens - len(encode(tokenizer, " " + needle.sentence))
-    if room < 1:
-        raise ValueError(f"a context of {num_tokens} tokens has no room for {needle.sentence!r} and text around it")
-    depth, start = rng.random(), rng.random()
-    while True:
-        sentences, ends = _running_text(needle, texts, tokenizer, room, start)
-        place = min(range(len(ends)), key=lambda index: abs(ends[index] - depth * room))
-        before, after = "".join(sentences[:place]).strip(), "".join(sentences[place:]).strip()
-        context = " ".join(filter(None, [before, needle.sentence, after]))
-        # Joined, the parts may have a token more.
-        surplus = len(encode(tokenizer, context)) - num_tokens
-        if surplus <= 0:
-            return context
-        room -= surplus
-
-
-def _running_text(
-    needle: Needle, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_tokens: int, start: float
-) -> tuple[list[str], list[int]]:
-    """Sentences of so many tokens, the last one cut, and the tokens before each place where another could stand."""
-    sentences: list[str] = []
-    ends = [0]
-    for sentence in _sentences_from(texts, start):
-        if needle.town in sentence or any(answer in sentence for answer in needle.answers):
-            continue
-        ids = encode(tokenizer, sentence)
-        left = num_tokens - ends[-1]
-        if len(ids) >= left:
-            return [*sentences, tokenizer.decode(ids[:left])], ends
-        sentences.append(sentence)
-        ends.append(ends[-1] + len(ids))
-    raise ValueError(f"the texts have {ends[-1]} tokens, and a context of running text takes {num_tokens}")
-
-
-def _sentences_from(texts: Sequence[str], start: float) -> Iterator[str]:
-    """All sentences, from one on in the text that `start` (0 to 1) of all letters stand before."""
-    place, index = start * sum(map(len, texts)), 0
-    while index < len(texts) - 1 and place >= len(texts[index]):
-        place -= len(texts[index])
-        index += 1
-    # Behind the last text comes the first one, and at the very end what stands before the start.
-    for turn in range(len(texts) + 1):
-        letters = 0
-        for number, sentence in enumerate(split_sentences(texts[(index + turn) % len(texts)])):
-            letters += len(sentence)
-            if (turn == 0 and letters < place) or (turn == len(texts) and letters >= place):
-                continue
-            yield "\n\n" + sentence.lstrip() if turn and number == 0 else sentence
 
 
 def wilson_interval(num_right: int, number: int) -> tuple[float, float]:

@@ -12,13 +12,15 @@ from typing import Any
 from ..reporting.environment import environment
 from ..reporting.result_files import write_results
 from ..reporting.tables import markdown_table
+from .benchmark_metrics import BENCHMARK_SCORE
 from .metrics import teacher_normalized
 
 DOMAINS = ("in", "out")
 BOUNDS = ("teacher", "own_decoder")
 NO_CONTEXT = "no_context"
 FULL_CONTEXT = "full_context"
-# One metric per task stands for it where there is room for only one, in tables of averages and in plots.
+# One metric per task stands for it where there is room for only one, in tables of averages and in plots; a benchmark's
+# own score comes first.
 MAIN_METRICS = {
     "question_answering": "f1",
     "summarisation": "rougeL",
@@ -317,6 +319,13 @@ class EvaluationReport:
         """Metrics of a task, in the order of their first row."""
         return list(dict.fromkeys(name for row in self.rows if row.task == task for name in row.metrics))
 
+    def main_metric(self, task: str) -> str:
+        """The metric that stands for a task: the benchmarks' own where each data set has one."""
+        rows = [row for row in self.rows if row.task == task]
+        if all(BENCHMARK_SCORE in row.metrics for row in rows):
+            return BENCHMARK_SCORE
+        return MAIN_METRICS.get(task, self.metric_names(task)[0])
+
     def to_dict(self) -> dict[str, Any]:
         """The rows as plain JSON values: NaN is `null`, an infinite score the string "inf"."""
         content = {
@@ -377,7 +386,7 @@ class EvaluationReport:
         return markdown_table([*header, *metrics, *kept, *(_COSTS[name] for name in costs)], body)
 
     def _averages_table(self, task: str) -> str:
-        metric = MAIN_METRICS.get(task, self.metric_names(task)[0])
+        metric = self.main_metric(task)
         averages = self.averages(task, metric)
         undefined = averages.pop("undefined_datasets", [])
         intervals = averages.pop("macro_average_interval", {})

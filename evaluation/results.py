@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from .benchmark_metrics import BENCHMARK_SCORE
 from .bert_score import BertScorer
 from .bootstrap import Statistic, percentile_interval, resampled_scores
 from .metrics import teacher_normalized
@@ -58,7 +59,7 @@ def add_results(
 
     for name, tally in tallies.items():
         intervals = {metric: interval(resampled[name, metric]) for metric in statistics[name]}
-        kept, main = None, MAIN_METRICS[task]
+        kept, main = None, BENCHMARK_SCORE if BENCHMARK_SCORE in statistics[name] else MAIN_METRICS[task]
         if {NO_CONTEXT, FULL_CONTEXT} <= tallies.keys() and name not in (NO_CONTEXT, FULL_CONTEXT):
             conditions = (name, FULL_CONTEXT, NO_CONTEXT)
             kept = 100 * float(teacher_normalized(*(statistics[name][main].score() for name in conditions)))

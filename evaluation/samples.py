@@ -7,27 +7,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS, format_prompt
-from ..data.rows import answer_text, read_rows
-from ..data.sources import DataSource
-from ..data.synthetic_documents import GeneratedDocument, generate_document
+from ..data.rows import answer_text
 from ..modeling.parts.prompting import before_answer, encode, prefix_ids
 from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
+from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from .report import DOMAINS
 
 logger = logging.getLogger(__name__)
 
-_FILE_TYPES = (".parquet", ".jsonl", ".json")
-_HOPS = {"one_hop": 1, "two_hop": 2}
-# Reading a source needs a task; this one asks for no more than a text or a context.
-_ANY_TEXT = ("reconstruction",)
-_ATTEMPTS = 100
 _READ_AS_TEXT = {"question_answering": ("context", "question"), "summarisation": ("context", "summary")}
 
 
@@ -40,6 +32,7 @@ class EvaluationDataset:
         examples: mappings with `context`, `question` and `answers`, with `context` and `summary`, or with `text`.
         domain: "in" when the compressor was trained on the data set's training part, "out" otherwise.
         max_samples: samples per task, drawn by the seed; the evaluation's own number when `None`.
+        only: the tasks that it serves, as far as its columns allow; all of those when empty.
 
     Raises:
         ValueError: a domain that is not allowed, no examples, or no samples.
@@ -49,6 +42,7 @@ class EvaluationDataset:
     examples: Sequence[Mapping[str, Any]]
     domain: str = "in"
     max_samples: int | None = None
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_samples is not None and self.max_samples < 1:
@@ -59,7 +53,7 @@ class EvaluationDataset:
             raise ValueError(f"data set {self.name!r} has no examples")
 
     def tasks(self) -> tuple[str, ...]:
-        """The tasks that its columns allow."""
+        """The tasks that its columns allow, of those that it serves."""
         columns = set(self.examples[0]).intersection(*self.examples)
         needs = {
             "question_answering": {"context", "question", "answers"} <= columns,
@@ -67,7 +61,7 @@ class EvaluationDataset:
             "continuation": bool({"text", "context"} & columns),
             "reconstruction": bool({"text", "context"} & columns),
         }
-        return tuple(task for task in TASKS if needs[task])
+        return tuple(task for task in TASKS if needs[task] and task in (self.only or TASKS))
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class Sample:
     """One tokenized sample: what is compressed, what follows it, and what should come out.
 
     Samples with the same `document` share a context. `head_ids` stand in front of it: the opening of the user's turn
-    in a chat.
+    in a chat. A benchmark's question has its own `max_new_tokens` and `metric`.
     """
 
     context_ids: list[int]
@@ -87,97 +81,11 @@ class Sample:
     id: str = ""
     question: str = ""
     head_ids: list[int] = field(default_factory=list)
+    max_new_tokens: int | None = None
+    metric: BenchmarkMetric | None = None
 
     def __len__(self) -> int:
         return len(self.context_ids) + len(self.prompt_ids) + len(self.target_ids)
-
-
-def load_dataset_source(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    domain: str = "in",
-    data_dir: str | None = None,
-    seed: int = 0,
-    num_documents: int = 100,
-    document_tokens: int = 128,
-    columns: Mapping[str, Mapping[str, str]] | None = None,
-) -> EvaluationDataset:
-    """Read one data set from its description on the command line.
-
-    Args:
-        source: `FILE` (.parquet, .jsonl or .json, or a pattern of such), `HUB_NAME[:CONFIG][@SPLIT]` (split "test"
-            when none is given), or `generated`, `generated:one_hop`, `generated:two_hop` (test documents, with the
-            questions that join so many facts); `NAME=` in front gives it another name, and `#N` behind it has N
-            samples drawn, whatever number the evaluation draws elsewhere.
-        tokenizer: measures the length of generated documents.
-        domain: "in" or "out".
-        data_dir: folder that files are relative to.
-        seed: draws generated documents.
-        num_documents: number of generated documents.
-        document_tokens: length limit of generated documents.
-        columns: name of a data set -> where it has other names than ours, see `DataSource.columns`.
-
-    Raises:
-        ValueError: no such file, data set or kind of question, or a data set without rows.
-    """
-    name, _, description = source.rpartition("=")
-    counted, _, number = description.rpartition("#")
-    max_samples = int(number) if counted and number.isdecimal() else None
-    if max_samples is not None:
-        description = counted
-    kind, _, questions = description.partition(":")
-    if kind == "generated":
-        if questions:
-            check_choice("kind of generated questions:", questions, _HOPS)
-        examples = _generated_examples(tokenizer, seed, num_documents, document_tokens, _HOPS.get(questions))
-        return EvaluationDataset(name or description, examples, domain, max_samples)
-    path = Path(description)
-    if path.suffix in _FILE_TYPES:
-        name = name or path.stem
-        renamed = (columns or {}).get(name)
-        table = read_rows(DataSource(path=description, tasks=_ANY_TEXT, columns=renamed), data_dir, seed)
-        return EvaluationDataset(name, table.to_pylist(), domain, max_samples)
-    if (Path(data_dir or ".") / path).is_dir():
-        raise ValueError(f"{description!r} is a folder: name its files, such as {description}/*.parquet")
-    hub, _, split = description.partition("@")
-    hub_name, _, config = hub.partition(":")
-    renamed = (columns or {}).get(name or hub)
-    where = DataSource(name=hub_name, config=config or None, split=split or "test", tasks=_ANY_TEXT, columns=renamed)
-    table = read_rows(where)
-    return EvaluationDataset(name or hub, table.to_pylist(), domain, max_samples)
-
-
-def _generated_examples(
-    tokenizer: PreTrainedTokenizerBase, seed: int, num_documents: int, document_tokens: int, hops: int | None
-) -> list[dict[str, Any]]:
-    rng = random.Random(f"{seed}/evaluation")
-    examples = []
-    for _ in range(num_documents):
-        document = _draw_document(tokenizer, rng, document_tokens)
-        examples += [
-            {"context": document.text, "question": question.question, "answers": [question.answer]}
-            for question in document.questions
-            if hops in (None, question.hops)
-        ]
-    return examples
-
-
-def _draw_document(tokenizer: PreTrainedTokenizerBase, rng: random.Random, num_tokens: int) -> GeneratedDocument:
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            return generate_document(
-                rng.randrange(2**31),
-                num_tokens=num_tokens,
-                split="test",
-                count_tokens=lambda text: len(encode(tokenizer, text)),
-            )
-        except ValueError:
-            # With a short limit, the first sentence of some seeds does not fit; the next seed's may.
-            if attempt == _ATTEMPTS:
-                raise
 
 
 # More than a token has in ordinary text.
@@ -312,16 +220,26 @@ class SampleBuilder:
         return found
 
     def _sample(self, task: str, example: Mapping[str, Any], rng: random.Random) -> Sample | None:
-        prompt = format_prompt(task, example.get("question", ""), path=self.prompts)
+        prompt, prefix = self._prompt(task, example)
         ids_of_prompt = make_prompt_ids(self.tokenizer, [prompt], self.prompt_format)
         head_ids, prompt_ids, eos = ids_of_prompt.head, ids_of_prompt.turns[0], ids_of_prompt.end
         if task in ("question_answering", "summarisation"):
             references = list(example["answers"])
+            prompt_ids = [*prompt_ids, *encode(self.tokenizer, prefix)]
             answer = before_answer(prompt, self.prompt_format) + references[0]
             target_ids = [*encode(self.tokenizer, answer), eos]
             # Tokenized apart, as in training.
             context_ids = [*self.prefix_ids, *encode(self.tokenizer, example["context"])]
-            return Sample(context_ids, prompt_ids, target_ids, references, head_ids=head_ids)
+            limit, metric = benchmark_max_new_tokens(example), benchmark_metric(example)
+            return Sample(
+                context_ids,
+                prompt_ids,
+                target_ids,
+                references,
+                head_ids=head_ids,
+                max_new_tokens=limit,
+                metric=metric,
+            )
         ids = encode(self.tokenizer, example["text"])
         if len(ids) < self.min_text_tokens:
             return None
@@ -339,6 +257,15 @@ class SampleBuilder:
         references = [self.tokenizer.decode(continuation)]
         return Sample(window[:split], prompt_ids, target_ids, references, head_ids=head_ids)
 
+    def _prompt(self, task: str, example: Mapping[str, Any]) -> tuple[str, str]:
+        """What is asked, and what an answer starts with: of a benchmark, its own words, as kvpress puts them."""
+        prefix = example.get("answer_prefix")
+        if task != "question_answering" or prefix is None:
+            return format_prompt(task, example.get("question", ""), path=self.prompts), ""
+        if self.prompt_format == "chat":
+            return example["question"], prefix
+        return f"{example['question']}\n{prefix}", ""
+
     def _room(self, task: str, sample: Sample) -> int:
         """Tokens that the context may have, beside start token, prompt and the longest thing that may follow."""
         limit = sys.maxsize if self.max_context_tokens is None else self.max_context_tokens
@@ -348,7 +275,8 @@ class SampleBuilder:
         if task == "reconstruction":
             # Its target is the context itself.
             return min(limit, room // 2)
-        return min(limit, room - max(len(sample.target_ids), self.max_new_tokens.get(task, 0)))
+        num_new = sample.max_new_tokens or self.max_new_tokens.get(task, 0)
+        return min(limit, room - max(len(sample.target_ids), num_new))
 
     def fit(self, task: str, sample: Sample, name: str) -> Sample:
         """A sample whose context has its place, cut if it may be.

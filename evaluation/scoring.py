@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, RepetitionPen
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ..modeling.parts.prompting import context_start_ids, restored_ids
 from .alternatives import BM25, TASKS_OF_ALTERNATIVE, bm25_context, cut_context
+from .benchmark_metrics import BENCHMARK_SCORE, BenchmarkMetric
 from .bert_score import BertScorer
 from .bootstrap import Statistic, mean_statistic, perplexity_statistic
 from .metrics import (
@@ -93,6 +94,7 @@ class Tally:
         slots: number of slots; NaN where nothing was compressed.
         memory_bytes: bytes of the slots.
         decoder_positions: what the decoder has read when it starts to write, slots included.
+        metrics: how a benchmark scores each sample, `None` where none does.
     """
 
     references: list[list[str]]
@@ -104,11 +106,16 @@ class Tally:
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0))
     memory_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0))
     decoder_positions: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    metrics: list[BenchmarkMetric | None] = field(default_factory=list)
 
     def statistics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, Statistic]:
         """The task's metrics."""
         found: dict[str, Statistic] = {}
         if task == "question_answering":
+            metrics = [metric for metric in self.metrics if metric is not None]
+            if metrics and len(metrics) == len(self.metrics):
+                rows = zip(metrics, self.predictions, self.references, strict=True)
+                found[BENCHMARK_SCORE] = mean_statistic([metric.score(*texts) for metric, *texts in rows])
             found |= self._means(squad_scores)
             found |= self._means(lambda *texts: {"substring_accuracy": substring_accuracy(*texts)})
             found |= self._means(rouge_scores)
@@ -258,14 +265,16 @@ class Scorer:
                         self._score_tokens(condition.model, prompts, targets, memory, tally.targets, rows)
                     if not writes:
                         continue
-                    limit = max_new_tokens if written else max(map(len, targets))
-                    written_ids = self._write(condition.model, prompts, memory, limit)
+                    own = [sample.max_new_tokens or max_new_tokens for sample in batch]
+                    limits = own if written else [len(target) for target in targets]
+                    written_ids = self._write(condition.model, prompts, memory, limits)
                     if not written:
-                        # A text's score is its own: the limit is that of the longest one beside it.
-                        written_ids = [ids[: len(target)] for ids, target in zip(written_ids, targets, strict=True)]
                         self._score_tokens(condition.model, prompts, written_ids, memory, tally.recovered, rows)
                     for row, ids in zip(rows, written_ids, strict=True):
-                        tally.predictions[row], tally.written_ids[row] = self._decode(ids), ids
+                        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+                        # A benchmark's score of code knows spaces.
+                        tally.predictions[row] = text.strip() if samples[row].metric is None else text
+                        tally.written_ids[row] = ids
             on_batch(len(batch))
         return tallies
 
@@ -391,9 +400,9 @@ class Scorer:
             tokens.hits[sample] = hits[row]
 
     def _write(
-        self, model: PreTrainedModel, prompts: list[list[int]], memory: Any, max_new_tokens: int | None
+        self, model: PreTrainedModel, prompts: list[list[int]], memory: Any, limits: Sequence[int | None]
     ) -> list[list[int]]:
-        """Token ids that the model writes, EOS included where it wrote one."""
+        """Token ids that the model writes, each row up to its limit, EOS included where it wrote one."""
         input_ids, attention_mask = self._pad(prompts, model.device)
         processors = []
         if self.repetition_penalty is not None:
@@ -403,7 +412,8 @@ class Scorer:
             input_ids=input_ids,
             attention_mask=attention_mask,
             **({} if memory is None else {"memory": memory}),
-            max_new_tokens=max_new_tokens,
+            # A text's score is its own: what is written beyond its limit is another row's time.
+            max_new_tokens=max((limit for limit in limits if limit is not None), default=None),
             do_sample=False,
             num_beams=1,
             logits_processor=processors,
@@ -412,10 +422,8 @@ class Scorer:
         )
         eos = self.tokenizer.eos_token_id
         rows = output[:, input_ids.shape[1] :].tolist()
+        rows = [ids[:limit] for ids, limit in zip(rows, limits, strict=True)]
         return [ids[: ids.index(eos) + 1] if eos in ids else ids for ids in rows]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
 def _empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers: bool) -> Tally:
@@ -428,6 +436,7 @@ def _empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers:
         [[] for _ in samples],
         [sample.target_ids for sample in samples] if recovers else [],
         *np.full((3, size), np.nan),
+        metrics=[sample.metric for sample in samples],
     )
 
 

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource
+from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.metrics import normalize_answer
-from context_compressors.evaluation.samples import EvaluationDataset, load_dataset_source
+from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.modeling.parts.prompting import encode
 
 # Everything is drawn once, whatever the seed of a run: all runs see the same documents.
@@ -111,15 +112,13 @@ def prepare(
             "weight": 6.0,
         }
     ]
-    tests = [
-        load_dataset_source(
-            "generated",
-            tokenizer,
-            seed=_SEED,
-            num_documents=GENERATED_DOCUMENTS,
-            document_tokens=context_tokens,
-        )
-    ]
+    tests = load_datasets(
+        ["generated"],
+        tokenizer,
+        seed=_SEED,
+        num_documents=GENERATED_DOCUMENTS,
+        document_tokens=context_tokens,
+    )
     if data is None:
         return sources, tests
     narrativeqa = _rows_of_contexts(data, "qa_narrativeqa_valid.parquet", _TRAINING_CONTEXTS)

@@ -28,9 +28,10 @@ from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, posi
 
 # Importing it registers every method with the Auto classes.
 from context_compressors import modeling  # noqa: F401
+from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.evaluate import can_compress, model_label
 from context_compressors.evaluation.report import FULL_CONTEXT
-from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder, load_dataset_source
+from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.modeling.parts.prompting import start_token_id, text_tokenizer
 from context_compressors.reporting.tables import markdown_table
@@ -67,16 +68,13 @@ def data_sets(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace)
         ValueError: GSM8K is not in the folder.
     """
     sources = [_GENERATED] if arguments.data is None else [_GSM8K, _GENERATED]
-    return [
-        load_dataset_source(
-            source,
-            tokenizer,
-            data_dir=arguments.data,
-            num_documents=arguments.samples,
-            document_tokens=arguments.document_tokens,
-        )
-        for source in sources
-    ]
+    return load_datasets(
+        sources,
+        tokenizer,
+        data_dir=arguments.data,
+        num_documents=arguments.samples,
+        document_tokens=arguments.document_tokens,
+    )
 
 
 def make_samples(

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from ..evaluation.report import EvaluationReport
 
-_SOURCE = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:one_hop or generated:two_hop"
-_NAMES = "NAME=SOURCE names one, SOURCE#N draws N of its samples"
+_SOURCE = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:KIND, or a recipe's source as YAML"
+_NAMES = "NAME=SOURCE names one, SOURCE#N draws N of its samples, FILE.yaml lists some"
 _EXAMPLES = """
 # Generated documents and a file, at two ratios, ten samples each:
 context-compressors evaluate my-compressor --data generated squad_dev.parquet --ratios 4 8 --max-samples 10
@@ -52,6 +52,14 @@ context-compressors evaluate my-compressor --data squad=squad_dev.parquet#1000 -
     --tasks question_answering --alternatives cut bm25 --teacher reader-lora --teacher-base my-base \\
     --output results.json --keep-answers answers.jsonl --resume
 
+# The twelve sets of MRQA, a row each; three tasks of RULER; LongBench as kvpress publishes it:
+context-compressors evaluate my-compressor --data '{name: mrqa-workshop/mrqa, split: validation, by: subset}' \\
+    --out-of-domain '{name: mrqa-workshop/mrqa, by: subset}' --tasks question_answering --max-samples 300
+context-compressors evaluate my-compressor --data generated:vt generated:niah_single_1 \\
+    '{path: books.parquet, kind: niah_multiquery}' --document-tokens 4096 --tasks question_answering
+context-compressors evaluate my-compressor --data Xnhyacinth/LongBench:hotpotqa Xnhyacinth/LongBench:trec \\
+    --tasks question_answering --truncate-context
+
 # The plain language model that a compressor stands on:
 context-compressors evaluate my-base --data generated --max-samples 100 --output base.json
 """
@@ -69,12 +77,11 @@ def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[E
         The files, PNG.
     """
     from ..evaluation.plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
-    from ..evaluation.report import MAIN_METRICS
 
     folder = Path(folder)
     paths = []
     for task in report.tasks():
-        metric = MAIN_METRICS[task]
+        metric = report.main_metric(task)
         paths.append(plot_quality_by_ratio([report], task, metric, folder / f"{task}_by_ratio.png"))
         if report.datasets(task, "in") and report.datasets(task, "out"):
             paths.append(plot_domain_gap([report], task, metric, folder / f"{task}_domain_gap.png"))
@@ -99,22 +106,6 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
     return EvaluationSettings(**fields)
 
 
-def columns_from_arguments(values: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Data set -> our column -> its column, from values such as "squad.answers=answers.text".
-
-    Raises:
-        ValueError: a value of another form.
-    """
-    found: dict[str, dict[str, str]] = {}
-    for value in values:
-        place, _, theirs = value.partition("=")
-        name, _, column = place.rpartition(".")
-        if not name or not theirs:
-            raise ValueError(f"columns must be given as NAME.COLUMN=THEIRS, got {value!r}")
-        found.setdefault(name, {})[column] = theirs
-    return found
-
-
 def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> PreTrainedModel:
     from .loading import load_model
 
@@ -132,9 +123,9 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     from transformers import AutoTokenizer
 
     from ..evaluation.answers_file import AnswersFile
+    from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import can_compress, evaluate_model, model_label
     from ..evaluation.report import EvaluationReport
-    from ..evaluation.samples import load_dataset_source
     from ..modeling.checkpoint.pretrained_bases import base_place
 
     settings = settings_from_arguments(arguments)
@@ -148,18 +139,17 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     place = base_place(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     datasets = [
-        load_dataset_source(
-            source,
+        dataset
+        for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
+        for dataset in load_datasets(
+            sources,
             tokenizer,
             domain=domain,
             data_dir=arguments.data_dir,
             seed=arguments.seed,
             num_documents=arguments.documents,
             document_tokens=arguments.document_tokens,
-            columns=columns_from_arguments(arguments.columns),
         )
-        for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))
-        for source in sources
     ]
     if arguments.plots and settings.bounds_only:
         raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
@@ -206,13 +196,6 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument("--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {_SOURCE}; {_NAMES}"),
     argument("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise"),
     argument("--data-dir", metavar="FOLDER", help="folder that the files are relative to"),
-    argument(
-        "--columns",
-        nargs="+",
-        default=[],
-        metavar="NAME.COLUMN=THEIRS",
-        help="where a data set has other names, such as squad.answers=answers.text",
-    ),
     argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), metavar="TASK", help=f"among {', '.join(TASKS)}"),
     argument("--ratios", nargs="+", type=int, metavar="R", help="compression ratios (default: the checkpoint's own)"),
     TEACHER,
@@ -288,7 +271,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors evaluate`.
 
     Raises:
-        ValueError, TypeError, OSError, ImportError: see `evaluate_model`, `load_model` and `load_dataset_source`.
+        ValueError, TypeError, OSError, ImportError: see `evaluate_model`, `load_model` and `load_datasets`.
     """
     if not arguments.data and not arguments.out_of_domain:
         raise ValueError("give at least one data set with --data or --out-of-domain")

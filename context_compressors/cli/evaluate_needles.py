@@ -64,21 +64,21 @@ def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors evaluate-needles`.
 
     Raises:
-        ValueError, OSError, ImportError: see `evaluate_needles`, `load_model` and `load_dataset_source`.
+        ValueError, OSError, ImportError: see `evaluate_needles`, `load_model` and `load_datasets`.
     """
     from transformers import AutoTokenizer
 
+    from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import model_label
     from ..evaluation.needles import LENGTHS, NUM_NEEDLES, NeedleGrid, evaluate_needles
     from ..evaluation.plots import plot_needles
-    from ..evaluation.samples import load_dataset_source
     from ..evaluation.settings import EvaluationSettings
     from ..modeling.checkpoint.pretrained_bases import base_place
     from .loading import load_model
 
     place = base_place(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
-    rows = load_dataset_source(arguments.text, tokenizer, seed=arguments.seed).examples
+    rows = [row for data in load_datasets([arguments.text], tokenizer, seed=arguments.seed) for row in data.examples]
     how = {name: getattr(arguments, name) for name in ("dtype", "device", "trust_remote_code")}
     model = load_model(arguments.model, base_model=arguments.base_model, **how)
     teacher = None

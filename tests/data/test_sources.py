@@ -26,7 +26,8 @@ def folder(tmp_path):
     rows = [{"context": f"text {i // 2}", "question": f"q{i}", "answers": [f"a{i}"]} for i in range(6)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa_one.parquet")
     (tmp_path / "qa_two.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:2]))
-    nested = [{"passage": "p", "question": "q", "answers": {"text": ["x", "y"]}, "label": True}]
+    answers = {"text": ["x", "y"]}
+    nested = [{"passage": "p", "question": "q", "answers": answers, "reply": {"words": ["x"]}, "label": True}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(nested), tmp_path / "nested.parquet")
     return tmp_path
 
@@ -95,7 +96,10 @@ def test_max_samples_keeps_a_fixed_choice(folder):
         ({"path": "nested.parquet"}, "no column 'context', which question_answering needs"),
         ({"path": "qa_one.parquet", "tasks": ["summarisation"]}, "no column 'summary'"),
         ({"path": "nested.parquet", "tasks": ["continuation"]}, "no column 'text' or 'context'"),
-        ({"path": "nested.parquet", "columns": {"context": "passage"}}, "name their place with columns"),
+        (
+            {"path": "nested.parquet", "columns": {"context": "passage", "answers": "reply"}},
+            "name their place with columns",
+        ),
         ({"path": "nested.parquet", "columns": {"context": "pasage"}}, "no column 'pasage'; did you mean 'passage'"),
         ({"path": "nested.parquet", "columns": {"answers": "answers.txt"}}, "has no part 'answers.txt'"),
     ],
@@ -115,6 +119,8 @@ def test_wrong_files_and_columns_are_named(folder, fields, message):
         ({"path": "x", "name": "y"}, "exactly one of"),
         ({"path": "x", "weight": 0}, "weight of source 'x' must be above 0"),
         ({"path": "x", "max_samples": 0}, "max_samples of source 'x' must be at least 1"),
+        ({"name": "x", "streaming": True}, "streaming of source 'x' needs the name of a data set, and rows or max_s"),
+        ({"path": "x", "where": {"length": {"under": 9}}}, r"where of source 'x': length must be a value, .* range"),
         ({"path": "x", "licence": 4.0}, "licence of source 'x' must be a text, got 4.0"),
         ({"path": "x", "title": " "}, "title of source 'x' must be a text, got ' '"),
         ({"path": "x", "hub_id": ["a/b"]}, "hub_id of source 'x' must be a text"),
@@ -168,9 +174,9 @@ QUESTION = {"context": "c", "question": "q", "answers": ["a"]}
         (
             "question_answering",
             {"answers": []},
-            "column 'answers' is an empty list in row 2 .* keep only the rows with",
+            "column 'answers' is an empty list in row 2 .*skip_incomplete: true",
         ),
-        ("question_answering", {"answers": None}, "column 'answers' is null in row 2 .* keep only the rows"),
+        ("question_answering", {"answers": None}, "column 'answers' is null in row 2 .*skip_incomplete: true"),
         ("question_answering", {"answers": [None, "x"]}, "column 'answers' has a null in its list in row 2"),
         ("question_answering", {"question": None}, "column 'question' is null in row 2"),
         ("question_answering", {"context": None}, "column 'context' is null in row 2"),

@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from context_compressors import cli
-from context_compressors.cli.evaluate import columns_from_arguments
 from context_compressors.evaluation.evaluate import model_label
 from context_compressors.evaluation.report import EvaluationReport
 
@@ -149,13 +148,3 @@ def test_command_reads_the_full_text_with_an_adapter_of_peft(folders, qa_file, t
         assert (report.bounds, report.settings["teacher"]) == ("teacher", "reader")
         # A file has four digits.
         assert report.score("qa_rows", QA, "full_context", "answer_perplexity") == pytest.approx(expected, rel=5e-4)
-
-
-def test_columns_of_a_data_set_are_named_behind_its_own_name():
-    assert columns_from_arguments(["squad.answers=answers.text", "squad.context=a.b", "v1.5.text=body"]) == {
-        "squad": {"answers": "answers.text", "context": "a.b"},
-        "v1.5": {"text": "body"},
-    }
-    for wrong in ("answers=text", "squad.answers", "squad.answers="):
-        with pytest.raises(ValueError, match=r"columns must be given as NAME\.COLUMN=THEIRS, got"):
-            columns_from_arguments([wrong])

@@ -5,13 +5,14 @@ import json
 import string
 
 import pytest
-from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode, run
+from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, run
 
 from context_compressors.data.prompts import load_prompts
 from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource
+from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.evaluate import evaluate_model
-from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder, load_dataset_source
+from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 from context_compressors.evaluation.settings import EvaluationSettings
 
 
@@ -105,18 +106,6 @@ def test_samples_are_drawn_from_all_rows_and_stay_the_same_whatever_else_is_eval
     asked = [sample.id for sample in beside.answers if (sample.dataset, sample.task) == ("tiny", QA)]
     assert asked == [sample.id for sample in alone.answers]
     assert len(set(asked)) == 5
-
-
-def test_a_data_set_may_have_a_number_of_samples_and_columns_of_its_own(tokenizer, tmp_path):
-    rows = [{"story": f"text {n}", "question": f"{n}?", "reply": {"text": ["a"]}} for n in range(9)]
-    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    names = {"mine": {"context": "story", "answers": "reply.text"}}
-    data = load_dataset_source("mine=qa.jsonl#4", tokenizer, data_dir=str(tmp_path), columns=names)
-    assert (data.name, data.max_samples, len(data.examples)) == ("mine", 4, 9)
-    assert len(builder(tokenizer).build(data, QA, 2)) == 4
-    assert load_dataset_source("generated#7", tokenizer, num_documents=1, document_tokens=150).max_samples == 7
-    with pytest.raises(ValueError, match="max_samples of data set 'tiny' must be at least 1, got 0"):
-        EvaluationDataset("tiny", ROWS, max_samples=0)
 
 
 def test_samples_say_which_row_and_which_document_they_are_from(tokenizer):
@@ -224,7 +213,7 @@ def test_answers_are_those_that_training_takes(tokenizer, tmp_path, answers):
     rows = [{"context": "a b", "question": "?", "answers": answer} for answer in answers]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     trained = read_rows(DataSource(path="rows.jsonl", tasks=(QA,)), str(tmp_path))["answers"].to_pylist()
-    in_a_file = load_dataset_source("rows.jsonl", tokenizer, data_dir=str(tmp_path))
+    (in_a_file,) = load_datasets(["rows.jsonl"], tokenizer, data_dir=str(tmp_path))
     for data in (in_a_file, EvaluationDataset("rows", rows)):
         assert [sample.references for sample in builder(tokenizer).build(data, QA)] == trained
 
@@ -260,44 +249,3 @@ def test_prompts_that_leave_no_room_are_refused_even_with_truncation(tokenizer):
     data = EvaluationDataset("tiny", ROWS)
     with pytest.raises(ValueError, match="ask for fewer new tokens"):
         builder(tokenizer, 20, truncate_context=True).build(data, QA)
-
-
-def test_sources_are_files_and_generated_documents(tokenizer, qa_file, tmp_path):
-    data = load_dataset_source("qa_rows.parquet", tokenizer, data_dir=str(tmp_path), domain="out")
-    assert (data.name, data.domain, list(data.examples)) == ("qa_rows", "out", ROWS)
-    assert data.tasks() == (QA, CONTINUATION, RECONSTRUCTION)
-    (tmp_path / "plain.jsonl").write_text(json.dumps({"text": "one"}) + "\n" + json.dumps({"text": "two"}) + "\n")
-    named = load_dataset_source("books=plain.jsonl", tokenizer, data_dir=str(tmp_path))
-    assert (named.name, named.tasks()) == ("books", (CONTINUATION, RECONSTRUCTION))
-
-
-def test_generated_documents_come_from_the_test_split_by_hops(tokenizer):
-    options = {"num_documents": 3, "document_tokens": 300}
-    both = load_dataset_source("generated", tokenizer, **options)
-    one, two = (load_dataset_source(f"generated:{hops}_hop", tokenizer, **options) for hops in ("one", "two"))
-    assert len(both.examples) == len(one.examples) + len(two.examples)
-    assert two.name == "generated:two_hop"
-    assert len({example["context"] for example in both.examples}) == 3
-    for example in both.examples:
-        assert example["answers"][0] in example["context"]
-        assert len(encode(tokenizer, example["context"])) <= 300
-    again = load_dataset_source("generated", tokenizer, seed=1, **options)
-    assert again.examples != both.examples
-
-
-def test_generated_documents_pass_over_seeds_that_do_not_fit(tokenizer):
-    # At one token per byte, many first sentences are longer than 50 tokens.
-    data = load_dataset_source("generated", tokenizer, num_documents=20, document_tokens=50)
-    assert len({example["context"] for example in data.examples}) <= 20
-    assert max(len(encode(tokenizer, example["context"])) for example in data.examples) <= 50
-    with pytest.raises(ValueError, match="num_tokens must be"):
-        load_dataset_source("generated", tokenizer, document_tokens=5)
-
-
-def test_sources_that_are_not_there_are_refused(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="there is no file"):
-        load_dataset_source("none.parquet", tokenizer, data_dir=str(tmp_path))
-    with pytest.raises(ValueError, match="is a folder: name its files"):
-        load_dataset_source(tmp_path.name, tokenizer, data_dir=str(tmp_path.parent))
-    with pytest.raises(ValueError, match="did you mean 'one_hop'"):
-        load_dataset_source("generated:onehop", tokenizer)

@@ -59,12 +59,12 @@ def test_prompts_of_the_recipe_are_in_the_checkpoint_and_are_taken(trained):
 
 def test_an_evaluation_takes_them_too_and_says_so(trained):
     from context_compressors import evaluate_model
-    from context_compressors.evaluation.samples import load_dataset_source
+    from context_compressors.evaluation.data_sets import load_datasets
 
     model, tokenizer = trained
-    data = load_dataset_source("generated", tokenizer, seed=0, num_documents=2, document_tokens=48)
+    data = load_datasets(["generated"], tokenizer, seed=0, num_documents=2, document_tokens=48)
     settings = EvaluationSettings(tasks=("question_answering",), max_samples=2)
-    report = evaluate_model(model, tokenizer, [data], settings)
+    report = evaluate_model(model, tokenizer, data, settings)
     assert report.settings["prompts"] == model.config.prompts
     assert report.settings["context_prefix"] == "# Text\n"
 

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table's columns under our names, and those of its rows that a source keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+
+from ..configuration.nearest_names import nearest
+
+# Our column -> its name in the published form of some data sets: taken where the first are not there and the last are.
+KNOWN_COLUMNS: tuple[Mapping[str, str], ...] = (
+    {"context": "input", "question": "prompt", "answers": "answer"},  # PwC
+    {"question": "input", "task": "dataset", "id": "_id"},  # LongBench
+    {"context": "article", "summary": "highlights"},  # CNN/DailyMail
+    {"context": "article", "summary": "abstract"},  # arXiv, PubMed
+    {"context": "plot", "id": "question_id"},  # DuoRC: SelfRC, ParaphraseRC
+    {"context": "passage", "answers": "answer"},  # BoolQ
+    {"context": "passage", "answers": "answers_spans.spans"},  # DROP
+    {"context": "document.summary.text", "question": "question.text"},  # NarrativeQA, by its summaries
+    {"answers": "answer"},  # kvpress's RULER, LooGLE and LongBench v2
+    {"id": "qid"},  # MRQA
+)
+# The same, for data sets that have the summary under our name.
+_KNOWN_DOCUMENTS = ("document", "dialogue")  # XSum, MediaSum; SAMSum, DialogSum
+_ANSWER_TEXTS = "text"  # SQuAD, NarrativeQA
+_WRONG_PART = (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, KeyError, TypeError)
+
+
+def with_our_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
+    """Rename what a source's `columns` map; a column or part that is not there raises `ValueError`."""
+    taken = {ours: column_of(table, theirs, source) for ours, theirs in (source.columns or {}).items()}
+    return _replaced(table, taken)
+
+
+def with_known_columns(table: pyarrow.Table) -> pyarrow.Table:
+    """Give the columns of well-known data sets our names, see `KNOWN_COLUMNS`, where we have none of that name.
+
+    Answers in a struct with a list `text`, as SQuAD has them, or in a list of such structs become lists of texts.
+    """
+    for known in KNOWN_COLUMNS:
+        # NarrativeQA's question has our name and is a struct.
+        missing = [ours for ours in known if ours not in table.column_names or "." in known[ours]]
+        if len(missing) == len(known) and all(_has(table, theirs) for theirs in known.values()):
+            table = _replaced(table, {ours: _part(table, theirs) for ours, theirs in known.items()})
+    for theirs in _KNOWN_DOCUMENTS:
+        names = table.column_names
+        if theirs in names and "summary" in names and "context" not in names:
+            table = _replaced(table, {"context": table[theirs]})
+    if _has(table, f"answers.{_ANSWER_TEXTS}"):
+        table = _replaced(table, {"answers": _part(table, f"answers.{_ANSWER_TEXTS}")})
+    return table
+
+
+def column_of(table: pyarrow.Table, name: str, source: Any) -> pyarrow.ChunkedArray:
+    """A column, or with dots the part of one, of structs or lists of structs; `ValueError` where it is not there."""
+    head = name if name in table.column_names else name.partition(".")[0]
+    if head not in table.column_names:
+        raise ValueError(f"source {source.label!r} has no column {head!r}{nearest(head, table.column_names)}")
+    try:
+        return table[head] if head == name else _part(table, name)
+    except _WRONG_PART as error:
+        raise ValueError(f"source {source.label!r}: column {head!r} has no part {name!r}: {error}") from error
+
+
+def kept_rows(table: pyarrow.Table, source: Any) -> pyarrow.Table:
+    """The rows that a source's `where` keeps; `ValueError` for a missing column, or a value of another type."""
+    for name, wanted in (source.where or {}).items():
+        column = column_of(table, name, source)
+        try:
+            table = table.filter(_mask(column, wanted))
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, pyarrow.ArrowTypeError) as error:
+            raise ValueError(
+                f"source {source.label!r}: where asks {name} for {wanted!r}, and it has {column.type}: {error}"
+            ) from error
+    return table
+
+
+def complete_rows(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
+    """The rows that have a value in each of these columns: no null, no blank text, no empty list."""
+    for name in names:
+        column = table[name]
+        mask = column.is_valid()
+        if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+            mask = pyarrow.compute.greater(pyarrow.compute.list_value_length(column), 0)
+        elif pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+            mask = pyarrow.compute.not_equal(pyarrow.compute.utf8_trim_whitespace(column), "")
+        # What is null in a mask is left out.
+        table = table.filter(mask)
+    return table
+
+
+def _mask(column: pyarrow.ChunkedArray, wanted: Any) -> pyarrow.ChunkedArray:
+    if not isinstance(wanted, Mapping):
+        is_list = isinstance(wanted, Sequence) and not isinstance(wanted, str)
+        return pyarrow.compute.is_in(column, pyarrow.array(wanted if is_list else [wanted], column.type))
+    mask = column.is_valid()
+    if "from" in wanted:
+        mask = pyarrow.compute.and_(mask, pyarrow.compute.greater_equal(column, wanted["from"]))
+    if "below" in wanted:
+        mask = pyarrow.compute.and_(mask, pyarrow.compute.less(column, wanted["below"]))
+    return mask
+
+
+def _replaced(table: pyarrow.Table, columns: Mapping[str, pyarrow.ChunkedArray]) -> pyarrow.Table:
+    for name, column in columns.items():
+        if name in table.column_names:
+            table = table.drop_columns([name])
+        table = table.append_column(name, column)
+    return table
+
+
+def _has(table: pyarrow.Table, name: str) -> bool:
+    if name not in table.column_names and name.partition(".")[0] not in table.column_names:
+        return False
+    try:
+        _part(table.slice(0, 0), name)
+    except _WRONG_PART:
+        return False
+    return True
+
+
+def _part(table: pyarrow.Table, name: str) -> pyarrow.ChunkedArray:
+    if name in table.column_names:
+        return table[name]
+    head, *parts = name.split(".")
+    column = table[head]
+    for place, part in enumerate(parts):
+        if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+            return _parts_of_items(column, parts[place:])
+        column = pyarrow.compute.struct_field(column, [part])
+    return column
+
+
+def _parts_of_items(column: pyarrow.ChunkedArray, parts: Sequence[str]) -> pyarrow.ChunkedArray:
+    """A part of each struct in lists, as lists."""
+    kind = column.type.value_type
+    for part in parts:
+        if not pyarrow.types.is_struct(kind):
+            raise KeyError(f"{kind} has no part {part!r}")
+        kind = kind.field(part).type
+    values = []
+    for row in column.to_pylist():
+        items = row
+        for part in parts:
+            items = items and [item and item[part] for item in items]
+        values.append(items)
+    return pyarrow.chunked_array([pyarrow.array(values, pyarrow.list_(kind))])

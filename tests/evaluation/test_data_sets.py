@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data sets of an evaluation: files, Hub data sets and generated documents, in the forms that training takes."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode
+
+from context_compressors.data.rows import read_rows
+from context_compressors.data.sources import DataSource, parse_sources
+from context_compressors.evaluation.data_sets import load_datasets
+from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
+
+LIMITS = {QA: 6, SUMMARISATION: 6}
+# Name -> a row as the data set is published, and what is read of it.
+PUBLISHED = {
+    "SQuAD": ({"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 2]}}, ["a", "b"]),
+    "MRQA": ({"subset": "HotpotQA", "qid": "7", "context": "c", "question": "q", "answers": ["a"]}, ["a"]),
+    "PwC": ({"input": "c", "prompt": "q", "answer": "a"}, ["a"]),
+    "ParaphraseRC": (
+        {"plot_id": "p", "plot": "c", "question_id": "7", "question": "q", "answers": ["a"], "no_answer": False},
+        ["a"],
+    ),
+    "BoolQ": ({"passage": "c", "question": "q", "answer": True}, ["yes"]),
+    "DROP": (
+        {"passage": "c", "question": "q", "answers_spans": {"spans": ["a"], "types": ["span"]}, "query_id": "7"},
+        ["a"],
+    ),
+    "NarrativeQA": (
+        {
+            "document": {"id": "d", "summary": {"text": "c", "title": "t"}, "text": "the whole story"},
+            "question": {"text": "q", "tokens": ["q"]},
+            "answers": [{"text": "a", "tokens": ["a"]}, {"text": "b", "tokens": ["b"]}],
+        },
+        ["a", "b"],
+    ),
+    "LongBench": (
+        {
+            "input": "q",
+            "context": "c",
+            "answers": ["a"],
+            "length": 7,
+            "dataset": "qasper",
+            "all_classes": None,
+            "_id": "7",
+        },
+        ["a"],
+    ),
+    "LooGLE": (
+        {"context": "c", "question": "q", "answer_prefix": "Answer: ", "answer": "a", "task": "longdep_qa"},
+        ["a"],
+    ),
+    "RULER": ({"context": "c", "question": "q", "answer_prefix": "Answer:", "answer": ["a"], "task": "qa_1"}, ["a"]),
+    "CNN/DailyMail": ({"article": "c", "highlights": "s", "id": "7"}, "s"),
+    "arXiv": ({"article": "c", "abstract": "s"}, "s"),
+    "XSum": ({"document": "c", "summary": "s", "id": "7"}, "s"),
+    "SAMSum": ({"id": "7", "dialogue": "c", "summary": "s"}, "s"),
+}
+
+
+@pytest.fixture
+def mrqa(tmp_path):
+    """A folder with a Parquet file of 40 rows, of four subsets in turn."""
+    names = ("SQuAD", "NewsQA", "TriviaQA", "HotpotQA")
+    rows = [
+        {"subset": names[n % 4], "length": n, "context": f"c{n}", "question": f"q{n}", "answers": ["a"]}
+        for n in range(40)
+    ]
+    (tmp_path / "mrqa").mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mrqa" / "train.parquet")
+    return tmp_path
+
+
+def test_data_sets_are_read_as_they_are_published_by_training_and_evaluation(tokenizer, tmp_path):
+    for name, (row, expected) in PUBLISHED.items():
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+        task = QA if isinstance(expected, list) else SUMMARISATION
+        (read,) = read_rows(DataSource(path="rows.parquet", tasks=(task,)), str(tmp_path)).to_pylist()
+        found = {key: read[key] for key in ("context", "question", "answers", "summary") if key in read}
+        texts = {"question": "q", "answers": expected} if task == QA else {"summary": expected}
+        assert found == {"context": "c", **texts}, name
+        (data,) = load_datasets(["rows.parquet"], tokenizer, data_dir=str(tmp_path))
+        (sample,) = SampleBuilder(tokenizer, None, LIMITS, 8, 4).build(data, task)
+        assert sample.references == (expected if task == QA else [expected]), name
+        assert sample.id == next((row[key] for key in ("id", "qid", "question_id", "_id") if key in row), "0"), name
+
+
+def test_rows_are_kept_by_value_and_each_value_gets_a_data_set(tokenizer, mrqa):
+    read = {"tokenizer": tokenizer, "data_dir": str(mrqa)}
+    source = {"path": "mrqa/train.parquet", "title": "MRQA"}
+    found = load_datasets([{**source, "by": "subset", "max_samples": 3}], **read)
+    assert [data.name for data in found] == ["MRQA/SQuAD", "MRQA/NewsQA", "MRQA/TriviaQA", "MRQA/HotpotQA"]
+    assert [len(data.examples) for data in found] == [10, 10, 10, 10]
+    assert [len(SampleBuilder(tokenizer, None, LIMITS, 8, 4).build(data, QA)) for data in found] == [3, 3, 3, 3]
+    # The range is counted among the rows that are kept.
+    kept = {**source, "where": {"subset": ["NewsQA", "HotpotQA"], "length": {"from": 4, "below": 30}}, "rows": [1, 4]}
+    (data,) = load_datasets([kept], **read)
+    assert [row["context"] for row in data.examples] == ["c7", "c9", "c11"]
+    trained = read_rows(DataSource.from_mapping({**kept, "tasks": [QA]}), str(mrqa))
+    assert trained["context"].to_pylist() == ["c7", "c9", "c11"]
+    for where, message in (
+        ({"subset": "NewsQ"}, r"has no rows where {'subset': 'NewsQ'}"),
+        ({"sbset": "NewsQA"}, "no column 'sbset'; did you mean 'subset'"),
+        ({"length": "seven"}, "where asks length for 'seven', and it has int64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_datasets([{**source, "where": where}], **read)
+
+
+def test_a_stream_is_read_as_far_as_its_rows_reach(tokenizer, mrqa, monkeypatch):
+    monkeypatch.setattr("context_compressors.data.rows._STREAMED_ROWS", 7)
+    source = {"name": str(mrqa / "mrqa"), "split": "train", "streaming": True, "where": {"subset": "NewsQA"}}
+    (data,) = load_datasets([{**source, "rows": [2, 5], "title": "news"}], tokenizer)
+    assert (data.name, [row["context"] for row in data.examples]) == ("news", ["c9", "c13", "c17"])
+    first = DataSource.from_mapping({**source, "max_samples": 4, "tasks": [QA]})
+    assert read_rows(first)["context"].to_pylist() == ["c1", "c5", "c9", "c13"]
+
+
+def test_incomplete_rows_are_left_out_and_counted_where_the_source_says_so(tokenizer, tmp_path, caplog):
+    whole = {"context": "c", "question": "q", "answers": ["a"]}
+    rows = [whole, {**whole, "answers": []}, {**whole, "question": None}, {**whole, "context": " "}, whole]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    source = {"path": "rows.parquet", "skip_incomplete": True}
+    (data,) = load_datasets([source], tokenizer, data_dir=str(tmp_path))
+    assert list(data.examples) == [whole, whole]
+    assert "source 'rows.parquet': 3 of 5 rows left out: incomplete" in caplog.text
+    trained = read_rows(DataSource.from_mapping({**source, "tasks": [QA]}), str(tmp_path))
+    assert trained.to_pylist() == [whole, whole]
+    restored = read_rows(DataSource.from_mapping({**source, "tasks": [RECONSTRUCTION]}), str(tmp_path))
+    assert restored.num_rows == 4
+
+
+def test_one_file_of_sources_serves_training_and_evaluation(tokenizer, mrqa):
+    (mrqa / "sources.yaml").write_text(
+        "sources:\n"
+        "  - {path: mrqa/train.parquet, title: News, where: {subset: NewsQA}, tasks: question_answering, weight: 2}\n"
+        "  - generated:one_hop#3\n"
+    )
+    news, generated = parse_sources([str(mrqa / "sources.yaml")], split="train")
+    assert read_rows(news, str(mrqa)).num_rows == 10
+    assert (generated.split, generated.config, generated.max_samples) == ("train", "one_hop", 3)
+    data = load_datasets([str(mrqa / "sources.yaml")], tokenizer, data_dir=str(mrqa), document_tokens=200)
+    assert [found.name for found in data] == ["News", "generated:one_hop"]
+    # Those that the source names, of the three that its columns allow.
+    assert data[0].tasks() == (QA,)
+    short = "Old=mrqa-workshop/mrqa:plain@validation#20"
+    expected = {"name": "mrqa-workshop/mrqa", "config": "plain", "split": "validation", "max_samples": 20}
+    mapping = f"{{title: Old, {', '.join(f'{key}: {value}' for key, value in expected.items())}}}"
+    assert parse_sources([short]) == parse_sources([mapping]) == parse_sources([{"title": "Old", **expected}])
+    (mrqa / "empty.yaml").write_text("base: x\n")
+    with pytest.raises(ValueError, match=r"empty\.yaml must hold a list of sources"):
+        parse_sources([str(mrqa / "empty.yaml")])
+
+
+def test_a_data_set_may_have_a_number_of_samples_and_columns_of_its_own(tokenizer, tmp_path):
+    rows = [{"story": f"text {n}", "question": f"{n}?", "reply": {"text": ["a"]}} for n in range(9)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = "{title: mine, path: qa.jsonl, max_samples: 4, columns: {context: story, answers: reply.text}}"
+    (data,) = load_datasets([source], tokenizer, data_dir=str(tmp_path))
+    assert (data.name, data.max_samples, len(data.examples)) == ("mine", 4, 9)
+    assert len(SampleBuilder(tokenizer, None, LIMITS, 8, 4).build(data, QA, 2)) == 4
+    (data,) = load_datasets(["generated#7"], tokenizer, num_documents=1, document_tokens=150)
+    assert data.max_samples == 7
+    with pytest.raises(ValueError, match="max_samples of data set 'tiny' must be at least 1, got 0"):
+        EvaluationDataset("tiny", ROWS, max_samples=0)
+
+
+def test_sources_are_files_and_generated_documents(tokenizer, qa_file, tmp_path):
+    (data,) = load_datasets(["qa_rows.parquet"], tokenizer, data_dir=str(tmp_path), domain="out")
+    assert (data.name, data.domain, list(data.examples)) == ("qa_rows", "out", ROWS)
+    assert data.tasks() == (QA, CONTINUATION, RECONSTRUCTION)
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"text": "one"}) + "\n" + json.dumps({"text": "two"}) + "\n")
+    (named,) = load_datasets(["books=plain.jsonl"], tokenizer, data_dir=str(tmp_path))
+    assert (named.name, named.tasks()) == ("books", (CONTINUATION, RECONSTRUCTION))
+
+
+def test_generated_documents_come_from_the_test_split_by_hops(tokenizer):
+    options = {"num_documents": 3, "document_tokens": 300}
+    both, one, two = load_datasets(["generated", "generated:one_hop", "generated:two_hop"], tokenizer, **options)
+    assert len(both.examples) == len(one.examples) + len(two.examples)
+    assert two.name == "generated:two_hop"
+    assert len({example["context"] for example in both.examples}) == 3
+    for example in both.examples:
+        assert example["answers"][0] in example["context"]
+        assert len(encode(tokenizer, example["context"])) <= 300
+    (again,) = load_datasets(["generated"], tokenizer, seed=1, **options)
+    assert again.examples != both.examples
+
+
+def test_generated_documents_pass_over_seeds_that_do_not_fit(tokenizer):
+    # At one token per byte, many first sentences are longer than 50 tokens.
+    (data,) = load_datasets(["generated"], tokenizer, num_documents=20, document_tokens=50)
+    assert len({example["context"] for example in data.examples}) <= 20
+    assert max(len(encode(tokenizer, example["context"])) for example in data.examples) <= 50
+    with pytest.raises(ValueError, match="num_tokens must be"):
+        load_datasets(["generated"], tokenizer, document_tokens=5)
+
+
+def test_sources_that_are_not_there_are_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="there is no file"):
+        load_datasets(["none.parquet"], tokenizer, data_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="is a folder: name its files"):
+        load_datasets([tmp_path.name], tokenizer, data_dir=str(tmp_path.parent))
+    with pytest.raises(ValueError, match="did you mean 'one_hop'"):
+        load_datasets(["generated:onehop"], tokenizer)
