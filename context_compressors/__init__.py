@@ -22,6 +22,7 @@ _MODULE_OF = {
     "CompressedContext": "modeling.memory.compressed_context",
     "ContextCompressionQAPipeline": "modeling.compressor.context_compression_qa",
     "CorpusCompressor": "corpus.corpus_compressor",
+    "MemoryStore": "corpus.memory_store",
     "pretrained_base": "modeling.checkpoint.pretrained_bases",
     "chamfer": "modeling.parts.late_interaction",
     "mean_pool": "modeling.parts.pooling",

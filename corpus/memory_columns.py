@@ -152,9 +152,7 @@ def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pya
         "position_ids": pyarrow.array(given, pyarrow.list_(pyarrow.int32())),
         "num_tokens": pyarrow.array(memory.num_context_tokens.numpy(), pyarrow.int32()),
         "ratio": pyarrow.array(ratios, pyarrow.int32()),
-        "question_fingerprint": pyarrow.array(
-            [None] * len(memory) if asked is None else asked.numpy(), pyarrow.int64()
-        ),
+        "question_fingerprint": pyarrow.array(fingerprints, pyarrow.int64()),
         "model_id": pyarrow.array([memory.model_id] * len(memory), pyarrow.string()),
     }
 
@@ -179,13 +177,14 @@ def memory_of_columns(table: pyarrow.Table, form: MemoryForm) -> CompressedConte
             by_slot = scales.unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
             by_channel = _padded(table["key_scales"])[0].unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
             carrier["scales"] = tuple(zip(by_channel, by_slot, strict=True))
-    asked = table["question_fingerprint"]
+    asked, ratios = table["question_fingerprint"], _integers(table["ratio"])
+    ratio: Any = int(ratios[0]) if len(ratios.unique()) == 1 else ratios
     return CompressedContext(
         **carrier,
         attention_mask=mask.long(),
         position_ids=positions,
         num_context_tokens=_integers(table["num_tokens"]),
-        ratio=_integers(table["ratio"]),
+        ratio=ratio,
         model_id=form.model_id,
         position_layout=form.position_layout,
         inverse_frequencies=torch.tensor(form.inverse_frequencies) if form.inverse_frequencies else None,

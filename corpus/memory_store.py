@@ -109,6 +109,24 @@ class MemoryStore:
             raise ValueError(f"{path} is a store of the model {store.model_id!r}, not of {model_id!r}")
         return store
 
+    @classmethod
+    def find(cls, path: str | os.PathLike, form: MemoryForm | None = None) -> MemoryStore | None:
+        """The store, or nothing where there is none; with a `form` it is made then, by one of all who try at once."""
+        lance = import_lance()
+        try:
+            return cls(lance.dataset(_address(path)))
+        except ValueError as error:
+            if "not found" not in str(error):
+                raise
+        if form is None:
+            return None
+        try:
+            return cls(lance.write_dataset(form.schema.empty_table(), _address(path), mode="create"))
+        except OSError as error:
+            if "already exists" not in str(error):
+                raise
+            return cls(lance.dataset(_address(path)))
+
     @property
     def model_id(self) -> str:
         """Name of the compressor whose memories these are."""
@@ -167,7 +185,10 @@ class MemoryStore:
         metadata: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> pyarrow.Table:
         """The rows that `add` would append; arguments and errors as there, but for ids that are there already."""
-        return memory_table(self.form, ids, memory, texts, metadata)
+        described = None
+        if metadata is not None:
+            described = [None if one is None else json.dumps(one, ensure_ascii=False) for one in metadata]
+        return memory_table(self.form, ids, memory, texts, described)
 
     def append(self, table: pyarrow.Table) -> int:
         """Append rows of `table_of` as one new version; those whose id is there already are left out.
@@ -192,6 +213,10 @@ class MemoryStore:
             column = batch.column("id")
             found.update(column.filter(pyarrow.compute.is_in(column, value_set=asked)).to_pylist())
         return [name in found for name in ids]
+
+    def ratios(self) -> set[int]:
+        """The ratios of all memories."""
+        return set(self._dataset.to_table(columns=["ratio"])["ratio"].unique().to_pylist())
 
     def ids(self) -> Iterator[str]:
         """All ids, in the order of the store."""
@@ -342,9 +367,9 @@ def memory_table(
     ids: Sequence[str],
     memory: CompressedContext,
     texts: Sequence[str | None] | None = None,
-    metadata: Sequence[Mapping[str, Any] | None] | None = None,
+    metadata: Sequence[str | None] | None = None,
 ) -> pyarrow.Table:
-    """Rows of a store of some form; see `MemoryStore.table_of`."""
+    """Rows of a store of some form; see `MemoryStore.table_of`. Metadata is JSON already."""
     if isinstance(ids, str):
         raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
     for name, values in (("ids", ids), ("texts", texts), ("metadata", metadata)):
@@ -352,12 +377,11 @@ def memory_table(
             raise ValueError(f"`{name}` has {len(values)} entries, the memory {len(memory)} rows")
     _check_distinct(ids)
     nothing = [None] * len(memory)
-    described = [None if one is None else json.dumps(one, ensure_ascii=False) for one in metadata or nothing]
     columns = {
         "id": pyarrow.array(ids, pyarrow.string()),
         **memory_columns(memory, form),
         "text": pyarrow.array(texts or nothing, pyarrow.string()),
-        "metadata": pyarrow.array(described, pyarrow.string()),
+        "metadata": pyarrow.array(metadata or nothing, pyarrow.string()),
     }
     return pyarrow.table(columns, schema=form.schema)
 

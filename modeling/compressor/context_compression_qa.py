@@ -42,6 +42,7 @@ class ContextCompressionQAPipeline(Pipeline):
     pipe("Who wrote it?", context=documents)                     # each document is asked: a list, one for each
     pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
     pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
+    pipe("Who wrote it?", store=store, ids=["a", "b"], join=True)            # two of a store's
     pipe(messages=[{"role": "user", "content": "Who wrote it?"}, ...], context=document)      # a conversation
     ```
 
@@ -78,6 +79,8 @@ class ContextCompressionQAPipeline(Pipeline):
         context: str | Sequence[str] | None = None,
         memory: CompressedContext | str | os.PathLike | Sequence[Any] | None = None,
         messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]] | None = None,
+        store: Any = None,
+        ids: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Answer questions about documents or their memories.
@@ -90,6 +93,8 @@ class ContextCompressionQAPipeline(Pipeline):
             messages: in place of `question`: a conversation about the document, messages with `role` and `content`
                 whose last one is the user's; or a list of conversations. The document stands in front of the first
                 message of the user.
+            store: in place of `memory`: a `MemoryStore`, whose memories of `ids` are read.
+            ids: names in the store, in the order in which `join=True` joins them.
             kwargs: `join=True` reads all documents together, in order; `ratio`, a single one, and
                 `allow_untrained_ratio` as in `compress`; `prompt`, a text with `{question}` in it, in place of the
                 checkpoint's own; `max_tokens`, keep only so many tokens of each document; `batch_size`, documents or
@@ -102,13 +107,20 @@ class ContextCompressionQAPipeline(Pipeline):
 
         Raises:
             TypeError: a question, document or message that is no text, or a `memory` that is none.
-            ValueError: neither or both of `context` and `memory`, or of `question` and `messages`, no question or
-                document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`, several
-                ratios, a `batch_size` or `max_tokens` below 1, `memory` or several joined documents where a document
-                is compressed with its question, and whatever `compress` and `generate` refuse.
+            ValueError: neither or several of `context`, `memory` and `store`, neither or both of `question` and
+                `messages`, one of `store` and `ids` alone, a store of another model or without one of the ids, no
+                question or document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`,
+                several ratios, a `batch_size` or `max_tokens` below 1, `memory` or several joined documents where a
+                document is compressed with its question, and whatever `compress` and `generate` refuse.
         """
-        if (context is None) == (memory is None):
-            raise ValueError("give either `context` or `memory`")
+        if (context is not None) + (memory is not None) + (store is not None) != 1:
+            raise ValueError("give either `context`, `memory` or `store`")
+        if (store is None) != (ids is None):
+            raise ValueError("give `store` and `ids` together")
+        if store is not None:
+            if store.model_id != self.model.model_id:
+                raise ValueError(f"the store is of the model {store.model_id!r}, not of {self.model.model_id!r}")
+            memory = store.get(ids).to(self.device, self.model.dtype)
         if (question is None) == (messages is None):
             raise ValueError("give either `question` or `messages`")
         batch_size = self._checked_batch_size(kwargs.pop("batch_size", None))

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context-compressors compress-corpus IN ... --store STORE`: collections in, one store of memories out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from .command import (
+    ALLOW_UNTRAINED_RATIO,
+    BASE_MODEL,
+    DEVICE,
+    DTYPE,
+    MAX_TOKENS,
+    REVISION,
+    TRUST_REMOTE_CODE,
+    argument,
+    command,
+    positive_int,
+)
+
+if TYPE_CHECKING:
+    from ..corpus.compress_corpus import CorpusJob, CorpusReport
+
+_EXAMPLES = """
+context-compressors compress-corpus pages.parquet --model my-compressor --store pages.lance --ratio 4
+context-compressors compress-corpus texts/ more.jsonl --model my-compressor --store pages.lance --ratio 4 --resume
+context-compressors compress-corpus rajpurkar/squad:validation --column context --id-column id \\
+    --model my-compressor --store squad.lance --ratio 8 --engine ray --address auto
+"""
+
+
+@command(
+    "compress-corpus",
+    "Compress a collection into a store of memories (pip install 'context-compressors[corpus]').",
+    argument(
+        "inputs",
+        nargs="+",
+        metavar="IN",
+        help=".parquet and .jsonl files (a row is a document), text files, folders of these, or data sets of the Hub, "
+        "OWNER/NAME or OWNER/NAME:SPLIT",
+    ),
+    argument("--model", required=True, help="Hub id or folder of a compressor"),
+    argument("--store", required=True, help="the store, a folder or an address such as s3://bucket/pages.lance"),
+    argument("--ratio", type=positive_int, required=True, help="context tokens per slot"),
+    argument(
+        "--memory-dtype",
+        choices=("int8", "int4", "float16"),
+        default="int8",
+        help="what slots are kept in (default: %(default)s)",
+    ),
+    argument("--column", default="text", help="with the text, of files of rows (default: %(default)s)"),
+    argument(
+        "--id-column", metavar="COLUMN", help="with the rows' ids (default: the file's name and the row's number)"
+    ),
+    argument(
+        "--metadata-column",
+        metavar="COLUMN",
+        action="append",
+        help="kept beside the memory; give it again for several",
+    ),
+    argument("--no-texts", action="store_true", help="do not keep the texts in the store"),
+    argument("--resume", action="store_true", help="go on with a store that is there: its rows are left out"),
+    argument("--engine", choices=("local", "ray"), default="local", help="(default: %(default)s)"),
+    argument(
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        help="processes with a model each (default: one for each GPU, or a single one, with all cores)",
+    ),
+    argument("--batch-size", type=positive_int, default=256, help="rows that a worker takes (default: %(default)s)"),
+    argument(
+        "--batch-tokens",
+        type=positive_int,
+        default=16_384,
+        help="tokens that a model reads at once, pads included (default: %(default)s)",
+    ),
+    argument(
+        "--commit-seconds",
+        type=float,
+        default=30.0,
+        help="longest time that what is done waits until it is written, with --engine local (default: %(default)s)",
+    ),
+    argument(
+        "--commit-megabytes", type=float, default=256, help="written as one version at the most (default: %(default)s)"
+    ),
+    argument("--address", help="with --engine ray: of the cluster, such as auto (default: a new one on this machine)"),
+    argument("--num-gpus", type=float, help="with --engine ray: of each worker (default: 1 where there are some)"),
+    argument("--failures", metavar="FILE", help="where failed rows are listed (default: STORE.failed.jsonl)"),
+    MAX_TOKENS,
+    ALLOW_UNTRAINED_RATIO,
+    REVISION,
+    BASE_MODEL,
+    TRUST_REMOTE_CODE,
+    DEVICE,
+    DTYPE,
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors compress-corpus`.
+
+    Raises:
+        ValueError: an input, model or store that cannot be used, or no row that could be compressed.
+        ImportError: Lance or Ray is not installed.
+    """
+    from ..corpus.memory_store import import_lance
+
+    if arguments.engine == "local" and (arguments.address or arguments.num_gpus is not None):
+        raise ValueError("--address and --num-gpus go with --engine ray")
+    import_lance()
+    job = _job(arguments)
+    path = arguments.failures or f"{arguments.store.rstrip('/').rpartition('://')[2]}.failed.jsonl"
+    if arguments.engine == "ray":
+        from ..corpus.ray_engine import compress_with_ray
+
+        reports: Iterable[CorpusReport] = [
+            compress_with_ray(job, arguments.address, arguments.workers, arguments.num_gpus)
+        ]
+    else:
+        from ..corpus.compress_corpus import compress_locally
+
+        reports = compress_locally(job, _devices(arguments))
+    total = _follow(reports, path)
+    speed = f"{total.num_tokens / max(total.seconds, 1e-9):,.0f} tokens/s"
+    print(
+        f"{total.num_rows:,} rows with {total.num_tokens:,} tokens in {total.seconds:,.1f} s, {speed}; "
+        f"{len(total.failures):,} rows failed{f', see {path}' if total.failures else ''}",
+        file=sys.stderr,
+    )
+    if total.failures and not total.num_rows:
+        raise ValueError(f"no row was compressed; the first one: {total.failures[0][1]}")
+
+
+def _job(arguments: argparse.Namespace) -> CorpusJob:
+    from ..corpus.compress_corpus import CorpusJob
+    from ..corpus.corpus_rows import CorpusColumns
+
+    names = ("batch_tokens", "max_tokens", "allow_untrained_ratio", "dtype", "base_model", "revision")
+    return CorpusJob(
+        tuple(arguments.inputs),
+        arguments.store,
+        arguments.model,
+        arguments.ratio,
+        arguments.memory_dtype,
+        CorpusColumns(arguments.column, arguments.id_column, tuple(arguments.metadata_column or ())),
+        keep_texts=not arguments.no_texts,
+        resume=arguments.resume,
+        batch_size=arguments.batch_size,
+        commit_seconds=arguments.commit_seconds,
+        commit_bytes=int(arguments.commit_megabytes * 2**20),
+        options={name: getattr(arguments, name) for name in (*names, "trust_remote_code")},
+    )
+
+
+def _devices(arguments: argparse.Namespace) -> list[str]:
+    """Where each worker computes."""
+    import torch
+
+    if arguments.device != "auto" or not torch.accelerator.is_available():
+        return ["cpu" if arguments.device == "auto" else arguments.device] * (arguments.workers or 1)
+    kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]  # there is one
+    count = torch.accelerator.device_count()
+    return [f"{kind}:{worker % count}" for worker in range(arguments.workers or count)]
+
+
+def _follow(reports: Iterable[CorpusReport], path: str) -> CorpusReport:
+    """The sum of all reports; each is shown as it comes, and its failed rows are written down."""
+    from tqdm.auto import tqdm
+
+    from ..corpus.compress_corpus import CorpusReport
+
+    total = CorpusReport()
+    with open(path, "w", encoding="utf-8") as file, tqdm(unit="row", disable=not sys.stderr.isatty()) as progress:
+        for report in reports:
+            total += report
+            for name, error in report.failures:
+                file.write(json.dumps({"id": name, "error": error}, ensure_ascii=False) + "\n")
+            file.flush()
+            progress.update(report.num_rows)
+            progress.set_postfix_str(f"{total.num_tokens / total.seconds:,.0f} tokens/s, {len(total.failures)} failed")
+            if progress.disable:
+                print(f"{total.num_rows:,} rows, {progress.postfix or ''}".rstrip(", "), file=sys.stderr)
+    return total

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A collection into a store: rows read, compressed by one process or many, and appended version by version."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for_end
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+
+from .corpus_compressor import CorpusCompressor
+from .corpus_rows import CorpusColumns, CorpusPart, Row, batches, corpus_parts, read_part
+from .memory_columns import MemoryForm
+from .memory_store import MemoryStore, memory_table
+
+# Rows whose ids are looked up at once in a store that is there.
+_ROWS_AT_ONCE = 10_000
+
+
+@dataclass(frozen=True)
+class CorpusJob:
+    """What is compressed, how, and where to.
+
+    Args:
+        inputs: see [`corpus_parts`].
+        store: the store's place.
+        model: Hub id or folder of a compressor.
+        ratio: context tokens per slot.
+        dtype: what slots are kept in, see [`MemoryStore.create`].
+        columns: names of the inputs' columns.
+        keep_texts: whether the texts are kept beside the memories.
+        resume: go on with a store that is there, and leave out the rows that it has.
+        batch_size: rows that a worker takes at once.
+        commit_seconds: how long what is done waits until it is written, at the most, on one machine.
+        commit_bytes: bytes that are written as one version; the last one of a run has fewer.
+        options: further arguments of [`CorpusCompressor`].
+    """
+
+    inputs: tuple[str, ...]
+    store: str
+    model: str
+    ratio: int
+    dtype: str = "int8"
+    columns: CorpusColumns = field(default_factory=CorpusColumns)
+    keep_texts: bool = True
+    resume: bool = False
+    batch_size: int = 256
+    commit_seconds: float = 30.0
+    commit_bytes: int = 256 << 20
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def parts(self) -> list[CorpusPart]:
+        """The parts to read, after a look at the store.
+
+        Raises:
+            ValueError: an input that cannot be read, a store that is there without `resume`, or one at another ratio
+                or in another type.
+        """
+        parts = corpus_parts(self.inputs, self.columns)
+        store = MemoryStore.find(self.store)
+        if store is None:
+            return parts
+        if not self.resume:
+            raise ValueError(f"there is a store {self.store} already: go on with --resume, or take another name")
+        if store.form.dtype != self.dtype:
+            raise ValueError(f"the store {self.store} is in {store.form.dtype!r}, not in {self.dtype!r}")
+        if others := store.ratios() - {self.ratio}:
+            raise ValueError(f"the store {self.store} has memories at ratio {min(others)}, not at {self.ratio}")
+        return parts
+
+    def rows(self, part: CorpusPart) -> Iterator[Row]:
+        """The rows of a part that the store has not."""
+        store = MemoryStore.find(self.store) if self.resume else None
+        for block in batches(read_part(part, self.columns), _ROWS_AT_ONCE):
+            there = [False] * len(block["id"]) if store is None else store.contains(block["id"])
+            for index, is_there in enumerate(there):
+                if not is_there:
+                    yield {name: values[index] for name, values in block.items()}
+
+    def compressor(self, device: str = "auto") -> RowCompressor:
+        """What a worker runs, with the model on a device; on an accelerator, if there is one, with "auto"."""
+        made = CorpusCompressor(self.model, self.ratio, memory_dtype=self.dtype, device=device, **self.options)
+        return RowCompressor(made, self.keep_texts)
+
+
+class RowCompressor:
+    """Makes rows of a store of a collection's rows: what a worker of either engine runs.
+
+    Args:
+        compressor: what compresses the texts.
+        keep_texts: whether the texts are kept.
+    """
+
+    def __init__(self, compressor: CorpusCompressor, keep_texts: bool):
+        self._compressor, self._keep_texts = compressor, keep_texts
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> pyarrow.Table:
+        """Compress some rows.
+
+        Args:
+            batch: columns of [`read_part`]'s rows.
+
+        Returns:
+            The columns of a store, and `error`: why a row could not be compressed, null for all others. Rows are in
+            another order.
+        """
+        form = self._compressor.form
+        good = [row for row, error in enumerate(batch["error"]) if error is None]
+        errors = {row: error for row, error in enumerate(batch["error"]) if error is not None}
+        tables = []
+        for places, result in self._compressor.compress([batch["text"][row] for row in good]):
+            rows = [good[place] for place in places]
+            if isinstance(result, Exception):
+                errors |= dict.fromkeys(rows, f"{type(result).__name__}: {result}")
+                continue
+            ids, texts, metadata = ([batch[name][row] for row in rows] for name in ("id", "text", "metadata"))
+            table = memory_table(form, ids, result, texts if self._keep_texts else None, metadata)
+            tables.append(table.append_column("error", pyarrow.nulls(len(rows), pyarrow.string())))
+        failed = {"id": [batch["id"][row] for row in errors], "error": list(errors.values())}
+        schema = form.schema.append(pyarrow.field("error", pyarrow.string()))
+        nothing = {name: pyarrow.nulls(len(errors), schema.field(name).type) for name in schema.names}
+        return pyarrow.concat_tables([*tables, pyarrow.table(nothing | failed, schema=schema)])
+
+
+@dataclass
+class CorpusReport:
+    """What has been done.
+
+    Args:
+        num_rows: rows that are in the store now, and were not before.
+        num_tokens: their context tokens.
+        failures: rows that are not: their ids, and why.
+        seconds: time it took.
+    """
+
+    num_rows: int = 0
+    num_tokens: int = 0
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __add__(self, other: CorpusReport) -> CorpusReport:
+        return CorpusReport(
+            self.num_rows + other.num_rows,
+            self.num_tokens + other.num_tokens,
+            self.failures + other.failures,
+            self.seconds + other.seconds,
+        )
+
+
+def write_rows(place: str, table: pyarrow.Table) -> CorpusReport:
+    """Append what a [`RowCompressor`] returned to a store as one version; the store is made if it is not there."""
+    failed = pyarrow.compute.is_valid(table["error"])
+    errors = table.filter(failed).select(["id", "error"]).to_pydict()
+    report = CorpusReport(failures=list(zip(errors["id"], errors["error"], strict=True)))
+    done = table.filter(pyarrow.compute.invert(failed)).drop_columns(["error"])
+    if not len(done):
+        return report
+    store = MemoryStore.find(place, MemoryForm.from_json(table.schema.metadata[b"context_compressors"]))
+    ids = done["id"].to_pylist()
+    known = {name for name, there in zip(ids, store.contains(ids), strict=True) if there}
+    chosen = []
+    for index, name in enumerate(ids):
+        if name in known:
+            report.failures.append((name, "another row has this id"))
+        else:
+            known.add(name)
+            chosen.append(index)
+    done = done.take(chosen)
+    # Where another process is adding the same ids right now, each is added once.
+    report.num_rows = store.append(done)
+    report.num_tokens = pyarrow.compute.sum(done["num_tokens"]).as_py() or 0
+    return report
+
+
+def compress_locally(job: CorpusJob, devices: Sequence[str]) -> Iterator[CorpusReport]:
+    """Compress a collection on this machine.
+
+    Args:
+        job: see [`CorpusJob`].
+        devices: of each worker, such as `["cuda:0", "cuda:1"]`, or `["cpu"] * 4`, which share the cores. A single one
+            works in this process.
+
+    Returns:
+        a report each time that a version is written, on what has been done since the last one. Nothing is done before
+        the first is asked for; a worker that dies is an `OSError` then, a model that cannot be used a `ValueError`.
+
+    Raises:
+        ValueError: see `CorpusJob.parts`.
+    """
+    return _reports(job, job.parts(), devices)
+
+
+def _reports(job: CorpusJob, parts: Sequence[CorpusPart], devices: Sequence[str]) -> Iterator[CorpusReport]:
+    rows = (row for part in parts for row in job.rows(part))
+    waiting: list[pyarrow.Table] = []
+    last = time.monotonic()
+    for table in _compressed(job, batches(rows, job.batch_size), devices):
+        waiting.append(table)
+        is_time = time.monotonic() - last >= job.commit_seconds
+        if is_time or sum(table.nbytes for table in waiting) >= job.commit_bytes:
+            yield _written(job, waiting, last)
+            waiting, last = [], time.monotonic()
+    if waiting:
+        yield _written(job, waiting, last)
+
+
+def _written(job: CorpusJob, tables: list[pyarrow.Table], start: float) -> CorpusReport:
+    report = write_rows(job.store, pyarrow.concat_tables(tables))
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _compressed(
+    job: CorpusJob, all_batches: Iterable[dict[str, list[Any]]], devices: Sequence[str]
+) -> Iterator[pyarrow.Table]:
+    """Tables of a store's rows, as workers finish them."""
+    if len(devices) == 1:
+        # Nothing is loaded where nothing is left to do.
+        compressor = None
+        for batch in all_batches:
+            compressor = compressor or job.compressor(devices[0])
+            yield compressor(batch)
+        return
+    context = multiprocessing.get_context("spawn")
+    names = context.SimpleQueue()
+    for device in devices:
+        names.put(device)
+    threads = max(1, (os.cpu_count() or 1) // len(devices))
+    with ProcessPoolExecutor(len(devices), context, _start_worker, (job, names, threads)) as pool:
+        running: set[Future[pyarrow.Table]] = set()
+        try:
+            for batch in all_batches:
+                running.add(pool.submit(_run_worker, batch))
+                # One batch more for each worker, so that none waits for the next.
+                if len(running) >= 2 * len(devices):
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            yield from (future.result() for future in running)
+        except BrokenProcessPool as error:
+            raise OSError(
+                "a worker died: its model could not be loaded, see above, or the machine had no memory left for it "
+                "(fewer --workers, a smaller --batch-size). What was written stays: go on with --resume"
+            ) from error
+
+
+_worker: RowCompressor | None = None
+
+
+def _start_worker(job: CorpusJob, devices: Any, threads: int) -> None:
+    global _worker
+    import torch
+
+    # A parent that is killed cannot end its workers.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    _worker = job.compressor(devices.get())
+
+
+def _end_with_parent() -> None:
+    wait_for_end([multiprocessing.parent_process().sentinel])  # type: ignore[union-attr]  # a worker has one
+    os._exit(1)
+
+
+def _run_worker(batch: dict[str, list[Any]]) -> pyarrow.Table:
+    return _worker(batch)  # type: ignore[misc]  # set before the first batch

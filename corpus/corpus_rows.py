@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the rows of a collection come from: Parquet and JSONL files, text files, folders of these, Hub data sets.
+
+A collection is cut into parts that processes read apart. What a row is called depends on its place alone, so that a
+run that is taken up again knows it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..configuration.nearest_names import nearest
+
+_TABLES = (".parquet", ".jsonl")
+_TEXTS = (".txt", ".md", ".rst")
+# Text files of one part.
+_FILES_OF_A_PART = 256
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CorpusColumns:
+    """Names of a collection's columns.
+
+    Args:
+        text: with the text.
+        id: with a row's id; if not given, ids are made of the file's name and the row's number, counted from 0.
+        metadata: what is kept beside the memory.
+    """
+
+    text: str = "text"
+    id: str | None = None
+    metadata: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CorpusPart:
+    """Rows that one process reads.
+
+    Args:
+        kind: "parquet", "jsonl", "text" or "hub".
+        name: of the part's file, which ids begin with; a data set's name.
+        paths: its files; of a Hub data set its split.
+        index: row group of a Parquet file, shard of a Hub data set.
+        first_row: rows of the file before it.
+    """
+
+    kind: str
+    name: str
+    paths: tuple[str, ...]
+    index: int = 0
+    first_row: int = 0
+
+
+def corpus_parts(inputs: Sequence[str], columns: CorpusColumns) -> list[CorpusPart]:
+    """The parts of a collection, in order.
+
+    Args:
+        inputs: `.parquet`, `.jsonl` and text files, folders of these, and Hub data sets, `OWNER/NAME` or
+            `OWNER/NAME:SPLIT` ("train" if not given).
+        columns: see [`CorpusColumns`].
+
+    Raises:
+        ValueError: an input that is none of these, a missing column, or two files with one name where ids are made of
+            names.
+    """
+    files: list[tuple[str, Path]] = []
+    hub: list[CorpusPart] = []
+    for source in inputs:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix in _TABLES + _TEXTS and file.is_file())
+            if not found:
+                raise ValueError(f"{source} holds no {', '.join(_TABLES + _TEXTS)} file")
+            files += [(file.relative_to(path).as_posix(), file) for file in found]
+        elif path.is_file():
+            files.append((path.name, path))
+        elif source.count("/") == 1 and not path.suffix.startswith(_TABLES + _TEXTS):
+            hub += _hub_parts(source)
+        else:
+            raise ValueError(f"{source} is not there: give files, folders, or data sets of the Hub as OWNER/NAME")
+    names = [name for name, _ in files]
+    if len(set(names)) < len(names) and (columns.id is None or any(p.suffix not in _TABLES for _, p in files)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two files have the name {twice!r}, which ids are made of: rename one")
+    tables = [part for name, path in files if path.suffix in _TABLES for part in _table_parts(name, path, columns)]
+    texts = [(name, str(path)) for name, path in files if path.suffix not in _TABLES]
+    groups = (texts[start : start + _FILES_OF_A_PART] for start in range(0, len(texts), _FILES_OF_A_PART))
+    return [
+        *tables,
+        *(CorpusPart("text", "\n".join(name for name, _ in group), tuple(p for _, p in group)) for group in groups),
+        *hub,
+    ]
+
+
+def _table_parts(name: str, path: Path, columns: CorpusColumns) -> Iterator[CorpusPart]:
+    if path.suffix == ".jsonl":
+        yield CorpusPart("jsonl", name, (str(path),))
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+    there = file.schema_arrow.names
+    for column in _asked(columns):
+        if column not in there:
+            raise ValueError(f"{path} has no column {column!r}{nearest(column, there)}")
+    first = 0
+    for group in range(file.num_row_groups):
+        yield CorpusPart("parquet", name, (str(path),), group, first)
+        first += file.metadata.row_group(group).num_rows
+
+
+def _hub_parts(source: str) -> list[CorpusPart]:
+    name, _, split = source.partition(":")
+    split = split or "train"
+    return [CorpusPart("hub", name, (split,), index) for index in range(_hub_data_set(name, split).num_shards)]
+
+
+def _hub_data_set(name: str, split: str) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, split=split, streaming=True)
+    except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise ValueError(
+            f"{name} is no file or folder, and as a data set of the Hub it cannot be read: {error}"
+        ) from error
+
+
+def _asked(columns: CorpusColumns) -> list[str]:
+    return [name for name in (columns.text, columns.id, *columns.metadata) if name is not None]
+
+
+def read_part(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:
+    """The rows of a part: `id`, `text`, `metadata` (JSON, or None), and `error`, why there is no text (or None)."""
+    if part.kind == "text":
+        for name, path in zip(part.name.split("\n"), part.paths, strict=True):
+            try:
+                yield {"id": name, "text": Path(path).read_text(encoding="utf-8"), "metadata": None, "error": None}
+            except (UnicodeDecodeError, OSError) as error:
+                yield {"id": name, "text": None, "metadata": None, "error": f"no text in UTF-8: {error}"}
+        return
+    reader = {"parquet": _parquet_rows, "jsonl": _json_rows, "hub": _hub_rows}[part.kind]
+    place = f"{part.name}:{part.paths[0]}:{part.index}" if part.kind == "hub" else part.name
+    for number, row in enumerate(reader(part, columns), start=part.first_row):
+        yield _row(row, f"{place}:{number}", columns)
+
+
+def _row(row: Row | str, name: str, columns: CorpusColumns) -> Row:
+    if isinstance(row, str):
+        return {"id": name, "text": None, "metadata": None, "error": row}
+    text, error = row.get(columns.text), None
+    if columns.id is not None:
+        found = row.get(columns.id)
+        name, error = (name, f"no id in column {columns.id!r}") if found in (None, "") else (str(found), None)
+    if error is None and not isinstance(text, str):
+        error = f"no text in column {columns.text!r}, but {text!r:.50}"
+    described = {column: row.get(column) for column in columns.metadata}
+    return {
+        "id": name,
+        "text": None if error else text,
+        # Dates and the like have no form of their own in JSON.
+        "metadata": json.dumps(described, ensure_ascii=False, default=str) if described else None,
+        "error": error,
+    }
+
+
+def _parquet_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(part.paths[0])
+    for batch in file.iter_batches(batch_size=1024, row_groups=[part.index], columns=_asked(columns)):
+        yield from batch.to_pylist()
+
+
+def _json_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row | str]:
+    with open(part.paths[0], "rb") as stream:
+        for line in stream:
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                yield f"not JSON: {error}"
+                continue
+            yield row if isinstance(row, dict) else "no JSON object with columns"
+
+
+def _hub_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:
+    data = _hub_data_set(part.name, part.paths[0])
+    yield from data.shard(num_shards=data.num_shards, index=part.index)
+
+
+def batches(rows: Iterable[Row], size: int) -> Iterator[dict[str, list[Any]]]:
+    """Rows as columns, `size` rows at a time."""
+    rows = iter(rows)
+    while chosen := list(itertools.islice(rows, size)):
+        yield {name: [row[name] for row in chosen] for name in chosen[0]}
