@@ -6,19 +6,28 @@ A source is three tables, as retrieval benchmarks have them, each a Parquet or J
     corpus: {path: corpus.parquet}        # id, text, and title where there is one
     queries: {path: queries.parquet}      # id, query
     relevance: {path: qrels.parquet}      # query_id, doc_id, and score where there is one: above 0 is relevant
+
+A folder as BEIR has it (corpus.jsonl, queries.jsonl, qrels/*.tsv) is one, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import glob
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice, nearest
 from ..modeling.parts.prompting import context_end_ids, context_start_ids, encode
+from .files import with_our_columns
 from .rows import check_texts, read_table
 
 _NEEDED_COLUMNS = {"corpus": ("id", "text"), "queries": ("id", "query"), "relevance": ("query_id", "doc_id")}
@@ -38,7 +47,7 @@ class RetrievalTable:
 
     Args:
         name: a data set on the Hub.
-        path: Parquet or JSONL file, relative to `data_dir`.
+        path: Parquet or JSONL file, or of pairs a TSV file, relative to `data_dir`.
         config: the Hub data set's configuration.
         split: the Hub data set's split.
         columns: our column -> the table's own, where they differ.
@@ -96,6 +105,26 @@ class RetrievalSource:
             mapping = {**mapping, **tables}
         return _from_mapping(cls, "a source of retrieval", mapping)
 
+    @classmethod
+    def from_beir(cls, folder: str | os.PathLike[str], split: str = "test") -> RetrievalSource:
+        """The source that a folder of BEIR's form is: `corpus.jsonl`, `queries.jsonl` and `qrels/SPLIT.tsv`.
+
+        Raises:
+            ValueError: a file that is not there, with the splits that are.
+        """
+        place = Path(folder)
+        for name in ("corpus.jsonl", "queries.jsonl"):
+            if not (place / name).is_file():
+                raise ValueError(f"{place} is no folder of BEIR's form: there is no {name}")
+        check_choice(f"split of {place}:", split, sorted(path.stem for path in place.glob("qrels/*.tsv")))
+        return cls(
+            corpus=RetrievalTable(path=str(place / "corpus.jsonl"), columns={"id": "_id"}),
+            queries=RetrievalTable(path=str(place / "queries.jsonl"), columns={"id": "_id", "query": "text"}),
+            relevance=RetrievalTable(
+                path=str(place / "qrels" / f"{split}.tsv"), columns={"query_id": "query-id", "doc_id": "corpus-id"}
+            ),
+        )
+
 
 class RetrievalCollection:
     """A corpus, queries and the relevant pairs, read and checked.
@@ -116,24 +145,17 @@ class RetrievalCollection:
     def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
         if not isinstance(source, RetrievalSource):
             source = RetrievalSource.from_mapping(source)
-        tables = {name: _read(name, getattr(source, name), data_dir) for name in _NEEDED_COLUMNS}
-        self._corpus, self._queries, relevance = tables["corpus"], tables["queries"], tables["relevance"]
+        self._corpus = _read("corpus", source.corpus, data_dir)
+        self._queries = _read("queries", source.queries, data_dir)
         self.document_ids = [str(key) for key in self._corpus["id"].to_pylist()]
         self.query_ids = [str(key) for key in self._queries["id"].to_pylist()]
         query_rows = _rows("queries", source.queries.label, self.query_ids)
         document_rows = _rows("corpus", source.corpus.label, self.document_ids)
-        scores = relevance["score"].to_pylist() if "score" in relevance.column_names else [1] * relevance.num_rows
-        pairs: dict[tuple[int, int], None] = {}
-        columns = (relevance["query_id"].to_pylist(), relevance["doc_id"].to_pylist(), scores)
-        for query_id, document_id, score in zip(*columns, strict=True):
-            if score > 0:
-                for rows, key, table in ((query_rows, query_id, "queries"), (document_rows, document_id, "corpus")):
-                    if str(key) not in rows:
-                        raise ValueError(f"{source.relevance.label!r} names {key!r}, which the {table} do not have")
-                pairs[query_rows[str(query_id)], document_rows[str(document_id)]] = None
-        self.pairs = list(pairs)
-        if not self.pairs:
-            raise ValueError(f"{source.relevance.label!r} has no relevant pair")
+        self.pairs = []
+        for query_id, document_id in _grades(source, data_dir):
+            _check_known(source, query_id, query_rows, "queries")
+            _check_known(source, document_id, document_rows, "corpus")
+            self.pairs.append((query_rows[query_id], document_rows[document_id]))
 
     def query(self, row: int) -> str:
         """Text of a query."""
@@ -142,11 +164,122 @@ class RetrievalCollection:
     def document(self, row: int) -> str:
         """Title, where there is one, and text of a document."""
         title = self._corpus["title"][row].as_py() if "title" in self._corpus.column_names else None
-        return f"{title or ''} {self._corpus['text'][row].as_py()}".strip()
+        return _document_text(title, self._corpus["text"][row].as_py())
+
+
+class JudgedQueries:
+    """The queries of a source that have a relevant document, and its corpus, which is read as a stream.
+
+    Attributes:
+        query_ids: list of str.
+        queries: their texts.
+        grades: for each of them document id -> grade, a whole number above 0.
+
+    Args:
+        source: a [`RetrievalSource`] or a recipe's entry.
+        data_dir: folder that local paths are relative to.
+
+    Raises:
+        ValueError: see [`RetrievalCollection`]; a document that is not in the corpus counts as one that is not found.
+    """
+
+    def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
+        self._source = source if isinstance(source, RetrievalSource) else RetrievalSource.from_mapping(source)
+        self._data_dir = data_dir
+        texts = {key: text for key, text, _ in _texts("queries", self._source.queries, data_dir)}
+        by_query: dict[str, dict[str, int]] = {}
+        for (query_id, document_id), grade in _grades(self._source, data_dir).items():
+            _check_known(self._source, query_id, texts, "queries")
+            by_query.setdefault(query_id, {})[document_id] = grade
+        self.query_ids = list(by_query)
+        self.queries = [texts[query_id] for query_id in by_query]
+        self.grades = list(by_query.values())
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        """Id and text, title in front, of one document after the other; a file is never in memory whole.
+
+        Raises:
+            ValueError: no such file, or a row without its id or text.
+        """
+        for key, text, title in _texts("corpus", self._source.corpus, self._data_dir):
+            yield key, _document_text(title, text)
+
+
+def _texts(name: str, table: RetrievalTable, data_dir: str | None) -> Iterator[tuple[str, str, str | None]]:
+    """Id, text and title of one row of a table after the other."""
+    id_column, text_column, title_column = (
+        (table.columns or {}).get(ours, ours) for ours in (*_NEEDED_COLUMNS[name], "title")
+    )
+    for number, row in enumerate(_stream(table, data_dir)):
+        key, text = row.get(id_column), row.get(text_column)
+        if key is None or not isinstance(text, str):
+            raise ValueError(
+                f"{table.label!r}: row {number} (counted from 0) needs {id_column!r} and a text in {text_column!r}, "
+                f"got {key!r} and {text!r}{nearest(text_column, row)}"
+            )
+        yield str(key), text, row.get(title_column)
+
+
+def _document_text(title: str | None, text: str) -> str:
+    return f"{title or ''} {text}".strip()
+
+
+def _check_known(source: RetrievalSource, key: str, known: Mapping[str, Any], table: str) -> None:
+    if key not in known:
+        raise ValueError(f"{source.relevance.label!r} names {key!r}, which the {table} do not have")
+
+
+def _grades(source: RetrievalSource, data_dir: str | None) -> dict[tuple[str, str], int]:
+    """(Query id, document id) -> grade, of those above 0, in the order of the relevance table."""
+    table = _read("relevance", source.relevance, data_dir)
+    scores = table["score"].to_pylist() if "score" in table.column_names else [1] * table.num_rows
+    columns = (table["query_id"].to_pylist(), table["doc_id"].to_pylist(), scores)
+    grades = {(str(query), str(document)): int(score) for query, document, score in zip(*columns, strict=True)}
+    grades = {pair: grade for pair, grade in grades.items() if grade > 0}
+    if not grades:
+        raise ValueError(f"{source.relevance.label!r} has no relevant pair")
+    return grades
+
+
+def _stream(table: RetrievalTable, data_dir: str | None) -> Iterator[Mapping[str, Any]]:
+    """The rows of a table, one after the other."""
+    if table.name is not None:
+        from datasets import load_dataset
+
+        yield from load_dataset(table.name, table.config, split=table.split, streaming=True)
+        return
+    pattern = str(Path(data_dir or ".").expanduser() / str(table.path))
+    paths = sorted(glob.glob(pattern))
+    if not paths:
+        raise ValueError(f"{table.label!r}: there is no file {pattern}")
+    for path in paths:
+        if path.endswith(".parquet"):
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
+                yield from batch.to_pylist()
+        else:
+            with open(path, encoding="utf-8") as lines:
+                yield from (json.loads(line) for line in lines if line.strip())
+
+
+def _read_tsv(table: RetrievalTable, data_dir: str | None) -> pyarrow.Table:
+    path = Path(data_dir or ".").expanduser() / str(table.path)
+    columns = table.columns or {}
+    # An id such as 007 is no number.
+    types = {columns.get(name, name): pyarrow.string() for name in _NEEDED_COLUMNS["relevance"]}
+    try:
+        content = pyarrow.csv.read_csv(
+            path,
+            parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False),
+            convert_options=pyarrow.csv.ConvertOptions(column_types=types),
+        )
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return with_our_columns(content, table)
 
 
 def _read(name: str, table: RetrievalTable, data_dir: str | None) -> pyarrow.Table:
-    content = read_table(table, data_dir)
+    is_tsv = name == "relevance" and str(table.path).endswith(".tsv")
+    content = _read_tsv(table, data_dir) if is_tsv else read_table(table, data_dir)
     for column in _NEEDED_COLUMNS[name]:
         if column not in content.column_names:
             raise ValueError(

@@ -245,7 +245,7 @@ class CompressorLM(TemplateLM):
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": str(self.model.dtype),
             "model_fingerprint": fingerprint(self.model),
-            "ratio": self.model.config.compression_ratios[0] if self.ratio is None else self.ratio,
+            "ratio": None if self.document_field is None else (self.ratio or self.model.config.compression_ratios[0]),
             **{name: getattr(self, name) for name in names},
             "documents": len(self._is_cut),
             "documents_cut": sum(self._is_cut.values()),

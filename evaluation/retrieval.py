@@ -1,48 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rankings of a retrieval model: vectors of texts, Chamfer scores, nDCG@10."""
+"""Rankings of a retrieval model: vectors of texts, Chamfer scores, nDCG@10 over a corpus that is read as a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from statistics import mean
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torchmetrics.functional.retrieval import retrieval_normalized_dcg
-from transformers import PreTrainedModel
+from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieval_recall
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.retrieval_sources import JudgedQueries, TextEncoder
 from ..modeling.parts.late_interaction import chamfer
+from ..modeling.parts.prompting import text_tokenizer
+from ..reporting.tables import markdown_table
+from .bootstrap import mean_statistic, percentile_interval, resampled_scores
 
 TextVectors = list[Tensor]
+# Documents of each query that are kept, and those that are scored at once.
+TOP_K, CHUNK_SIZE = 100, 1000
 
 
 @torch.inference_mode()
 def encode_texts(
-    model: PreTrainedModel,
-    texts: Sequence[str],
-    encode: Callable[[str], tuple[list[int], int]],
-    ratio: int | None = None,
-    batch_size: int = 32,
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], ratio: int | None = None, batch_size: int = 32
 ) -> TextVectors:
     """Vectors of many texts, for an index.
 
     Args:
         model: a [`DeCALForRetrieval`], in evaluation mode.
-        texts: the texts; those of like length go through the model together.
-        encode: makes their token ids, see [`TextEncoder`].
+        rows: the texts' token ids, see [`TextEncoder`]; those of like length go through the model together.
         ratio: tokens per vector; the checkpoint's first if not given.
         batch_size: texts in one pass.
 
     Returns:
         For each text `(num_vectors, vector_size)` on the CPU.
     """
-    rows = [torch.tensor(encode(text)[0], dtype=torch.long) for text in texts]
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     vectors: dict[int, Tensor] = {}
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        ids = pad_sequence([rows[index] for index in chosen], batch_first=True).to(model.device)
-        mask = pad_sequence([torch.ones_like(rows[index]) for index in chosen], batch_first=True).to(model.device)
+        ids, mask = (tensor.to(model.device) for tensor in _padded([torch.tensor(rows[index]) for index in chosen]))
         outputs = model.encode(ids, mask, ratio)
         for index, row, row_mask in zip(chosen, outputs.vectors, outputs.attention_mask, strict=True):
             vectors[index] = row[: int(row_mask.sum())].cpu()
@@ -83,27 +87,187 @@ def score_texts(
     return scores
 
 
-def _padded(texts: TextVectors) -> tuple[Tensor, Tensor]:
+def _padded(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     ones = [torch.ones(len(vectors), dtype=torch.long) for vectors in texts]
-    return pad_sequence(texts, batch_first=True), pad_sequence(ones, batch_first=True)
+    return pad_sequence(list(texts), batch_first=True), pad_sequence(ones, batch_first=True)
 
 
-def ndcg(scores: Tensor, relevant: Sequence[Collection[int]], top_k: int = 10) -> list[float]:
-    """nDCG@k of each query, from torchmetrics.
+class Rankings:
+    """The best documents of every query, from scores of one part of a corpus after the other.
+
+    Documents of one score stay in the order of the corpus.
 
     Args:
-        scores: `(num_queries, num_documents)`.
-        relevant: for each query the documents that answer it, at least one.
+        num_queries: how many queries there are.
+        top_k: documents that are kept for each.
+    """
+
+    def __init__(self, num_queries: int, top_k: int = TOP_K):
+        self._top_k = top_k
+        self._scores = torch.empty(num_queries, 0)
+        self._ids = np.empty((num_queries, 0), dtype=object)
+
+    def add(self, ids: Sequence[str], scores: Tensor) -> None:
+        """Take in documents by their ids, with scores `(num_queries, num_documents)`."""
+        new_ids = np.broadcast_to(np.array(ids, dtype=object), scores.shape)
+        joined, places = torch.cat([self._scores, scores], dim=1).sort(dim=1, descending=True, stable=True)
+        all_ids = np.concatenate([self._ids, new_ids], axis=1)
+        self._scores = joined[:, : self._top_k]
+        self._ids = np.take_along_axis(all_ids, places[:, : self._top_k].numpy(), axis=1)
+
+    def documents(self) -> list[list[str]]:
+        """For each query the ids of its documents, the best first."""
+        return self._ids.tolist()
+
+
+def ndcg(ranking: Sequence[str], grades: Mapping[str, int], top_k: int = 10) -> float:
+    """nDCG@k of one query from graded relevance, as trec_eval has it: a document's gain is its grade.
+
+    Args:
+        ranking: ids of documents, the best first.
+        grades: document id -> grade above 0, of all that are relevant, found or not.
         top_k: places that count.
 
-    Raises:
-        ValueError: a query without a relevant document.
+    Returns:
+        From 0 to 1; from torchmetrics.
     """
-    values = []
-    for row, (query_scores, documents) in enumerate(zip(scores, relevant, strict=True)):
-        if not documents:
-            raise ValueError(f"query {row} has no relevant document: leave it out")
-        target = torch.zeros(len(query_scores), dtype=torch.bool)
-        target[list(documents)] = True
-        values.append(float(retrieval_normalized_dcg(query_scores, target, top_k=top_k)))
-    return values
+    return float(retrieval_normalized_dcg(*_placed(ranking, grades, top_k), top_k=top_k))
+
+
+def recall(ranking: Sequence[str], grades: Mapping[str, int], top_k: int = TOP_K) -> float:
+    """Share of a query's relevant documents that are among the first `top_k`; arguments as [`ndcg`]."""
+    scores, target = _placed(ranking, grades, top_k)
+    return float(retrieval_recall(scores, target > 0, top_k=top_k))
+
+
+def _placed(ranking: Sequence[str], grades: Mapping[str, int], top_k: int) -> tuple[Tensor, Tensor]:
+    """Falling scores and grades by place; relevant documents that are not among the first `top_k` stand behind."""
+    first = list(ranking[:top_k])
+    found = [grades.get(document, 0) for document in first] + [0] * (top_k - len(first))
+    target = torch.tensor([*found, *(grade for document, grade in grades.items() if document not in first)])
+    # Above 0: what is not counts as not found.
+    return torch.arange(float(len(target)), 0, -1), target
+
+
+def ranking_scores(rankings: Sequence[Sequence[str]], judged: JudgedQueries) -> dict[str, Any]:
+    """Means over queries in percent: nDCG@10 with its 95 % bootstrap interval, and Recall@100."""
+    pairs = list(zip(rankings, judged.grades, strict=True))
+    values = [100 * ndcg(*pair) for pair in pairs]
+    resampled = resampled_scores({"ndcg": mean_statistic(values)}, range(len(values)))["ndcg"]
+    return {
+        "ndcg_at_10": mean(values),
+        "ndcg_at_10_interval": percentile_interval(resampled),
+        "recall_at_100": mean(100 * recall(*pair) for pair in pairs),
+        "queries": len(values),
+    }
+
+
+def evaluate_retrieval(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    judged: JudgedQueries,
+    ratio: int,
+    max_query_tokens: int = 64,
+    max_document_tokens: int = 512,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Rank a corpus for every query at one ratio of both; the corpus is read, encoded and scored part by part.
+
+    Args:
+        model: a [`DeCALForRetrieval`], in evaluation mode.
+        tokenizer: the one saved with it.
+        judged: queries, what answers them, and the corpus.
+        ratio: tokens per vector of queries and documents.
+        max_query_tokens: queries are cut to so many tokens, and counted.
+        max_document_tokens: documents likewise.
+        batch_size: texts in one pass.
+        progress: whether to show how many documents are done.
+
+    Returns:
+        A row of results: [`ranking_scores`], what was cut, how many vectors there are, and what they save beside one
+        vector for each token: in storage tokens by vectors, in scoring pairs of tokens by pairs of vectors.
+    """
+    tokenizer = text_tokenizer(tokenizer)
+    side = _Side(model, TextEncoder(tokenizer, max_query_tokens), ratio, batch_size)
+    queries = side.vectors(judged.queries)
+    documents = _Side(model, TextEncoder(tokenizer, max_document_tokens), ratio, batch_size)
+    rankings = Rankings(len(queries))
+    with tqdm(unit="document", desc=f"ratio {ratio}", disable=not progress) as bar:
+        for chunk in _chunks(judged.documents()):
+            scores = score_texts(queries, documents.vectors([text for _, text in chunk]), model.device)
+            rankings.add([key for key, _ in chunk], scores)
+            bar.update(len(chunk))
+    size, per_query = model.config.hidden_size, side.num_vectors / side.num_texts
+    storage = documents.num_tokens / documents.num_vectors
+    return {
+        "compression": model.config.compression,
+        "query_ratio": ratio,
+        "document_ratio": ratio,
+        **ranking_scores(rankings.documents(), judged),
+        "documents": documents.num_texts,
+        "queries_cut": side.num_cut,
+        "documents_cut": documents.num_cut,
+        "vector_size": size,
+        "vectors_per_query": per_query,
+        "vectors_per_document": documents.num_vectors / documents.num_texts,
+        "index_bytes_float32": 4 * size * documents.num_vectors,
+        "scoring_flops_per_query": 2 * size * documents.num_vectors * per_query,
+        "storage_saving": storage,
+        "scoring_saving": storage * side.num_tokens / side.num_vectors,
+    }
+
+
+class _Side:
+    """Encodes queries, or documents, and counts what goes in and comes out."""
+
+    def __init__(self, model: PreTrainedModel, encode: TextEncoder, ratio: int, batch_size: int):
+        self._model, self._encode, self._ratio, self._batch_size = model, encode, ratio, batch_size
+        self.num_texts = self.num_cut = self.num_tokens = self.num_vectors = 0
+
+    def vectors(self, texts: Sequence[str]) -> TextVectors:
+        encoded = [self._encode(text) for text in texts]
+        vectors = encode_texts(self._model, [ids for ids, _ in encoded], self._ratio, self._batch_size)
+        self.num_texts += len(texts)
+        self.num_cut += sum(cut > 0 for _, cut in encoded)
+        self.num_tokens += sum(len(ids) for ids, _ in encoded)
+        self.num_vectors += sum(map(len, vectors))
+        return vectors
+
+
+def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    stream = iter(documents)
+    return iter(lambda: list(islice(stream, CHUNK_SIZE)), [])
+
+
+def evaluate_bm25(judged: JudgedQueries) -> dict[str, Any]:
+    """The row of BM25 with bm25s' defaults and English stop words, whose index holds the corpus in memory."""
+    import bm25s
+
+    ids, texts = zip(*judged.documents(), strict=True)
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize(list(texts), stopwords="en", show_progress=False), show_progress=False)
+    rankings = Rankings(len(judged.queries))
+    queries = bm25s.tokenize(judged.queries, stopwords="en", show_progress=False, return_ids=False)
+    known = [[word for word in query if word in index.vocab_dict] for query in queries]
+    nothing = np.zeros(len(ids), dtype=np.float32)
+    scores = np.stack([index.get_scores(query) if query else nothing for query in known])
+    rankings.add(ids, torch.from_numpy(scores))
+    row = {"model": "BM25", "query_ratio": None, "document_ratio": None}
+    return {**row, **ranking_scores(rankings.documents(), judged), "documents": len(ids)}
+
+
+def retrieval_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of `evaluate_retrieval` and `evaluate_bm25`, with their `model`, as a Markdown table."""
+    header = ["model", "ratio", "nDCG@10", "vectors of a document", "index, MB", "storage", "scoring"]
+    cells = []
+    for row in rows:
+        own = ["-", "-", "-", "-"]
+        if row["document_ratio"] is not None:
+            own = [f"{row['vectors_per_document']:.0f}", f"{row['index_bytes_float32'] / 1e6:.1f}"]
+            own += [f"{row['storage_saving']:.1f}x", f"{row['scoring_saving']:.1f}x"]
+        score = f"{row['ndcg_at_10']:.1f}"
+        if "ndcg_at_10_interval" in row:
+            score += " [{:.1f}, {:.1f}]".format(*row["ndcg_at_10_interval"])
+        cells.append([row["model"], row["document_ratio"] or "-", score, *own])
+    return markdown_table(header, cells)

@@ -26,7 +26,7 @@ _OBJECTIVES_WITH = {
     "ratio_schedule": ("compression", "distillation", "joint", "denoising"),
     "eval_sources": (*_READING, "joint", "denoising"),
 }
-_INSTEAD = {("eval_sources", "retrieval"): "measure rankings with benchmarks/decal/retrieval.py"}
+_INSTEAD = {("eval_sources", "retrieval"): "measure rankings with `evaluate-retrieval`"}
 
 
 def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> Trainer:

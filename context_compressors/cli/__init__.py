@@ -17,6 +17,7 @@ _COMMANDS = {
     "evaluate": "score a checkpoint beside no context and full context",
     "evaluate-needles": "ask for one fact in running text, by length and ratio",
     "evaluate-retrieval": "rank the corpus of a folder of BEIR's form: nDCG@10 by ratio",
+    "compare": "tell whether a condition or system is better than another on the same questions",
     "compress": "read documents once, and keep each as a memory file",
     "compress-corpus": "compress a collection into a store, with many processes or machines; go on after a fault",
     "ask": "answer questions from memory files or documents",

@@ -97,6 +97,27 @@ def load_model(
     return model.to(_accelerator() if device == "auto" else device)
 
 
+def load_retriever(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+    """Load a checkpoint that makes vectors of queries and documents, for inference.
+
+    Args:
+        name: Hub id or folder.
+        dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
+        device: such as "cpu"; "auto" for a GPU if there is one.
+
+    Raises:
+        ValueError: a checkpoint that is no retriever.
+    """
+    from transformers import AutoModelForTextEncoding
+
+    from ..modeling import DeCALForRetrieval
+
+    model = AutoModelForTextEncoding.from_pretrained(name, dtype=dtype)
+    if not isinstance(model, DeCALForRetrieval):
+        raise ValueError(f"{name} must be a checkpoint of DeCAL, which makes vectors, got a {type(model).__name__}")
+    return model.to(_accelerator() if device == "auto" else device).eval()
+
+
 def _load_adapter(folder: str | os.PathLike[str], base_model: str | None, dtype: str) -> PreTrainedModel:
     try:
         from peft import PeftConfig, PeftModel

@@ -12,8 +12,8 @@ import yaml
 from transformers import AutoModelForTextEncoding, AutoTokenizer
 
 from context_compressors import DeCALConfig, DeCALForRetrieval
-from context_compressors.data.retrieval_sources import RetrievalCollection, RetrievalSource, TextEncoder
-from context_compressors.evaluation.retrieval import encode_texts, ndcg, score_texts
+from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalCollection, RetrievalSource, TextEncoder
+from context_compressors.evaluation.retrieval import evaluate_retrieval
 from context_compressors.modeling.parts.late_interaction import chamfer
 from context_compressors.training.arguments import DataArguments, parse_recipe
 from context_compressors.training.objectives.retrieval import (
@@ -199,12 +199,9 @@ def test_a_recipe_trains_a_model_that_finds_the_documents(write_tables, base_fol
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert losses[-1] < 0.2 * math.log(8)
     model, tokenizer = AutoModelForTextEncoding.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
-    collection, encode = RetrievalCollection(SOURCE, folder), TextEncoder(tokenizer, 40)
-    documents = [collection.document(row) for row in range(len(ANIMALS))]
-    queries = [collection.query(row) for row in range(len(ANIMALS))]
-    scores = score_texts(encode_texts(model, queries, encode), encode_texts(model, documents, encode))
-    relevant = [{row, 1} if row == 0 else {row} for row in range(len(ANIMALS))]
-    assert sum(ndcg(scores, relevant)) / len(ANIMALS) > 0.9
+    row = evaluate_retrieval(model, tokenizer, JudgedQueries(SOURCE, folder), 2, max_document_tokens=40)
+    assert row["ndcg_at_10"] > 90
+    assert (row["queries"], row["documents"]) == (len(ANIMALS), len(ANIMALS))
 
 
 def new_trainer(tokenizer, folder, make_config, **fields):
@@ -255,7 +252,7 @@ def test_what_a_trainer_cannot_do_is_refused(tokenizer, write_tables, base_folde
         ({"sources": []}, "there are no sources"),
         (
             {"eval_sources": [SOURCE]},
-            "eval_sources .* not to retrieval: measure rankings with benchmarks/decal/retrieval.py",
+            "eval_sources .* not to retrieval: measure rankings with `evaluate-retrieval`",
         ),
         ({"length_schedule": [[0.0, 32]]}, "length_schedule .* not to retrieval: leave it out"),
     ):
@@ -275,33 +272,3 @@ def test_recipes_hold_the_papers_numbers():
     assert small[2].objective == "retrieval"
     source = RetrievalSource.from_mapping(small[1].sources[0])
     assert all("test" not in table.label for table in (source.corpus, source.queries, source.relevance))
-
-
-# --- evaluation ---
-
-
-@torch.no_grad()
-def test_scores_of_an_index_are_those_of_single_texts(tokenizer, write_tables, make_config):
-    folder = write_tables()
-    model = new_trainer(tokenizer, folder, make_config).model.eval()
-    collection, encode = RetrievalCollection(SOURCE, folder), TextEncoder(tokenizer, 40)
-    documents = [collection.document(row) * (1 + row % 3) for row in range(len(ANIMALS))]
-    queries = [collection.query(row) for row in range(3)]
-    vectors = [encode_texts(model, texts, encode, 4, batch_size=3) for texts in (queries, documents)]
-    for max_products in (1, 300, 10**6):
-        scores = score_texts(*vectors, max_products=max_products)
-        for row, query in enumerate(queries):
-            for column, document in enumerate(documents):
-                ids = [torch.tensor([encode(text)[0]]) for text in (query, document)]
-                alone = [model.encode(one, ratio=4).to_tuple() for one in ids]
-                torch.testing.assert_close(scores[row, column], chamfer(*alone[0], *alone[1])[0, 0])
-
-
-def test_ndcg_is_the_formula():
-    scores = torch.arange(12.0, 0, -1).repeat(2, 1)
-    # Ranks 2 and 4 of three relevant ones, the third beyond the tenth place; then the first place alone.
-    ideal = sum(1 / math.log2(rank + 1) for rank in (1, 2, 3))
-    expected = [(1 / math.log2(3) + 1 / math.log2(5)) / ideal, 1.0]
-    assert ndcg(scores, [{1, 3, 11}, {0}]) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="query 1 has no relevant document"):
-        ndcg(scores, [{1}, set()])
