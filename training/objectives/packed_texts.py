@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +15,14 @@ from ...data.sources import DataSource
 from ...modeling.parts.prompting import encode
 from ..fields import DataArguments
 from .compression_dataset import CompressionDataset
+
+
+class _Text(NamedTuple):
+    """A whole text: its name, its id as a document (none of a generated one), its tokens and EOS."""
+
+    name: str
+    documents: list[str]
+    ids: list[int]
 
 
 class PackedTexts(CompressionDataset):
@@ -52,7 +60,7 @@ class PackedTexts(CompressionDataset):
             )
         # Of each source: the text (counted over all its rounds) and the place in it that an example starts at.
         self._starts: dict[int, list[tuple[int, int]]] = {}
-        self._open: tuple[tuple[int, int] | None, str, list[int]] = (None, "", [])
+        self._open: tuple[tuple[int, int] | None, _Text] = (None, _Text("", [], []))
         super().__init__(data, tokenizer, num_examples, **kwargs)
 
     def _check_sources(self, entries: Sequence[DataSource]) -> None:
@@ -64,15 +72,14 @@ class PackedTexts(CompressionDataset):
                 )
 
     def _example_at(self, index: int) -> dict[str, Any]:
-        ids, names = self._block(int(self.source_of[index]), int(self.turn_of[index]))
+        ids, texts = self._block(int(self.source_of[index]), int(self.turn_of[index]))
         context, target = ids[: self.longest], ids[self.longest :]
         prompt = format_prompt("continuation", "", path=self.data.prompts)
-        example = self._finish(
-            "continuation", context, [(prompt, target)], self.longest, " + ".join(names), ends=False
-        )
-        return {**example, "index": index}
+        names = " + ".join(text.name for text in texts)
+        example = self._finish("continuation", context, [(prompt, target)], self.longest, names, ends=False)
+        return {**example, "index": index, "documents": [name for text in texts for name in text.documents]}
 
-    def _block(self, position: int, number: int) -> tuple[list[int], list[str]]:
+    def _block(self, position: int, number: int) -> tuple[list[int], list[_Text]]:
         """The tokens of a source's example, and the texts that they are of."""
         starts = self._starts.setdefault(position, [(0, 0)])
         block = None
@@ -81,30 +88,32 @@ class PackedTexts(CompressionDataset):
             starts.append(end)
         return block or self._read(position, *starts[number])[0]
 
-    def _read(self, position: int, turn: int, offset: int) -> tuple[tuple[list[int], list[str]], tuple[int, int]]:
-        """Tokens of one example and their texts' names from a place of a stream on, and the place behind them."""
+    def _read(self, position: int, turn: int, offset: int) -> tuple[tuple[list[int], list[_Text]], tuple[int, int]]:
+        """Tokens of one example and their texts from a place of a stream on, and the place behind them."""
         size = self.data.max_context_tokens + self.data.max_target_tokens
         ids: list[int] = []
-        names = []
+        texts = []
         while len(ids) < size:
-            name, text = self._text(position, turn)
-            taken = text[offset : offset + size - len(ids)]
+            text = self._text(position, turn)
+            taken = text.ids[offset : offset + size - len(ids)]
             ids, offset = ids + taken, offset + len(taken)
-            names.append(name)
-            if offset == len(text):
+            texts.append(text)
+            if offset == len(text.ids):
                 turn, offset = turn + 1, 0
-        return (ids, names), (turn, offset)
+        return (ids, texts), (turn, offset)
 
-    def _text(self, position: int, turn: int) -> tuple[str, list[int]]:
-        """The name of a source's text, and its tokens with EOS behind them."""
+    def _text(self, position: int, turn: int) -> _Text:
+        """A source's text, with EOS behind it."""
         if self._open[0] != (position, turn):
             source = self.sources[position]
             if isinstance(source, DataSource):
                 rng = random.Random(f"{self.seed}/{position}/{turn}")
                 document = draw_document(source, self.longest, rng, self.tokenizer)
-                name, ids = f"generated/{document.kind}/{document.seed}", encode(self.tokenizer, document.text)
+                ids = [*encode(self.tokenizer, document.text), self.end]
+                text = _Text(f"generated/{document.kind}/{document.seed}", [], ids)
             else:
-                row = self._row(position, source.num_rows, turn)
-                name, ids = source.identifier(row), source.texts("continuation")[row].tolist()
-            self._open = ((position, turn), name, [*ids, self.end])
-        return self._open[1:]
+                row, texts = self._row(position, source.num_rows, turn), source.texts("continuation")
+                ids = [*texts[row].tolist(), self.end]
+                text = _Text(source.identifier(row), [texts.document_id(row)], ids)
+            self._open = ((position, turn), text)
+        return self._open[1]

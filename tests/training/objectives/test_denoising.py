@@ -286,6 +286,7 @@ def test_the_paper_recipe_holds_section_4_1(tmp_path):
     assert args.max_steps * args.per_device_train_batch_size * 8 == 128_000_000
     assert (args.warmup_steps, args.learning_rate, args.lr_scheduler_type) == (10_000, 0.01, "inverse_sqrt")
     assert (args.optimizer, args.max_grad_norm, args.weight_decay) == ("adafactor", 0, 0)
+    assert [(source.streaming, source.max_samples) for source in data.parsed_sources()] == [(True, 10_000_000)]
     corruption = SpanCorruption(data.noise_density, data.mean_span_length)
     assert (data.noise_density, data.mean_span_length) == (0.15, 3.0)
     assert corruption.lengths(corruption.raw_length(data.max_context_tokens)) == (1024, 229)
@@ -296,6 +297,19 @@ def test_the_paper_recipe_holds_section_4_1(tmp_path):
         count = DeCALForConditionalGeneration(config).num_parameters()
     # T5 v1.1 Large has 783,150,080 parameters, with a quarter of the buckets and without latents.
     assert count == 783_150_080 + 2 * 3 * 32 * 16 + 2048
+
+
+def test_every_data_set_of_tables_2_and_3_has_a_recipe(tmp_path):
+    found = {}
+    for path in (RECIPES / "decal" / "data").glob("*.yaml"):
+        task = "question_answering" if path.stem == "triviaqa" else "summarisation"
+        files = ["decal/decal.yaml", "decal/fine_tuning.yaml", f"decal/{task}.yaml", f"decal/data/{path.name}"]
+        _, data, args = parse_recipe([*files, "--checkpoint", "C", "--output_dir", str(tmp_path), "--bf16", "false"])
+        assert [source.tasks for source in data.parsed_sources()] == [(task,)]
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 8 == 128
+        found[path.stem] = args.max_steps * 128
+    # CNN / DailyMail and HotpotQA are those of the stages themselves.
+    assert found == {"arxiv": 12_000_000, **dict.fromkeys(("pubmed", "mediasum", "triviaqa"), 6_000_000)}
 
 
 @pytest.mark.parametrize("task", ["question_answering", "summarisation"])

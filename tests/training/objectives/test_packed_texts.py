@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import yaml
 
+from context_compressors.data.document_ids import document_id
 from context_compressors.data.synthetic_documents import generate_document
 from context_compressors.modeling.parts.prompting import encode
 from context_compressors.training.arguments import DataArguments, parse_recipe
@@ -54,7 +55,9 @@ def test_packed_texts_are_a_stream_cut_evenly(tokenizer, folder):
         names = [name.rpartition("/")[2] for name in example["id"].split(" + ")]
         own = texts[start : start + CONTEXT + TARGET]
         borders = [i for i, token in enumerate(own[:-1]) if ids[start + i] == tokenizer.eos_token_id]
-        assert names == [f"text {own[0]}", *(f"text {own[i + 1]}" for i in borders)]
+        parts = [own[0], *(own[i + 1] for i in borders)]
+        assert names == [f"text {number}" for number in parts]
+        assert example["documents"] == [document_id(TEXTS[number]) for number in parts]
 
 
 def test_an_example_depends_on_its_index_alone(tokenizer, folder):
