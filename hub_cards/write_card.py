@@ -36,7 +36,7 @@ _METRICS = {
 # Condition of the evaluation -> how the card calls what the decoder's places hold instead of slots.
 _ALTERNATIVES = {"cut": "cut text", "bm25": "BM25's sentences"}
 _NOT_STATED = "not stated"
-# What benchmarks/decal/retrieval.py ranks.
+# What benchmarks/decal/retrieval.py ranks, whose files do not name it.
 _COLLECTION = "SciFact"
 
 
@@ -59,7 +59,7 @@ def write_card(
         folder: what `context-compressors train` made: a compressor or a plain language model with `recipe.yaml` and
             `training_summary.json`.
         reports: evaluations of the checkpoint, or their files; of a retrieval checkpoint, files of
-            `benchmarks/decal/retrieval.py`. The card says "Not measured." without any.
+            `evaluate-retrieval --output`. The card says "Not measured." without any.
         limits: what it cannot do, one sentence each; never empty.
         summary: what it is, in a sentence or two; made from the configuration when `None`.
         model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
@@ -302,7 +302,7 @@ def _rankings(
     for file in results:
         if isinstance(file, EvaluationReport):
             raise ValueError(
-                f"{folder} is a retrieval checkpoint: its scores are a file of benchmarks/decal/retrieval.py"
+                f"{folder} is a retrieval checkpoint: its scores are a file of `evaluate-retrieval --output`"
             )
         found, note = _retrieval_scores(Path(file), name)
         if {score.ratio for score in found} & {score.ratio for score in scores}:
@@ -313,7 +313,7 @@ def _rankings(
 
 
 def _retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]:
-    """A checkpoint's rows of a result file of `benchmarks/decal/retrieval.py`, and how they were measured.
+    """A checkpoint's rows of a result file of `evaluate-retrieval`, and how they were measured.
 
     Args:
         path: the file.
@@ -326,20 +326,21 @@ def _retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]
         ValueError: there is no such file, it is another one, or it has no row of the checkpoint.
     """
     if not path.is_file():
-        raise ValueError(f"there is no file {path}: benchmarks/decal/retrieval.py writes it")
+        raise ValueError(f"there is no file {path}: `evaluate-retrieval --output` writes it")
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         rows, settings = results["rows"], results["settings"]
+        collection = settings.get("collection", _COLLECTION)
         floor = next((row["ndcg_at_10"] for row in rows if row["model"] == "BM25"), None)
         own = [row for row in rows if row["model"] == name]
         scores = [
-            RetrievalScore(_COLLECTION, row["document_ratio"], row["ndcg_at_10"], floor, row["storage_saving"])
+            RetrievalScore(collection, row["document_ratio"], row["ndcg_at_10"], floor, row["storage_saving"])
             for row in own
         ]
         lengths = settings["max_query_tokens"], settings["max_document_tokens"]
         queries = sorted({row["queries"] for row in own})
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a result file of benchmarks/decal/retrieval.py: {error!r}") from error
+        raise ValueError(f"{path} is not a result file of `evaluate-retrieval`: {error!r}") from error
     ratios = [score.ratio for score in scores]
     if len(set(ratios)) < len(ratios):
         raise ValueError(f"{path} has several checkpoints of the name {name!r}: rename their folders")

@@ -24,7 +24,7 @@ context-compressors card outputs/base --scores generated.json books.json --recip
         nargs="+",
         default=[],
         metavar="FILE",
-        help="reports of `context-compressors evaluate --output`, or of benchmarks/decal/retrieval.py",
+        help="reports of `context-compressors evaluate --output`, or of `evaluate-retrieval --output`",
     ),
     argument(
         "--limit", action="append", required=True, metavar="TEXT", help="what it cannot do; once for each sentence"

@@ -323,7 +323,7 @@ def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture(scope="module")
 def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A retrieval checkpoint of two steps, and a result file as benchmarks/decal/retrieval.py writes it."""
+    """A retrieval checkpoint of two steps, and a result file as `evaluate-retrieval` writes it."""
     root = tmp_path_factory.mktemp("retrieval")
     tables = {
         "corpus": [{"id": str(n), "text": f"The mill number {n} stands by the river."} for n in range(4)],
@@ -353,7 +353,7 @@ def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"model": "ranker", "document_ratio": 2, "ndcg_at_10": 41.5, "queries": 4, "storage_saving": 1.96},
         {"model": "other", "document_ratio": 2, "ndcg_at_10": 99.0, "queries": 4, "storage_saving": 1.96},
     ]
-    settings = {"max_query_tokens": 64, "max_document_tokens": 512}
+    settings = {"collection": "Rivers, test", "max_query_tokens": 64, "max_document_tokens": 512}
     (root / "retrieval.json").write_text(json.dumps({"settings": settings, "rows": rows}))
     return root
 
@@ -364,7 +364,7 @@ def test_a_retrieval_checkpoints_card_stands_beside_bm25_and_its_snippet_runs(
     monkeypatch.chdir(retrieval)
     path = write_card("ranker", ["retrieval.json"], LIMITS, recipe="mills.yaml")
     text = path.read_text()
-    assert ["SciFact", "2", "41.5", "61.2", "2.0"] in table_rows(text)
+    assert ["Rivers, test", "2", "41.5", "61.2", "2.0"] in table_rows(text)
     assert "99.0" not in text
     data = ModelCard.load(path).data
     assert (data.pipeline_tag, data.datasets) == ("feature-extraction", ["org/mills"])
@@ -379,7 +379,7 @@ def test_a_retrieval_checkpoints_card_stands_beside_bm25_and_its_snippet_runs(
 
 
 def test_other_scores_are_refused_on_a_retrieval_card(retrieval: Path, report: EvaluationReport, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"benchmarks/decal/retrieval\.py"):
+    with pytest.raises(ValueError, match="a file of `evaluate-retrieval --output`"):
         write_card(retrieval / "ranker", [report], LIMITS)
     (tmp_path / "wrong.json").write_text('{"rows": [{}], "settings": {}}')
     with pytest.raises(ValueError, match="not a result file"):
