@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decoder forgot between two checkpoints: short questions, with their texts in words and without any memory.
 
-    python -m benchmarks.forgetting.measure outputs/gmsa_autoencoding outputs/gmsa_keft --data DATA
+    python -m benchmarks.forgetting.measure AUTOENCODER KEFT --data DATA --mmlu cais/mmlu:all
 
 GMSA's knowledge extraction fine-tuning trains the decoder's query, key and value maps on answers from slots. Here the
 decoders before and after it read no slots: each is a plain language model that gets the text and the question, as
@@ -10,12 +10,15 @@ GMSA's Table 3 asks GSM8K of it. DATA is a folder with the data files, of which 
 or plain language models with one vocabulary, get the same samples and the same prompts.
 
 The perplexity is that of the right answer's tokens, EOS included, so that it tells something where neither decoder
-answers; exact match and F1 are of what they write.
+answers; exact match and F1 are of what they write. `--mmlu` adds Table 3's other column, MMLU in its published columns
+and by its own metric: a question with four choices, no example in front of it, is answered with the likeliest of their
+letters.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,18 +31,22 @@ from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, posi
 
 # Importing it registers every method with the Auto classes.
 from context_compressors import modeling  # noqa: F401
+from context_compressors.data.rows import read_table
+from context_compressors.data.sources import parse_sources
 from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.evaluate import can_compress, model_label
 from context_compressors.evaluation.report import FULL_CONTEXT
 from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
-from context_compressors.modeling.parts.prompting import start_token_id, text_tokenizer
+from context_compressors.modeling.parts.prompting import encode, start_token_id, text_tokenizer
 from context_compressors.reporting.tables import markdown_table
 
 _GSM8K = "gsm8k=qa_gsm8k_test.parquet"
 _GENERATED = "generated=generated:one_hop"
 _TASK = "question_answering"
-METRICS = ("answer_perplexity", "exact_match", "f1")
+_SCORED = ("answer_perplexity", "exact_match", "f1")
+METRICS = (*_SCORED, "accuracy")
+_LETTERS = "ABCD"
 
 
 def load(name: str, arguments: argparse.Namespace) -> PreTrainedModel:
@@ -105,7 +112,42 @@ def score(
     reading = Condition(FULL_CONTEXT, model, with_context=True)
     scorer = Scorer(model, tokenizer, [reading], start_token_id(tokenizer))
     scores = scorer.score(_TASK, samples, arguments.batch_size, arguments.new_tokens, answer_perplexity=True)
-    return {metric: scores[FULL_CONTEXT][metric] for metric in METRICS}
+    return {metric: scores[FULL_CONTEXT][metric] for metric in _SCORED}
+
+
+def mmlu_questions(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> list[tuple[list[int], int]]:
+    """Ids of each question with its choices and ` A` behind them, and which choice is right.
+
+    Raises:
+        ValueError: a column of MMLU is missing.
+    """
+    (source,) = parse_sources([arguments.mmlu])
+    table = read_table(source, arguments.data)
+    missing = {"subject", "question", "choices", "answer"} - set(table.column_names)
+    if missing:
+        raise ValueError(f"{arguments.mmlu} is not MMLU as it is published: it has no {', '.join(sorted(missing))}")
+    kept = sorted(random.Random(0).sample(range(table.num_rows), min(arguments.samples, table.num_rows)))
+    questions = []
+    for row in table.take(kept).to_pylist():
+        # The prompt of MMLU's authors.
+        text = f"The following are multiple choice questions (with answers) about {row['subject'].replace('_', ' ')}."
+        text += f"\n\n{row['question']}"
+        text += "".join(f"\n{letter}. {choice}" for letter, choice in zip(_LETTERS, row["choices"], strict=True))
+        questions.append((encode(tokenizer, f"{text}\nAnswer: A"), row["answer"]))
+    return questions
+
+
+@torch.inference_mode()
+def mmlu_accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[list[int], int]]
+) -> float:
+    """Share of the questions, in per cent, whose right letter is the likeliest of the four."""
+    letters = [encode(tokenizer, f"Answer: {letter}")[-1] for letter in _LETTERS]
+    right = 0
+    for ids, answer in questions:
+        logits = model(torch.tensor([[start_token_id(tokenizer), *ids[:-1]]], device=model.device)).logits[0, -1]
+        right += int(logits[letters].argmax()) == answer
+    return 100 * right / len(questions)
 
 
 def rows_of(
@@ -125,6 +167,12 @@ def rows_of(
                 "after": after,
             }
         )
+    if arguments.mmlu is not None:
+        questions = mmlu_questions(tokenizer, arguments)
+        before, after = ({"accuracy": mmlu_accuracy(model, tokenizer, questions)} for model in models)
+        rows.append(
+            {"dataset": "mmlu", "num_samples": len(questions), "num_truncated": 0, "before": before, "after": after}
+        )
     return rows
 
 
@@ -133,7 +181,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     header = ["data set", "samples", *(f"{metric}, {side}" for metric in METRICS for side in ("before", "after"))]
     body = [
         [row["dataset"], row["num_samples"]]
-        + [f"{row[side][metric]:.2f}" for metric in METRICS for side in ("before", "after")]
+        + [f"{row[side][m]:.2f}" if m in row[side] else "" for m in METRICS for side in ("before", "after")]
         for row in rows
     ]
     return markdown_table(header, body)
@@ -148,6 +196,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("before", help="folder or Hub id of the first checkpoint")
     add("after", help="folder or Hub id of the second one")
     add("--data", metavar="PATH", help="folder with the data files (default: generated documents alone)")
+    add("--mmlu", metavar="SOURCE", help="MMLU's test questions, such as cais/mmlu:all or a file in --data's folder")
     add("--samples", type=positive_int, default=200, metavar="N", help="questions per data set (default: 200)")
     add("--document-tokens", type=positive_int, default=64, metavar="N", help="of generated documents (default: 64)")
     add("--new-tokens", type=positive_int, default=16, metavar="N", help="most tokens of an answer (default: 16)")
@@ -175,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A result names no folders.
     arguments.before, arguments.after = model_label(arguments.before), model_label(arguments.after)
     arguments.data = None if arguments.data is None else "gsm8k"
+    arguments.mmlu = None if arguments.mmlu is None else "mmlu"
     save_and_report(__file__, arguments, rows, table(rows))
     return 0
 

@@ -100,6 +100,34 @@ def test_decoders_are_scored_as_language_models_without_a_memory(
     assert "| gsm8k" in capsys.readouterr().out
 
 
+@torch.no_grad()
+def test_mmlu_is_answered_with_the_likeliest_letter(forgetting, folders: dict[str, Path], tmp_path: Path):
+    """A few rows as the data set is published; the second decoder's answers differ from the first one's."""
+    choices, subject = ["a cell", "an atom", "ice"], "high_school_biology"
+    rows = [
+        {"subject": subject, "question": f"What is {i}?", "choices": [*choices, str(i)], "answer": i % 4}
+        for i in range(6)
+    ]
+    (folders["data"] / "mmlu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["--data", str(folders["data"]), "--mmlu", "mmlu.jsonl", "--samples", "6"]
+    *_, row = run(forgetting, tmp_path, folders["base"], folders["second"], *more)
+    assert (row["dataset"], row["num_samples"]) == ("mmlu", 6)
+    tokenizer = byte_tokenizer()
+    for side, model in (
+        ("before", LlamaForCausalLM.from_pretrained(folders["base"])),
+        ("after", GMSAForCausalLM.from_pretrained(folders["second"])),
+    ):
+        right = 0
+        for question in rows:
+            choices = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCD", question["choices"], strict=True))
+            prompt = "The following are multiple choice questions (with answers) about high school biology.\n\n"
+            prompt += f"{question['question']}\n{choices}\nAnswer: "
+            ids = torch.tensor([[256, *tokenizer(prompt).input_ids]])
+            scores = [float(model(ids).logits[0, -1, tokenizer.convert_tokens_to_ids(letter)]) for letter in "ABCD"]
+            right += scores.index(max(scores)) == question["answer"]
+        assert row[side] == {"accuracy": pytest.approx(100 * right / 6, abs=0.01)}
+
+
 def test_the_same_decoder_has_forgotten_nothing(forgetting, folders: dict[str, Path], tmp_path: Path):
     (row,) = run(forgetting, tmp_path, folders["base"], folders["first"])
     assert row["after"] == pytest.approx(row["before"], rel=1e-3)
