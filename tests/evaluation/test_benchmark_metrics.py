@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of LongBench, LongBench v2 and RULER by hand, and questions in kvpress's schema, asked and scored."""
+
+import sys
+
+import pytest
+from naive_twin import QA, make_tokenizer, run
+
+from context_compressors.evaluation.benchmark_metrics import (
+    BENCHMARK_SCORE,
+    BenchmarkMetric,
+    benchmark_max_new_tokens,
+    benchmark_metric,
+)
+from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
+
+LABELS = ("Date", "Other", "Other number")
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
+# Task, classes, output, answers, score.
+SCORES = [
+    # "cat sat on mat" has three of its four words in "cat on mat".
+    ("qasper", (), "The cat sat on a mat.", ["dog", "A cat on the mat"], 100 * 6 / 7),
+    ("narrativeqa", (), "", ["a cat"], 0),
+    # Solved examples go on: only the first line counts, here and in the labels.
+    ("triviaqa", (), "\nPrague\nQuestion: Where is Rome?", ["Prague"], 100),
+    ("trec", LABELS, " Date\nQuestion: How many?\nType: Other", ["Date"], 100),
+    # "Other" is part of the right label, and does not count as another one.
+    ("trec", LABELS, "Other number", ["Other number"], 100),
+    ("trec", LABELS, "Date or Other number", ["Other number"], 50),
+    ("lsht", ("体育", "财经"), "财经", ["体育"], 0),
+    # Three words, one of them right; the full stop is none.
+    ("multifieldqa_zh", (), "他来自北京大学。", ["北京大学"], 50),
+    ("dureader", (), "我喜欢苹果", ["我喜欢香蕉"], 100 * 2 / 3),
+    ("gov_report", (), "the cat sat", ["the cat ran"], 100 * 2 / 3),
+    # The library counts a word of a sentence once.
+    ("multi_news", (), "a a b", ["a b"], 100),
+    ("qmsum", (), "...", ["a b"], 0),
+    ("passage_count", (), "There are 5, no, 7 of them.", ["7"], 50),
+    ("passage_retrieval_en", (), "Paragraph 3", ["Paragraph 3"], 100),
+    ("passage_retrieval_en", (), "Paragraph 3 or 13 or 30", ["Paragraph 3"], 100 / 3),
+    ("passage_retrieval_zh", (), "段落12", ["段落12"], 100),
+    # The first line without a comment; 4 of 12 letters, where an edit distance would find 67.
+    ("lcc", (), "\n# next\nababab\naaaaab", ["aaaaab"], 33),
+    # Four spaces are missing: 16 of 20 letters.
+    ("repobench-p", (), "return x", ["    return x"], 80),
+    ("0shot", (), "**The correct answer is (B)**.", ["B"], 100),
+    ("cot", (), "It may be A. The correct answer is C", ["B"], 0),
+    ("niah_multiquery", (), "They are 1234567 and 7654321.", ["1234567", "7654321", "1111111", "2222222"], 50),
+    ("vt", (), "abcde, FGHIJ", ["ABCDE", "FGHIJ", "KLMNO", "PQRST", "UVWXY"], 40),
+    ("fwe", (), "abc\ndef", ["abcdef", "abc", "def"], 100 * 2 / 3),
+    ("qa_1", (), "It was in Prague.", ["Rome", "prague"], 100),
+]
+
+
+def test_scores_are_those_of_the_published_definitions(monkeypatch):
+    for task, classes, output, answers, expected in SCORES:
+        assert BenchmarkMetric(task, classes).score(output, answers) == pytest.approx(expected, abs=1e-4), (
+            task,
+            output,
+        )
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    with pytest.raises(
+        ImportError, match=r"LongBench scores with jieba: pip install 'context-compressors\[benchmarks\]'"
+    ):
+        BenchmarkMetric("vcsum").score("a", ["a"])
+
+
+def test_metric_and_length_of_an_answer_are_those_of_the_row():
+    kvpress = {"task": "trec-e", "answer_prefix": "Type:", "max_new_tokens": 84, "all_classes": list(LABELS)}
+    assert benchmark_metric(kvpress) == BenchmarkMetric("trec", LABELS)
+    assert benchmark_max_new_tokens(kvpress) == 84
+    # LongBench's own rows leave the length to the task.
+    published = {"task": "gov_report_e", "all_classes": None}
+    assert (benchmark_metric(published), benchmark_max_new_tokens(published)) == (BenchmarkMetric("gov_report"), 512)
+    for other in ({"task": "hotpotqa", "question": "?"}, {"task": "longdep_qa", "answer_prefix": "Answer: "}):
+        assert benchmark_metric(other) is None
+        assert benchmark_max_new_tokens(other) is None
+
+
+def test_questions_of_kvpress_are_put_in_their_own_words(tokenizer):
+    row = {"context": "A text.\n", "question": "Who?", "answer_prefix": "Answer:", "answers": ["Ada"], "task": "qa_1"}
+    data = EvaluationDataset("tiny", [{**row, "max_new_tokens": 9}, {**row, "max_new_tokens": 3}])
+    limits = {QA: 6, "summarisation": 6}
+    plain = SampleBuilder(tokenizer, 64, limits, 8, 4).build(data, QA)
+    assert [sample.max_new_tokens for sample in plain] == [9, 3]
+    assert {tokenizer.decode(sample.prompt_ids) for sample in plain} == {"Who?\nAnswer:"}
+    assert tokenizer.decode(plain[0].target_ids[:-1]) == " Ada"
+    # The rows' own lengths leave other room: of 30, 1 for BOS, 12 for the prompt, and 9 or 5 for an answer.
+    cut = SampleBuilder(tokenizer, 28, limits, 8, 4, truncate_context=True).build(data, QA)
+    assert [len(sample.context_ids) for sample in cut] == [6, 8]
+    chat = make_tokenizer()
+    chat.chat_template = CHAT
+    (asked, _) = SampleBuilder(chat, None, limits, 8, 4, prompt_format="chat").build(data, QA)
+    assert chat.decode(asked.prompt_ids).endswith("Who?</user><assistant>Answer:")
+
+
+def test_benchmark_scores_stand_first_and_answers_keep_their_own_length(model, tokenizer):
+    prefix = {"answer_prefix": "A:", "task": "niah_single_1", "answers": ["e"]}
+    rows = [
+        {"context": "Ada has a cat." * (n + 1), "question": "Who?", **prefix, "max_new_tokens": 2 + n}
+        for n in range(4)
+    ]
+    report = run(model, tokenizer, rows, tasks=(QA,))
+    assert report.main_metric(QA) == BENCHMARK_SCORE
+    for row in report.rows:
+        assert next(iter(row.metrics)) == BENCHMARK_SCORE
+    for number, sample in enumerate(report.answers):
+        for condition, answer in sample.answers.items():
+            # A token is a byte, and one that is no letter is read as one sign.
+            assert len(answer) <= 2 + number
+            assert sample.scores[condition][BENCHMARK_SCORE] == 100.0 * ("e" in answer.lower())
