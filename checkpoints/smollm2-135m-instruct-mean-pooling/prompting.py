@@ -160,10 +160,10 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], promp
     messages = []
     for prompt in prompts:
         messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": ""}]
-    return _chat_ids(tokenizer, messages)
+    return chat_ids(tokenizer, messages)
 
 
-def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> PromptIds:
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> PromptIds:
     """A conversation in the chat template, cut where the document and the empty messages of the assistant stand."""
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template, and the prompt format is 'chat': ask an instruct model")
@@ -352,7 +352,7 @@ def message_ids(
             f"the tokenizer has no chat template for {len(messages)} messages: give one question, as text"
         )
     if config.prompt_format == "chat":
-        ids = _chat_ids(tokenizer, messages)
+        ids = chat_ids(tokenizer, messages)
         return [*start_ids(config, tokenizer, ids.head), *ids.turns[0]]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     start = config.continuation_token_id
