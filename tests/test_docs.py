@@ -18,7 +18,7 @@ from context_compressors import __version__
 
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
 # What a page only shows: it needs a network, a server, several GPUs, large files or a shell of one's own.
-SHOWN = ("accelerate", "git", "make", "pip", "pytest", "python", "vllm", "hf", "curl", "context-compressors")
+SHOWN = ("accelerate", "git", "make", "pip", "pytest", "python", "ray", "vllm", "hf", "curl", "context-compressors")
 
 
 def blocks(page: str) -> list[pages.Block]:
@@ -136,6 +136,14 @@ def test_the_page_on_methods_runs(two_bases: None):
 
 
 @pytest.mark.slow
+def test_the_page_on_collections_runs(workplace: Path):
+    names, _ = pages.run_page(DOCS / "corpus.md")
+    assert [json.loads(line)["id"] for line in Path("pages.lance.failed.jsonl").open()] == ["empty"]
+    assert names["ids"]
+    assert names["answer"] is not None
+
+
+@pytest.mark.slow
 def test_the_page_on_serving_runs(workplace: Path):
     names, _ = pages.run_page(DOCS / "serve.md")
     assert set(json.loads(names["request"])) == {"model", "prompt", "prompt_embeds", "max_tokens", "temperature"}
@@ -151,10 +159,10 @@ def test_the_page_on_publishing_runs(workplace: Path, capsys: pytest.CaptureFixt
 def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
     readme = pages.README.read_text(encoding="utf-8")
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
-    # A page that is added needs a test of its own; docs/add_a_method.md has a file of them, and of the page on
-    # benchmarks nothing runs.
-    assert PAGES == ["add_a_method", "benchmarks", "evaluate", "methods", "publish", "serve", "train", "use"]
-    assert all(block.language == "text" for block in blocks("benchmarks"))
+    # A page that is added needs a test of its own; docs/add_a_method.md and docs/papers.md have files of them, and of
+    # the page on benchmarks nothing runs.
+    assert PAGES == ["add_a_method", "benchmarks", "corpus", "evaluate", "methods", "papers", "publish", "serve", "train", "use"]
+    assert {block.language for page in ("benchmarks", "papers") for block in blocks(page)} <= {"console", "text"}
 
 
 def test_project_files_agree():

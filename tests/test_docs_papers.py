@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/papers.md: each table and figure of the papers has its row, every recipe is there, every command can be read."""
+
+import argparse
+import importlib
+import re
+import shlex
+
+import pages
+import pytest
+
+from context_compressors import cli
+from context_compressors.cli import command
+from context_compressors.data.sources import parse_sources
+from context_compressors.training.arguments import parse_recipe, read_recipe
+
+PAGE = (pages.DOCS / "papers.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+# Tables and figures of each paper.
+COUNTS = {"Mean pooling": (16, 3), "ComprExIT": (9, 8), "DeCAL": (6, 1), "EPL": (19, 10), "GMSA": (11, 7)}
+RECIPES = pages.ROOT / "training" / "recipes"
+
+
+class Parsed(BaseException):
+    """What stands in for running a command whose arguments were read."""
+
+
+def commands(section: str) -> list[list[str]]:
+    """The command lines that a section shows, in words."""
+    shown = "".join(block.content for block in pages.blocks_of(section) if block.language == "console")
+    lines = [line for line in shown.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
+    assert lines
+    return [shlex.split(line[2:]) for line in lines]
+
+
+def test_every_table_and_figure_has_a_row():
+    assert SECTIONS.keys() == COUNTS.keys()
+    for paper, counts in COUNTS.items():
+        for kind, count in zip(("Table", "Figure"), counts, strict=True):
+            found = []
+            for names in re.findall(rf"^\| {kind}s? (\d+(?:(?:, | and | to )\d+)*)", SECTIONS[paper], re.MULTILINE):
+                for first, last in re.findall(r"(\d+)(?: to (\d+))?", names):
+                    found += range(int(first), int(last or first) + 1)
+            assert sorted(found) == list(range(1, count + 1)), f"{paper}: {kind}"
+
+
+def test_every_recipe_on_the_page_exists():
+    named = set(re.findall(r"[\w.]+(?:/[\w.]+)+\.yaml", PAGE))
+    assert len(named) > 50
+    for name in named:
+        assert read_recipe(name), name
+    folders = re.findall(r"`([\w.]+(?:/[\w.]+)*)/`", PAGE)
+    assert [name for name in folders if not list((RECIPES / name).glob("*.yaml"))] == []
+    # A file named without its folder is in one that the page names.
+    alone = set(re.findall(r"(?<![\w/.])\w[\w.]*\.yaml", PAGE))
+    assert alone <= {path.name for path in RECIPES.rglob("*.yaml")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paper", COUNTS)
+def test_every_command_on_the_page_can_be_read(paper, tmp_path, monkeypatch):
+    parse = command.NearestNameParser.parse_args
+
+    def read(self, args=None, namespace=None):
+        found = parse(self, args, namespace)
+        if self.prog.endswith(" evaluate"):
+            assert parse_sources([*found.data, *found.out_of_domain])
+        raise Parsed
+
+    monkeypatch.setattr(command.NearestNameParser, "parse_args", read)
+    for words in commands(SECTIONS[paper]):
+        if words[:2] == ["context-compressors", "train"]:
+            parse_recipe([*words[2:], "--use_cpu", "true"])
+        elif words[0] == "context-compressors":
+            with pytest.raises(Parsed):
+                cli.main(words[1:])
+        else:
+            assert words[:2] == ["python", "-m"]
+            monkeypatch.syspath_prepend(str(pages.ROOT))
+            parser = importlib.import_module(words[2]).build_parser()
+            assert isinstance(parser.parse_args(words[3:]), argparse.Namespace)
