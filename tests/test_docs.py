@@ -161,7 +161,8 @@ def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
     # A page that is added needs a test of its own; docs/add_a_method.md and docs/papers.md have files of them, and of
     # the page on benchmarks nothing runs.
-    assert PAGES == ["add_a_method", "benchmarks", "corpus", "evaluate", "methods", "papers", "publish", "serve", "train", "use"]
+    pages_that_run = ["corpus", "evaluate", "methods", "publish", "serve", "train", "use"]
+    assert sorted({*pages_that_run, "add_a_method", "benchmarks", "papers"}) == PAGES
     assert {block.language for page in ("benchmarks", "papers") for block in blocks(page)} <= {"console", "text"}
 
 

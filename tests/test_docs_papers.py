@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/papers.md: each table and figure of the papers has its row, every recipe is there, every command can be read."""
+"""docs/papers.md: each table and figure of the papers has its row, every recipe exists, every command can be read."""
 
 import argparse
 import importlib
