@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
+INTEGRATIONS := .venv-integrations
 PYTEST_ARGS ?=
 FUZZ_EXAMPLES ?= 10000
 # The package as it is installed, for mypy and mkdocstrings, which find sub-packages by their folders alone.
@@ -11,7 +12,7 @@ BUILD_TYPED = rm -rf $(TYPED) && $(VENV_PYTHON) -W ignore -c 'import setuptools;
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples training/recipes checkpoints/*/*.md checkpoints/*/*.png
 PYTEST := $(VENV_PYTHON) -P -m pytest
 
-.PHONY: demo test test-fast fuzz lint docs dist format clean
+.PHONY: demo test test-fast test-integrations fuzz lint docs dist format clean
 
 demo: $(VENV)/.installed
 	$(VENV_PYTHON) -P -m context_compressors.cli demo
@@ -21,6 +22,10 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# Other systems that this package works with, some of them large.
+test-integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -P -m pytest -n0 tests/integrations $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-dev
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) tests/fuzz $(PYTEST_ARGS)
@@ -49,7 +54,7 @@ format: $(VENV)/.installed-dev
 	$(VENV_PYTHON) -P -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # The stamp, not the interpreter, says that the environment is whole: an interrupted creation is started anew.
 $(VENV)/.created:
@@ -67,4 +72,9 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/.created
 	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+$(INTEGRATIONS)/.installed: pyproject.toml tests/integrations/requirements.txt
+	$(PYTHON) -m venv --clear $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/integrations/requirements.txt -e .
 	@touch $@

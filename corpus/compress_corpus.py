@@ -174,7 +174,7 @@ def write_rows(place: str, table: pyarrow.Table) -> CorpusReport:
         else:
             known.add(name)
             chosen.append(index)
-    done = done.take(chosen)
+    done = done.take(pyarrow.array(chosen, pyarrow.int64()))
     # Where another process is adding the same ids right now, each is added once.
     report.num_rows = store.append(done)
     report.num_tokens = pyarrow.compute.sum(done["num_tokens"]).as_py() or 0

@@ -185,6 +185,7 @@ class MemoryStore:
         metadata: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> pyarrow.Table:
         """The rows that `add` would append; arguments and errors as there, but for ids that are there already."""
+        _check_distinct(ids)
         described = None
         if metadata is not None:
             described = [None if one is None else json.dumps(one, ensure_ascii=False) for one in metadata]
@@ -375,7 +376,6 @@ def memory_table(
     for name, values in (("ids", ids), ("texts", texts), ("metadata", metadata)):
         if values is not None and len(values) != len(memory):
             raise ValueError(f"`{name}` has {len(values)} entries, the memory {len(memory)} rows")
-    _check_distinct(ids)
     nothing = [None] * len(memory)
     columns = {
         "id": pyarrow.array(ids, pyarrow.string()),

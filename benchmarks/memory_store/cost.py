@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What compressing a billion tokens costs: GPU hours, bytes and money, from the roofline and the share of it measured.
+
+    python -m benchmarks.memory_store.cost
+    python -m benchmarks.memory_store.cost --share 0.4
+
+Mean pooling with random weights, its adapters merged, compresses batches of chunks, and its slots are rounded to int8
+and moved to the host, as a worker of `compress-corpus` does; reading and tokenizing texts and writing the store are
+beside it. The share is that of the least time, operations by GMSA's Appendix G at the device's limit. On a GPU that is
+known the model has the shape itself, in bfloat16, and the limit is the maker's; elsewhere it has SmolLM2-135M's shape,
+in float32, the limit is that of a large matrix product on the device, and times are the processor's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.answer_latency.roofline import Hardware, compression_pass, hardware_of
+from benchmarks.common.tools import (
+    add_place_arguments,
+    device_of,
+    positive_int,
+    random_compressor,
+    save_and_report,
+    seconds,
+)
+from context_compressors.evaluation.flops import compression_flops
+from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
+from context_compressors.reporting.tables import markdown_table
+
+RATIOS = (4, 16)
+# Of SmolLM2-135M, but for its vocabulary.
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+}
+# The maker's numbers for one H200, dense and in 16 bits: what costs are on paper.
+H200 = Hardware(989e12, 4.8e12)
+
+
+def matrix_product_limit(device: torch.device, seconds: Callable[[Callable[[], Any]], float]) -> Hardware:
+    """The operations a second of a large matrix product."""
+    size = 2048
+    left, right = torch.randn(2, size, size, device=device)
+    times = [seconds(lambda: left @ right) for _ in range(5)]
+    return Hardware(2 * size**3 / min(times), math.inf)
+
+
+def processor_seconds(function: Callable[[], Any]) -> float:
+    """Time of a call on the processor, which other programs do not lengthen."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def measured(shape: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second on this device, and their share of what its limits allow."""
+    device = device_of(arguments)
+    hardware = hardware_of(device, torch.bfloat16)
+    if hardware is None:
+        clock = processor_seconds if device.type == "cpu" else lambda function: seconds(function, device)
+        hardware, base, dtype = matrix_product_limit(device, clock), LlamaConfig(**SMALL), "float32"
+    else:
+        clock, base, dtype = lambda function: seconds(function, device), named_config(shape), "bfloat16"
+    base.bos_token_id, base.eos_token_id, base.pad_token_id = 0, 1, 1
+    model = random_compressor("mean_pooling", base, RATIOS, dtype, device)
+    model.merge_adapters()
+    size = (max(1, arguments.batch_tokens // arguments.chunk_tokens), arguments.chunk_tokens)
+    ids = torch.randint(2, base.vocab_size, size, device=device)
+
+    @torch.inference_mode()
+    def compress() -> None:
+        model.compress(ids, ratio=RATIOS[0]).quantize("int8").to("cpu")
+
+    compress()
+    spent = statistics.median(clock(compress) for _ in range(arguments.repeats))
+    least = compression_pass(model, *size, RATIOS[0]).least_seconds(hardware)
+    return {
+        "measured_tokens_per_second": ids.numel() / spent,
+        "measured_flops_limit": hardware.flops_per_second,
+        "share": least / spent,
+    }
+
+
+def row_of(shape: str, ratio: int, share: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The cost of `arguments.tokens` tokens on paper."""
+    base = named_config(shape)
+    config = method_config("mean_pooling", base, RATIOS, None, base.max_position_embeddings)
+    flops = compression_flops(config, arguments.chunk_tokens, ratio) * arguments.tokens / arguments.chunk_tokens
+    least_hours = flops / H200.flops_per_second / 3600
+    num_slots = arguments.tokens / arguments.chunk_tokens * -(-arguments.chunk_tokens // ratio)
+    num_bytes = num_slots * (base.hidden_size + 2)
+    return {
+        "shape": shape,
+        "ratio": ratio,
+        "flops": flops,
+        "least_gpu_hours": least_hours,
+        "share": share,
+        "gpu_hours": least_hours / share,
+        "gpu_dollars": least_hours / share * arguments.dollars_per_gpu_hour,
+        "int8_gigabytes": num_bytes / 1e9,
+        "store_dollars_per_month": num_bytes / 1e9 * arguments.dollars_per_gigabyte_month,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    header = ["base", "ratio", "least GPU hours", "share", "GPU hours", "money", "store in int8", "money a month"]
+    return markdown_table(
+        header,
+        [
+            [
+                row["shape"],
+                row["ratio"],
+                f"{row['least_gpu_hours']:.2f}",
+                f"{100 * row['share']:.0f} %",
+                f"{row['gpu_hours']:.2f}",
+                f"${row['gpu_dollars']:,.2f}",
+                f"{row['int8_gigabytes']:,.0f} GB",
+                f"${row['store_dollars_per_month']:,.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=SHAPE_NAMES, default=["llama-3.2-1b", "qwen3-8b"], metavar="SHAPE")
+    add("--share", type=float, help="of the limit (default: measured here)")
+    add("--tokens", type=float, default=1e9, help="of the collection (default: 1e9)")
+    add("--chunk-tokens", type=positive_int, default=512, metavar="N", help="default: 512")
+    add("--batch-tokens", type=positive_int, default=16_384, metavar="N", help="default: 16384")
+    add("--repeats", type=positive_int, default=20, help="default: 20")
+    add("--dollars-per-gpu-hour", type=float, default=3.5, help="of one H200 (default: 3.5)")
+    add("--dollars-per-gigabyte-month", type=float, default=0.023, help="of object storage (default: 0.023)")
+    add_place_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure or take the shares, print the table, and write the result file."""
+    arguments = build_parser().parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    known = hardware_of(device_of(arguments), torch.bfloat16) is not None
+    found = {"share": arguments.share}
+    for shape in arguments.shapes:
+        # Without a GPU that is known, one small model stands for all.
+        if arguments.share is None and (known or not rows):
+            found = measured(shape, arguments)
+        rows += [{**row_of(shape, ratio, found["share"], arguments), **found} for ratio in RATIOS]
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    save_and_report(__file__, arguments, rows, table(rows), "cost")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collections of every kind end in a store, each row once, whatever fails and whoever is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+
+from context_compressors import CorpusCompressor, MemoryStore, cli
+from context_compressors.corpus.compress_corpus import CorpusJob, compress_locally
+from context_compressors.corpus.corpus_rows import CorpusColumns, corpus_parts, read_part
+
+
+@pytest.fixture(scope="module")
+def model(small_checkpoints):
+    return str(small_checkpoints / "mean_pooling")
+
+
+@pytest.fixture
+def collection(tmp_path):
+    """Parquet with two row groups, JSONL with a row that is none, texts in folders, one of them not in UTF-8."""
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    table = pyarrow.table({"text": [f"Page {i}." for i in range(5)], "key": list(range(5)), "n": [0.5] * 5})
+    pyarrow.parquet.write_table(table, folder / "pages.parquet", row_group_size=3)
+    lines = [json.dumps({"text": "one", "key": "x", "n": 1}), "", "{no", "[]", json.dumps({"text": 7, "key": "y"})]
+    (folder / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "sub" / "a.txt").write_text("A text.", encoding="utf-8")
+    (folder / "sub" / "b.md").write_bytes(b"\xff\xfe")
+    (folder / "other.bin").write_bytes(b"")
+    return folder
+
+
+def rows_of(inputs, **columns):
+    chosen = CorpusColumns(**columns)
+    return [row for part in corpus_parts(inputs, chosen) for row in read_part(part, chosen)]
+
+
+def test_rows_of_files_and_folders_have_the_names_of_their_places_and_bad_ones_say_why(collection):
+    rows = rows_of([str(collection)], metadata=("n",))
+    names = [
+        *(f"pages.parquet:{i}" for i in range(5)),
+        *(f"rows.jsonl:{i}" for i in range(4)),
+        "sub/a.txt",
+        "sub/b.md",
+    ]
+    assert [row["id"] for row in rows] == names
+    assert [row["text"] for row in rows] == [
+        *(f"Page {i}." for i in range(5)),
+        "one",
+        None,
+        None,
+        None,
+        "A text.",
+        None,
+    ]
+    assert [row["error"] is None for row in rows] == [row["text"] is not None for row in rows]
+    assert [rows[i]["error"].split(":")[0] for i in (6, 7, 8, 10)] == [
+        "not JSON",
+        "no JSON object with columns",
+        "no text in column 'text', but 7",
+        "no text in UTF-8",
+    ]
+    assert json.loads(rows[0]["metadata"]) == {"n": 0.5}
+    files = [str(collection / name) for name in ("pages.parquet", "rows.jsonl")]
+    assert [row["id"] for row in rows_of(files, id="key")] == [*"01234", "x", "rows.jsonl:1", "rows.jsonl:2", "y"]
+
+
+def test_shards_of_hub_data_sets_are_parts(monkeypatch):
+    data = Dataset.from_dict({"context": [f"text {i}" for i in range(7)]}).to_iterable_dataset(num_shards=3)
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split, streaming: data)
+    rows = rows_of(["owner/name:dev"], text="context")
+    assert sorted(row["text"] for row in rows) == [f"text {i}" for i in range(7)]
+    assert rows[0]["id"] == "owner/name:dev:0:0"
+    assert len({row["id"] for row in rows}) == 7
+
+
+def test_inputs_that_cannot_be_read_are_refused_before_anything_is_done(collection, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pages.parquet").write_bytes(b"none")
+    pages = str(collection / "pages.parquet")
+    for inputs, columns, message in (
+        (["missing.parquet"], {}, "missing.parquet is not there"),
+        ([str(tmp_path / "empty")], {}, "holds no"),
+        ([pages], {"text": "txt"}, "no column 'txt'; did you mean 'text'"),
+        ([pages, pages], {}, "two files have the name 'pages.parquet'"),
+        ([str(tmp_path / "pages.parquet")], {}, "is not a Parquet file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            corpus_parts(inputs, CorpusColumns(**columns))
+
+
+def test_the_command_fills_a_store_goes_on_with_it_and_lists_what_failed(collection, model, tmp_path, capsys):
+    store, failures = str(tmp_path / "s.lance"), tmp_path / "s.lance.failed.jsonl"
+    command = [
+        "compress-corpus",
+        str(collection),
+        "--model",
+        model,
+        "--store",
+        store,
+        "--ratio",
+        "4",
+        "--device",
+        "cpu",
+    ]
+    assert cli.main([*command, "--batch-size", "3", "--commit-seconds", "0"]) == 0
+    assert "7 rows with" in capsys.readouterr().err
+    failed = [json.loads(line)["id"] for line in failures.read_text(encoding="utf-8").splitlines()]
+    assert sorted(failed) == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3", "sub/b.md"]
+    made = MemoryStore.open(store)
+    texts = made.texts()
+    assert len(texts) == 7
+    pipe = CorpusCompressor(model, device="cpu").pipe
+    for name in ("pages.parquet:3", "sub/a.txt"):
+        alone = pipe.compress(texts[name], ratio=4).quantize("int8")
+        # Padded otherwise, sums may be rounded otherwise.
+        difference = made.get([name]).dequantize().embeddings - alone.dequantize().embeddings
+        assert difference.abs().max() <= 2 * alone.scales.max()
+    made.delete(["pages.parquet:0"])
+    for options, message in (
+        ([], "go on with --resume"),
+        (["--resume", "--ratio", "2"], "memories at ratio 4, not at 2"),
+        (["--resume", "--memory-dtype", "float16"], "is in 'int8', not in 'float16'"),
+    ):
+        assert cli.main([*command, *options]) == 1
+        assert message in capsys.readouterr().err
+    assert cli.main([*command, "--resume", "--no-texts"]) == 0
+    assert "1 rows with" in capsys.readouterr().err
+    made.refresh()
+    assert (len(made), made.texts()["pages.parquet:0"]) == (7, None)
+
+
+def test_an_id_that_comes_again_is_kept_once_and_named(model, tmp_path):
+    lines = [json.dumps({"text": f"text {i}", "key": key}) for i, key in enumerate("abcab")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    job = CorpusJob(
+        (str(tmp_path / "rows.jsonl"),),
+        str(tmp_path / "s.lance"),
+        model,
+        2,
+        columns=CorpusColumns(id="key"),
+        batch_size=4,
+        commit_seconds=0,
+    )
+    total = list(compress_locally(job, ["cpu"]))
+    assert [report.num_rows for report in total] == [3, 0]
+    assert sorted(name for report in total for name, _ in report.failures) == ["a", "b"]
+    store = MemoryStore.open(job.store)
+    assert sorted(store.ids()) == ["a", "b", "c"]
+    assert sum(report.num_tokens for report in total) == int(store.get(["a", "b", "c"]).num_context_tokens.sum())
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_is_taken_up_again_and_nothing_is_done_twice_or_lost(model, tmp_path):
+    texts = [f"This is page {i} of a long book. " * (i % 7 + 1) for i in range(300)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "pages.parquet")
+    store = tmp_path / "s.lance"
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "context_compressors.cli",
+        "compress-corpus",
+        str(tmp_path / "pages.parquet"),
+    ]
+    command += ["--model", model, "--store", str(store), "--ratio", "4", "--device", "cpu", "--commit-seconds", "0"]
+    # Two workers, which end with their parent.
+    process = subprocess.Popen([*command, "--batch-size", "4", "--workers", "2"], start_new_session=True)
+    deadline = time.monotonic() + 500
+    while time.monotonic() < deadline and process.poll() is None:
+        found = MemoryStore.find(store)
+        if found is not None and len(found) >= 12:
+            break
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    store = MemoryStore.open(store)
+    before, first_version = list(store.ids()), store.version
+    assert 12 <= len(before) < 300, "it was killed on the way"
+    while Path(f"/proc/{process.pid}").exists() or _children(process.pid):
+        assert time.monotonic() < deadline, "workers outlived their parent"
+        time.sleep(0.1)
+    result = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=True)
+    assert f"{300 - len(before)} rows with" in result.stderr
+    store.refresh()
+    assert sorted(store.ids()) == sorted(f"pages.parquet:{i}" for i in range(300))
+    assert list(store.ids())[: len(before)] == before
+    assert store.version > first_version
+    assert list(store.texts([f"pages.parquet:{i}" for i in range(300)]).values()) == texts
+
+
+def _children(group: int) -> list[str]:
+    """Processes of a group that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, process_group = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        found += [path.parent.name] if process_group == str(group) and state != "Z" else []
+    return found

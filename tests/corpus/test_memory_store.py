@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store gives back what was put in, in every form, whoever else writes and whoever is killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from context_compressors import MemoryStore
+
+sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
+from random_memories import assert_same, make_memory
+
+IDS = ["a", "it's", "empty", "d/e"]
+
+
+def stored(memory, dtype):
+    """The memory as a store keeps it: what stands at pads is not kept."""
+    if dtype != "float16":
+        return memory.quantize(dtype)
+    real = memory.attention_mask.bool()
+    carrier = memory._map_carrier(lambda tensor, slot_dim, span: tensor.half().where(_at(real, tensor), 0))
+    return replace(memory, **carrier)
+
+
+def _at(mask, tensor):
+    return mask[:, None, :, None] if tensor.dim() == 4 else mask[:, :, None]
+
+
+def assert_equal(left, right):
+    assert_same(left, right)
+    for ours, theirs in zip(left._scale_tensors(), right._scale_tensors(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
+def test_memories_come_back_by_id_as_they_were_kept_and_from_files_too(dtype, tmp_path):
+    for carrier in ("embeddings", "key_values"):
+        check_memories_come_back(carrier, dtype, tmp_path / carrier)
+
+
+def check_memories_come_back(carrier, dtype, tmp_path):
+    memory = make_memory((3, 40, 0, 5), carrier=carrier, layout="enhanced", ratio=torch.tensor([4, 4, 4, 2]))
+    memory = replace(memory, position_ids=(memory.position_ids + 7) * memory.attention_mask)
+    store = MemoryStore.create(tmp_path / "s.lance", memory, dtype)
+    texts, metadata = ["x", None, "z", ""], [{"page": 1}, None, {}, {"ä": [1.5]}]
+    store.add(IDS, memory, texts, metadata)
+    expected = stored(memory, dtype)
+    assert_equal(store.get(IDS), expected)
+    assert_equal(store.get(["d/e", "a", "d/e"]), expected.rows([3, 0, 3]))
+    assert store.texts(IDS) == dict(zip(IDS, texts, strict=True))
+    assert store.metadata(IDS[::-1]) == metadata[::-1]
+    paths = store.export(tmp_path / "files")
+    assert [path.name for path in paths] == [f"{name}.safetensors" for name in ("a", "it%27s", "empty", "d%2Fe")]
+    other = MemoryStore.create(tmp_path / "t.lance", memory, dtype)
+    assert other.import_files(tmp_path / "files") == IDS
+    assert_equal(other.get(["d/e", "a"]), expected.rows([3, 0]))
+    assert (other.texts(), other.metadata(IDS)) == (store.texts(), metadata)
+
+
+def test_versions_stay_readable_until_they_are_compacted_and_a_reader_keeps_its_own(tmp_path):
+    memory = make_memory((3, 5))
+    store = MemoryStore.create(tmp_path / "s.lance", memory, "float16")
+    store.add(["a", "b"], memory)
+    reader = MemoryStore.open(tmp_path / "s.lance", model_id=memory.model_id)
+    store.add(["c"], memory.rows(0))
+    store.delete(["a"])
+    assert (sorted(store.ids()), sorted(reader.ids())) == (["b", "c"], ["a", "b"])
+    assert sorted(MemoryStore.open(tmp_path / "s.lance", version=reader.version).ids()) == ["a", "b"]
+    assert_same(reader.get(["a"]), stored(memory, "float16").rows(0))
+    store.compact()
+    assert_same(store.get(["c", "b"]), stored(memory, "float16"))
+    store.add(["a"], memory.rows(1))
+    reader.refresh()
+    assert (len(reader), reader.contains(["a", "x", "c"])) == (3, [True, False, True])
+
+
+def test_what_is_wrong_is_named(tmp_path):
+    memory = make_memory((3, 5))
+    store = MemoryStore.create(tmp_path / "s.lance", memory)
+    store.add(["a", "b"], memory)
+    other = replace(memory, model_id="other")
+    infinite = replace(memory, embeddings=memory.embeddings / 0)
+    wrong = {
+        "the store has no ids 'x', 'y'": lambda: store.get(["a", "x", "y"]),
+        "the store has no ids 'z'": lambda: store.delete(["a", "z"]),
+        "`ids` is an empty list": lambda: store.get([]),
+        "the store has ids 'a' already": lambda: store.add(["a", "c"], memory),
+        "ids 'c' stand several times": lambda: store.add(["c", "c"], memory),
+        "`texts` has 1 entries, the memory 2 rows": lambda: store.add(["c", "d"], memory, ["x"]),
+        "of the model 'me/compressor', not of 'other'": lambda: store.add(["c", "d"], other),
+        "store of the model 'me/compressor', not of 'o'": lambda: MemoryStore.open(tmp_path / "s.lance", "o"),
+        "slots of shape": lambda: store.add(["c", "d"], make_memory((3, 5), carrier="key_values")),
+        "must be finite": lambda: store.add(["c", "d"], infinite),
+        "there is a store": lambda: MemoryStore.create(tmp_path / "s.lance", memory),
+        "there is no store": lambda: MemoryStore.open(tmp_path / "t.lance"),
+        "at version 99": lambda: MemoryStore.open(tmp_path / "s.lance", version=99),
+        "dtype of a store: 'int2'": lambda: MemoryStore.create(tmp_path / "t.lance", memory, "int2"),
+        "a memory without `model_id`": lambda: MemoryStore.create(tmp_path / "t.lance", replace(memory, model_id="")),
+        "there is no memory file": lambda: store.import_files(tmp_path),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+    with pytest.raises(TypeError, match="must be a list of ids"):
+        store.get("a")
+    assert (sorted(store.ids()), store.version) == (["a", "b"], 2)
+
+
+WRITER = """
+import sys
+sys.path.append(sys.argv[2])
+from random_memories import make_memory
+from context_compressors import MemoryStore
+
+store = MemoryStore.open(sys.argv[1])
+for number in range(100_000):
+    store.append(store.table_of([f"{number}-{row}" for row in range(8)], make_memory((4,) * 8), ["text"] * 8))
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_writer_leaves_whole_versions_and_two_writers_keep_each_id_once(tmp_path):
+    path = tmp_path / "s.lance"
+    MemoryStore.create(path, make_memory((4,)), "float16")
+    helpers = os.path.join(os.path.dirname(__file__), "..", "modeling")
+    command = [sys.executable, "-c", WRITER, str(path), helpers]
+    # Both write the same ids.
+    writers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        for _ in range(5):
+            for writer in writers:
+                writer.stdout.readline()
+            ids = list(MemoryStore.open(path).ids())
+            assert len(ids) == len(set(ids))
+            assert len(ids) % 8 == 0, "a reader sees whole versions"
+        time.sleep(0.05)
+    finally:
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+    store = MemoryStore.open(path)
+    ids = list(store.ids())
+    assert len(ids) == len(set(ids)) >= 40
+    assert len(ids) % 8 == 0
+    assert store.get(ids[::5]).validate(finite=True) is None
+    store.add(["after"], make_memory((4,)))
+    store.compact()
+    assert len(store) == len(ids) + 1
