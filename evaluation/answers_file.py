@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with what every sample got, one line of JSON each: written while an evaluation runs, and compared."""
+"""Files with what every sample got, one line of JSON each, written while an evaluation runs."""
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
-from .bootstrap import mean_statistic, percentile_interval, resampled_scores
 from .report import EvaluationReport, SampleAnswers
 
 
@@ -50,46 +49,6 @@ def read_answers(path: str | os.PathLike[str]) -> list[SampleAnswers]:
         return [SampleAnswers(**json.loads(line)) for line in lines if line]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is no file of answers: {error}") from error
-
-
-def paired_difference(
-    first: Sequence[SampleAnswers],
-    second: Sequence[SampleAnswers],
-    metric: str,
-    first_condition: str,
-    second_condition: str | None = None,
-    seed: int = 0,
-) -> tuple[float, tuple[float, float]]:
-    """How much better one condition or checkpoint is than another on the very same samples of one data set and task.
-
-    Args:
-        first: what the samples got; from `read_answers` or a report.
-        second: the same samples under another checkpoint, in any order; or `first` again for another condition.
-        metric: a mean over samples, such as "f1".
-        first_condition: such as "ratio=4".
-        second_condition: such as "bm25=4"; the first one when `None`.
-        seed: draws the resamples.
-
-    Returns:
-        Mean of first minus second, and its 95 % bootstrap interval over documents.
-
-    Raises:
-        ValueError: not the same samples, or samples of more than one data set or task.
-    """
-    others = {(other.dataset, other.task, other.id, other.question): other for other in second}
-    mine = [(sample.dataset, sample.task, sample.id, sample.question) for sample in first]
-    if len({key[:2] for key in mine}) != 1 or len(second) != len(mine) or set(mine) != set(others):
-        raise ValueError(
-            f"first and second must have the same samples of one data set and task, got {len(mine)} and {len(second)}"
-        )
-    second_condition = second_condition or first_condition
-    values = [
-        sample.scores[first_condition][metric] - others[key].scores[second_condition][metric]
-        for key, sample in zip(mine, first, strict=True)
-    ]
-    statistic = mean_statistic(values)
-    resampled = resampled_scores({metric: statistic}, [sample.document for sample in first], seed=seed)[metric]
-    return statistic.score(), percentile_interval(resampled)
 
 
 def _key(line: str, path: Path) -> tuple[str, str]:

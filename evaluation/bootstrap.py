@@ -113,6 +113,24 @@ def resampled_scores(
     return {name: s.of_sums(part) for (name, s), part in zip(statistics.items(), parts, strict=True)}
 
 
+def is_lower_better(metric: str) -> bool:
+    """Whether a lower score is the better one."""
+    return metric.endswith("perplexity")
+
+
+def verdict(interval: tuple[float, float], metric: str = "") -> str:
+    """What the interval of a difference tells of the first of two: "better", "worse" or "cannot be told".
+
+    Args:
+        interval: both ends of first minus second.
+        metric: of perplexities, lower is better.
+    """
+    low, high = interval
+    if not (low > 0 or high < 0):
+        return "cannot be told"
+    return "better" if (low > 0) != is_lower_better(metric) else "worse"
+
+
 def percentile_interval(scores: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
     """The interval that holds the share `level` of the resampled scores; resamples without a score do not count.
 

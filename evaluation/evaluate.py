@@ -15,16 +15,19 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..data.document_ids import TrainingDocuments
 from ..data.prompts import default_prompts
 from ..data.task_tokens import task_start_ids
 from ..modeling.checkpoint.fingerprints import fingerprint
 from ..modeling.parts.prompting import start_token_id, text_tokenizer
 from .bert_score import BertScorer
 from .context_limits import context_limit, within_encoder_tokens
+from .held_out import check_held_out
+from .progress_file import ProgressFile
 from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, alternative_condition, ratio_condition
 from .results import add_results, samples_digest
 from .samples import EvaluationDataset, Sample, SampleBuilder
-from .scoring import Condition, Scorer
+from .scoring import Condition, Scorer, Tally
 from .seq2seq_scoring import Seq2SeqScorer
 from .settings import EvaluationSettings
 
@@ -39,7 +42,9 @@ def evaluate_model(
     model_name: str | None = None,
     progress: bool = True,
     notes: Mapping[str, Any] | None = None,
+    records: Mapping[str, TrainingDocuments | None] | None = None,
     resume_from: EvaluationReport | None = None,
+    progress_file: str | Path | None = None,
     on_result: Callable[[EvaluationReport], Any] = lambda report: None,
 ) -> EvaluationReport:
     """Score a model on data sets: without context, with full context, and a compressor at every ratio.
@@ -57,8 +62,12 @@ def evaluate_model(
         model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
         progress: whether to show a progress bar.
         notes: what the report's settings should say besides.
+        records: by name, what trained and chose the models, or whatever else chose them, none of which may be among
+            the documents of `datasets`; what stands beside the weights of model and teacher when `None`.
         resume_from: an unfinished report of the same evaluation, whose rows are taken over and not scored again; data
             sets and tasks may be added to it.
+        progress_file: what has been scored of a data set that is not done; it is gone on with where it is there, and
+            deleted in the end.
         on_result: called with the report after each task on each data set.
 
     Returns:
@@ -68,7 +77,8 @@ def evaluate_model(
         TypeError: the model is neither a compressor nor a causal language model.
         ValueError: ratios, a teacher or zero shot for a plain language model, a ratio that the checkpoint was not
             trained for, a task that no data set serves, two data sets of one name, a teacher with another vocabulary,
-            a context that does not fit and may not be cut, or a report to resume from that is of another evaluation.
+            a context that does not fit and may not be cut, documents that trained a model or chose it, generation
+            settings that are not allowed, or a report or file to resume from that is of another evaluation.
     """
     settings = settings or EvaluationSettings()
     compresses = can_compress(model)
@@ -114,17 +124,27 @@ def evaluate_model(
         settings.allow_untrained_ratio,
         _bert_scorer(settings, model.device),
         settings.repetition_penalty,
+        settings.generation,
+        settings.seed,
     )
+    name = model_name or model_label(model.name_or_path or type(model).__name__)
+    if records is None:
+        readers = {name: model} | ({} if teacher is None else {model_label(teacher.name_or_path): teacher})
+        records = {label: TrainingDocuments.of(reader.name_or_path) for label, reader in readers.items()}
+    held_out = check_held_out(samples, records, settings.allow_trained_documents)
     report = EvaluationReport(
-        model=model_name or model_label(model.name_or_path or type(model).__name__),
+        model=name,
         bounds="own_decoder" if teacher is None else "teacher",
         num_parameters=model.num_parameters(),
+        held_out=held_out,
+        documents=_documents(samples),
         settings={
             **asdict(settings),
             "ratios": ratios,
             "prompts": model_label(prompts) if isinstance(prompts, str) else prompts,
             "prompt_format": builder.prompt_format,
             "context_prefix": builder.context_prefix,
+            "generation": _generation(model, scorer.generation),
             "bert_score_model": settings.bert_score_model and model_label(settings.bert_score_model),
             "dtype": str(model.dtype),
             "device": model.device.type,
@@ -136,9 +156,30 @@ def evaluate_model(
     )
     if resume_from is not None:
         _take_over(report, resume_from)
+    file = None
+    if progress_file is not None:
+        same = {name: value for name, value in report.settings.items() if name not in ("tasks", "samples")}
+        file = ProgressFile(progress_file, {"model": report.model, "bounds": report.bounds, **same})
     with _evaluation_mode([model] if teacher is None else [model, teacher]):
-        _score_all(report, scorer, samples, settings, progress, on_result)
+        _score_all(report, scorer, samples, settings, progress, on_result, file)
+    if file is not None:
+        file.path.unlink()
     return report
+
+
+def _documents(samples: Sequence[tuple[EvaluationDataset, str, Sequence[Sample]]]) -> dict[str, str]:
+    """Data set -> the ids of its documents."""
+    found: dict[str, set[str]] = {}
+    for dataset, _, made in samples:
+        found.setdefault(dataset.name, set()).update(sample.document_id for sample in made)
+    return {name: " ".join(sorted(ids)) for name, ids in found.items()}
+
+
+def _generation(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """How everything is written, where that is not greedy: the model's own configuration, and what was given."""
+    own = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
+    kept = {name: value for name, value in own.items() if not name.endswith(("_id", "_version")) and name[0] != "_"}
+    return {**kept, "do_sample": False, "num_beams": 1, **given}
 
 
 def can_compress(model: PreTrainedModel) -> bool:
@@ -189,6 +230,7 @@ def _take_over(report: EvaluationReport, earlier: EvaluationReport) -> None:
     if differing:
         raise ValueError(f"the report to resume from is of another evaluation; it differs in {', '.join(differing)}")
     report.settings["samples"] = samples | mine["samples"]
+    report.documents = earlier.documents | report.documents
     for row in earlier.rows:
         report.add(row)
 
@@ -200,6 +242,7 @@ def _score_all(
     settings: EvaluationSettings,
     progress: bool,
     on_result: Callable[[EvaluationReport], Any],
+    file: ProgressFile | None = None,
 ) -> None:
     done = {(row.dataset, row.task) for row in report.rows}
     work = [(dataset, task, samples) for dataset, task, samples in work if (dataset.name, task) not in done]
@@ -207,14 +250,25 @@ def _score_all(
     with tqdm(total=total, desc="evaluate", unit="sample", disable=not progress) as bar:
         for dataset, task, samples in work:
             bar.set_postfix_str(f"{dataset.name}, {task}")
+            digest = samples_digest(samples)
+            known = {} if file is None else file.rows(digest)
+            bar.update(len(known))
+
+            def note(rows: list[int], tallies: Mapping[str, Tally], digest: str = digest) -> None:
+                if file is not None:
+                    states = {row: {name: tally.state(row) for name, tally in tallies.items()} for row in rows}
+                    file.add(digest, states)
+                bar.update(len(rows))
+
             tallies = scorer.tallies(
                 task,
                 samples,
                 settings.batch_size,
                 settings.max_new_tokens.get(task),
                 settings.reconstruction_bleu,
-                bar.update,
+                note,
                 settings.answer_perplexity,
+                known,
             )
             resampling = (settings.seed, settings.num_resamples, scorer.bert_scorer)
             add_results(report, dataset, task, samples, tallies, *resampling)

@@ -4,7 +4,7 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 from ..reporting.environment import environment
 from ..reporting.result_files import write_results
 from ..reporting.tables import markdown_table
+from .answer_kinds import ANSWER_KINDS
 from .benchmark_metrics import BENCHMARK_SCORE
+from .bootstrap import verdict
 from .metrics import teacher_normalized
 
 DOMAINS = ("in", "out")
@@ -30,6 +32,7 @@ MAIN_METRICS = {
 RETENTION = "retention"
 # Name in the rows -> title in tables.
 _COSTS = {"slots": "slots", "memory_bytes": "bytes", "decoder_positions": "positions"}
+_SECONDS = {"compress": "seconds to compress", "answer": "seconds to answer"}
 _FORMAT_VERSION = 1
 
 
@@ -74,6 +77,12 @@ class EvaluationRow:
             and where they were not scored.
         costs: means of `slots` and `memory_bytes` of a document's memory, and of `decoder_positions`, all that the
             decoder has read when it starts to write.
+        seconds: means of the wall-clock time to `compress` a document, at all ratios of the evaluation at once, and to
+            `answer` a question, a batch's time shared among its questions.
+        by_kind: kind of answer, see `answer_kind` -> its `num_samples` and `num_documents`, the task's main metric
+            over them, and its 95 % `interval`.
+        differences: alternative at the same number of positions, such as "cut=4" -> how much this row's `metric` is
+            above its on the same questions: `difference`, and its 95 % `interval`.
 
     Raises:
         ValueError: a domain that is not allowed, no samples, or more truncated ones than there are.
@@ -91,6 +100,9 @@ class EvaluationRow:
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     retention: float | None = None
     costs: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
+    differences: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.domain not in DOMAINS:
@@ -156,6 +168,8 @@ class EvaluationReport:
         settings: options of the evaluation.
         environment: hardware and versions, see `environment`.
         answers: what every sample got, see `SampleAnswers`; kept out of the report's file.
+        held_out: by model, whether documents of this report trained or chose it, see `check_held_out`.
+        documents: data set -> the ids of its documents, see `document_id`.
 
     Raises:
         ValueError: bounds that are not allowed, or two rows for the same data set, task, condition and seed.
@@ -168,6 +182,8 @@ class EvaluationReport:
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=environment)
     answers: list[SampleAnswers] = field(default_factory=list, repr=False)
+    held_out: dict[str, dict[str, Any]] = field(default_factory=dict)
+    documents: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.bounds not in BOUNDS:
@@ -335,6 +351,8 @@ class EvaluationReport:
             "bounds": self.bounds,
             "settings": self.settings,
             "environment": self.environment,
+            "held_out": self.held_out,
+            "documents": self.documents,
             "rows": [asdict(row) for row in self.rows],
         }
         return _plain(content)
@@ -352,7 +370,8 @@ class EvaluationReport:
                 raise ValueError(f"format_version must be {_FORMAT_VERSION}, got {content['format_version']!r}")
             rows = [_row_from(row) for row in content["rows"]]
             names = ("model", "bounds", "num_parameters", "settings", "environment")
-            return cls(rows=rows, **{name: content[name] for name in names})
+            later = {name: content.get(name, {}) for name in ("held_out", "documents")}
+            return cls(rows=rows, **{name: content[name] for name in names}, **later)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not an evaluation report: {error}") from error
 
@@ -361,8 +380,10 @@ class EvaluationReport:
         parts = [f"# {self.model}", f"Bounds (no_context, full_context): {self.bounds}."]
         if any(row.intervals for row in self.rows):
             parts.append("In brackets: 95 % bootstrap intervals over documents.")
+        parts += _held_out_lines(self.held_out)
         for task in self.tasks():
             parts += [f"## {task}", self._rows_table(task), self._averages_table(task)]
+            parts += filter(None, [self._kinds_table(task), self._differences_table(task)])
         return "\n\n".join(parts) + "\n"
 
     def _rows_table(self, task: str) -> str:
@@ -374,6 +395,7 @@ class EvaluationReport:
             key=lambda row: (datasets.index(row.dataset), row.seed, order[row.condition]),
         )
         costs = [name for name in _COSTS if any(name in row.costs for row in rows)]
+        seconds = [name for name in _SECONDS if any(name in row.seconds for row in rows)]
         kept = [RETENTION] if any(row.retention is not None for row in rows) else []
         header = ["data set", "domain", "seed", "condition", "samples", "documents", "truncated"]
         body = [
@@ -381,9 +403,47 @@ class EvaluationReport:
             + [row.num_truncated, *(_with_interval(row.metrics.get(metric), row, metric) for metric in metrics)]
             + [_with_interval(row.retention, row, RETENTION) for _ in kept]
             + [_text(row.costs.get(name)) for name in costs]
+            + [_text(row.seconds.get(name)) for name in seconds]
             for row in rows
         ]
-        return markdown_table([*header, *metrics, *kept, *(_COSTS[name] for name in costs)], body)
+        titles = [*(_COSTS[name] for name in costs), *(_SECONDS[name] for name in seconds)]
+        return markdown_table([*header, *metrics, *kept, *titles], body)
+
+    def _kinds_table(self, task: str) -> str | None:
+        """The main metric by kind of answer."""
+        rows = [row for row in self.rows if row.task == task and row.by_kind]
+        metric = self.main_metric(task)
+        kinds = [kind for kind in ANSWER_KINDS if any(kind in row.by_kind for row in rows)]
+        if not kinds:
+            return None
+        body = []
+        for row in rows:
+            found = [row.by_kind.get(kind, {}) for kind in kinds]
+            cells = [_text(kind.get(metric)) + _brackets(kind.get("interval")) for kind in found]
+            cells = [
+                f"{cell}, {kind['num_samples']}" if kind else "-" for cell, kind in zip(cells, found, strict=True)
+            ]
+            body.append([row.dataset, row.seed, row.condition, *cells])
+        title = f"{metric} by kind of answer, and how many questions ask for one"
+        return f"{title}\n\n" + markdown_table(["data set", "seed", "condition", *kinds], body)
+
+    def _differences_table(self, task: str) -> str | None:
+        """Slots beside text at the same number of positions, on the same questions."""
+        body = [
+            [
+                *(row.dataset, row.seed, row.condition, other, row.num_samples, row.num_documents or "-"),
+                _text(found["difference"]) + _brackets(found["interval"]),
+                verdict(found["interval"], found["metric"]),
+            ]
+            for row in self.rows
+            for other, found in row.differences.items()
+            if row.task == task
+        ]
+        if not body:
+            return None
+        title = f"{self.main_metric(task)}: slots less text at the same number of positions, on the same questions"
+        header = ["data set", "seed", "slots", "text", "samples", "documents", "difference", "slots are"]
+        return f"{title}\n\n" + markdown_table(header, body)
 
     def _averages_table(self, task: str) -> str:
         metric = self.main_metric(task)
@@ -419,7 +479,42 @@ def _row_from(content: dict[str, Any]) -> EvaluationRow:
     }
     if content.get("retention") is not None:
         read["retention"] = _number(content["retention"])
+    for name in ("by_kind", "differences"):
+        read[name] = {
+            other: {key: _read_value(key, value) for key, value in found.items()}
+            for other, found in content.get(name, {}).items()
+        }
     return EvaluationRow(**content | read)
+
+
+def _held_out_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What `check_held_out` found, for people: a sentence for each model."""
+    lines = []
+    for model, facts in found.items():
+        if facts["record"] == "none":
+            lines.append(f"Whether {model} was trained on these documents is unknown: it has no record of its own.")
+            continue
+        counts = f"{facts['trained']:,} that trained {model} and the {facts['chose']:,} that chose it"
+        if facts["record"] == "in part":
+            counts += ", as far as these are recorded"
+        shared = [
+            f"{number} of {dataset} {part}"
+            for dataset, parts in facts["shared"].items()
+            for part, number in parts.items()
+        ]
+        if shared:
+            lines.append(
+                f"**Not held out**: among the {counts}, are documents that are scored here: {', '.join(shared)}."
+            )
+        else:
+            lines.append(f"Held out: no document here is among the {counts}.")
+    return lines
+
+
+def _read_value(name: str, value: Any) -> Any:
+    if name == "interval":
+        return _number(value[0]), _number(value[1])
+    return math.nan if value is None else value
 
 
 def _with_interval(value: float | None, row: EvaluationRow, metric: str) -> str:

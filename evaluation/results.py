@@ -7,14 +7,25 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from .answer_kinds import ANSWER_KINDS, answer_kind
 from .benchmark_metrics import BENCHMARK_SCORE
 from .bert_score import BertScorer
 from .bootstrap import Statistic, percentile_interval, resampled_scores
 from .metrics import teacher_normalized
-from .report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, RETENTION, EvaluationReport, EvaluationRow, SampleAnswers
+from .report import (
+    FULL_CONTEXT,
+    MAIN_METRICS,
+    NO_CONTEXT,
+    RETENTION,
+    EvaluationReport,
+    EvaluationRow,
+    SampleAnswers,
+    alternative_condition,
+    ratio_of,
+)
 from .samples import EvaluationDataset, Sample
 from .scoring import Tally
-from .settings import NUM_RESAMPLES
+from .settings import ALTERNATIVES, NUM_RESAMPLES
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:
@@ -50,6 +61,10 @@ def add_results(
     documents = [sample.document for sample in samples]
     statistics = {name: tally.statistics(task, bert_scorer) for name, tally in tallies.items()}
     flat = {(name, metric): found for name, metrics in statistics.items() for metric, found in metrics.items()}
+    main = BENCHMARK_SCORE if BENCHMARK_SCORE in next(iter(statistics.values())) else MAIN_METRICS[task]
+    kinds = _rows_of_kinds(samples) if task == "question_answering" else {}
+    for name, metrics in statistics.items():
+        flat |= {(name, f"{main}/{kind}"): _only(metrics[main], rows) for kind, rows in kinds.items()}
     resampled = resampled_scores(flat, documents, num_resamples, seed)
     num_documents = len(set(documents))
 
@@ -59,7 +74,7 @@ def add_results(
 
     for name, tally in tallies.items():
         intervals = {metric: interval(resampled[name, metric]) for metric in statistics[name]}
-        kept, main = None, BENCHMARK_SCORE if BENCHMARK_SCORE in statistics[name] else MAIN_METRICS[task]
+        kept = None
         if {NO_CONTEXT, FULL_CONTEXT} <= tallies.keys() and name not in (NO_CONTEXT, FULL_CONTEXT):
             conditions = (name, FULL_CONTEXT, NO_CONTEXT)
             kept = 100 * float(teacher_normalized(*(statistics[name][main].score() for name in conditions)))
@@ -78,9 +93,48 @@ def add_results(
                 intervals,
                 kept,
                 tally.costs(documents),
+                tally.seconds(documents),
+                {
+                    kind: {
+                        "num_samples": len(rows),
+                        "num_documents": len({documents[row] for row in rows}),
+                        main: flat[name, f"{main}/{kind}"].score(),
+                        "interval": interval(resampled[name, f"{main}/{kind}"]),
+                    }
+                    for kind, rows in kinds.items()
+                },
+                {
+                    other: {
+                        "metric": main,
+                        "difference": statistics[name][main].score() - statistics[other][main].score(),
+                        "interval": interval(resampled[name, main] - resampled[other, main]),
+                    }
+                    for other in _same_positions(name)
+                    if other in statistics
+                },
             )
         )
     report.answers += _answers(dataset.name, task, samples, tallies, statistics)
+
+
+def _rows_of_kinds(samples: Sequence[Sample]) -> dict[str, list[int]]:
+    """Kind of answer -> the samples that ask for one; kinds that nothing asks for are left out."""
+    found = [answer_kind(sample.references[0]) for sample in samples]
+    rows = {kind: [row for row, own in enumerate(found) if own == kind] for kind in ANSWER_KINDS}
+    return {kind: places for kind, places in rows.items() if places}
+
+
+def _only(statistic: Statistic, rows: Sequence[int]) -> Statistic:
+    """The statistic of some samples alone; the others add nothing to its sums."""
+    values = np.zeros_like(statistic.values)
+    values[rows] = statistic.values[rows]
+    return Statistic(values, statistic.of_sums)
+
+
+def _same_positions(condition: str) -> list[str]:
+    """The alternatives that fill as many positions as a ratio's slots."""
+    ratio = ratio_of(condition)
+    return [] if ratio is None else [alternative_condition(kind, ratio) for kind in ALTERNATIVES]
 
 
 def _answers(

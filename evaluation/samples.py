@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..data.document_ids import document_id
 from ..data.prompts import TASKS, format_prompt
 from ..data.rows import answer_text
 from ..modeling.parts.prompting import before_answer, encode, prefix_ids
@@ -68,8 +69,8 @@ class EvaluationDataset:
 class Sample:
     """One tokenized sample: what is compressed, what follows it, and what should come out.
 
-    Samples with the same `document` share a context. `head_ids` stand in front of it: the opening of the user's turn
-    in a chat. A benchmark's question has its own `max_new_tokens` and `metric`.
+    Samples with the same `document` share a context, whose id is `document_id`. `head_ids` stand in front of it: the
+    opening of the user's turn in a chat. A benchmark's question has its own `max_new_tokens` and `metric`.
     """
 
     context_ids: list[int]
@@ -78,6 +79,7 @@ class Sample:
     references: list[str]
     truncated: bool = False
     document: int = 0
+    document_id: str = ""
     id: str = ""
     question: str = ""
     head_ids: list[int] = field(default_factory=list)
@@ -173,7 +175,8 @@ class SampleBuilder:
             return None
         context = example.get("context", example.get("text"))
         document = documents.setdefault(context, len(documents))
-        return replace(sample, document=document, id=example["id"], question=example.get("question", ""))
+        whole, question = document_id(context), example.get("question", "")
+        return replace(sample, document=document, document_id=whole, id=example["id"], question=question)
 
     def _long_enough(self, task: str, examples: Sequence[Mapping[str, Any]], name: str) -> Sequence[Mapping[str, Any]]:
         """What samples may be drawn from, where windows have a length of their own."""

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS
@@ -43,6 +44,8 @@ class EvaluationSettings:
         repetition_penalty: what the score of a token that was already written is divided by (multiplied, where it is
             below zero) while everything that is written is written; tokens of the prompt are not penalised. 1.3 in the
             code of GMSA's authors; none when `None`.
+        generation: what else everything is written with, fields of `transformers.GenerationConfig` such as
+            `{"num_beams": 4}`; where they do not say, the model's own generation configuration does, without sampling.
         prompts: name or file of the prompts, or one for each task; when `None` those that the checkpoint was trained
             with, or else "memory_tokens" for a compressor with task tokens and the packaged ones for other models.
         prompt_format: of a plain language model, "plain" or "chat"; a compressor's is its checkpoint's.
@@ -60,6 +63,7 @@ class EvaluationSettings:
         truncation_side: side that contexts of questions and summaries are cut on, "right" or "left". A reconstruction
             is always cut on the right, a continuation on the left.
         allow_untrained_ratio: also compress at ratios that the checkpoint was not trained for.
+        allow_trained_documents: also score documents that trained a model or chose it; the report says so.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -81,6 +85,7 @@ class EvaluationSettings:
     bert_score_layer: int | None = None
     answer_perplexity: bool = False
     repetition_penalty: float | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
     prompts: str | Mapping[str, str] | None = None
     prompt_format: str = "plain"
     context_prefix: str = ""
@@ -92,6 +97,7 @@ class EvaluationSettings:
     truncate_context: bool = False
     truncation_side: str = "right"
     allow_untrained_ratio: bool = False
+    allow_trained_documents: bool = False
 
     def __post_init__(self) -> None:
         for task in self.tasks:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,10 +101,35 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
     for name in ("ratios", "restoration_lengths"):
         values = getattr(arguments, name)
         fields[name] = None if values is None else tuple(values)
+    fields["generation"] = generation_from_arguments(arguments.generation_config)
     del fields["max_new_tokens"]
     if arguments.max_new_tokens is not None:
         fields["max_new_tokens"] = dict.fromkeys(("question_answering", "summarisation"), arguments.max_new_tokens)
     return EvaluationSettings(**fields)
+
+
+def generation_from_arguments(values: Sequence[str]) -> dict[str, Any]:
+    """Fields of a generation configuration from files, and from values such as "num_beams=4" over them.
+
+    Raises:
+        ValueError: a file that is not there, or holds no fields.
+    """
+    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    for value in values:
+        name, is_field, text = value.partition("=")
+        if is_field and name.isidentifier():
+            try:
+                given[name] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+            except ValueError:
+                given[name] = text
+            continue
+        path = Path(value) / "generation_config.json" if Path(value).is_dir() else Path(value)
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not isinstance(content, dict):
+            raise ValueError(f"--generation-config takes KEY=VALUE or a JSON file with fields, got {value!r}")
+        found |= content
+    return found | given
 
 
 def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> PreTrainedModel:
@@ -122,6 +148,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     """Load what the arguments name, score it, and write the report and the answers while they come."""
     from transformers import AutoTokenizer
 
+    from ..data.document_ids import TrainingDocuments
     from ..evaluation.answers_file import AnswersFile
     from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import can_compress, evaluate_model, model_label
@@ -136,6 +163,17 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         earlier = EvaluationReport.load(arguments.output) if Path(arguments.output).exists() else None
     for path in arguments.compare_with:
         EvaluationReport.load(path)
+    records = {model_label(arguments.model): TrainingDocuments.of(arguments.model)}
+    if arguments.teacher is not None:
+        records[model_label(arguments.teacher)] = TrainingDocuments.of(arguments.teacher)
+    for path in arguments.chosen_by:
+        if not (documents := EvaluationReport.load(path).documents):
+            raise ValueError(f"{path} does not say which documents it scored, as reports of earlier versions do not")
+        chose = set(" ".join(documents.values()).split())
+        records[f"{model_label(arguments.model)}, by {Path(path).name}"] = TrainingDocuments(chose=chose)
+    progress_file = f"{arguments.output}.progress" if arguments.output else None
+    if progress_file is not None and not arguments.resume:
+        Path(progress_file).unlink(missing_ok=True)
     place = base_place(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     datasets = [
@@ -181,7 +219,9 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
             "document_tokens": arguments.document_tokens,
             "teacher": arguments.teacher and model_label(arguments.teacher),
         },
+        records=records,
         resume_from=earlier,
+        progress_file=progress_file,
         on_result=write,
     )
     write(report)
@@ -235,6 +275,14 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         help="penalty on tokens that were already written, those of the prompt apart, such as 1.3 (GMSA)",
     ),
     argument(
+        "--generation-config",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE|FILE",
+        help="how everything is written, fields of transformers' generation configuration, such as num_beams=4 or "
+        "do_sample=true temperature=0.7, or a JSON file of them (default: the model's own, greedily)",
+    ),
+    argument(
         "--answer-perplexity", action="store_true", help="also score each question's first answer token by token"
     ),
     PROMPT_FORMAT,
@@ -253,8 +301,24 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them"),
     argument("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left"),
     argument("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for"),
+    argument(
+        "--allow-trained-documents",
+        action="store_true",
+        help="also score documents that trained the model or chose it, and say so in the report",
+    ),
+    argument(
+        "--chosen-by",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="reports that the checkpoint was chosen by, whose documents may not be scored again",
+    ),
     argument("--output", metavar="FILE", help="write the report as JSON, anew after each task on each data set"),
-    argument("--resume", action="store_true", help="go on with the report in --output, if it is there"),
+    argument(
+        "--resume",
+        action="store_true",
+        help="go on where an evaluation with this --output stopped, inside a data set, too",
+    ),
     argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL"),
     argument("--plots", metavar="FOLDER", help="write pictures of the report"),
     argument("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size"),

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.report import SampleAnswers
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 
@@ -120,3 +121,13 @@ def run(model, tokenizer, rows=ROWS, teacher=None, **options):
     options = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARISATION: 6}, **options}
     data = [EvaluationDataset("tiny", rows)]
     return evaluate_model(model, tokenizer, data, EvaluationSettings(**options), teacher=teacher, progress=False)
+
+
+def answers_of(scores, dataset="squad", condition="ratio=4"):
+    """Two questions about each document."""
+    return [
+        SampleAnswers(
+            dataset, QA, str(row), row // 2, f"{row}?", ["ja", "über\u2028"], {condition: "x"}, {condition: {"f1": f1}}
+        )
+        for row, f1 in enumerate(scores)
+    ]

@@ -23,12 +23,14 @@ from naive_twin import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.task_tokens import add_task_tokens, task_start_ids
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import squad_scores
+from context_compressors.evaluation.paired import paired_difference
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.samples import EvaluationDataset
-from context_compressors.evaluation.scoring import Tally
+from context_compressors.evaluation.scoring import Scorer, Tally
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.prompting import text_tokenizer
@@ -480,6 +482,14 @@ def test_one_document_has_no_interval(model, tokenizer):
     assert all(math.isnan(end) for row in report.rows for ends in row.intervals.values() for end in ends)
 
 
+def comparable(report):
+    """A report but for the seconds that it took."""
+    content = rounded(report.to_dict())
+    for row in content["rows"]:
+        assert row.pop("seconds")
+    return content
+
+
 def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
     datasets = [EvaluationDataset("qa", ROWS), EvaluationDataset("text", [{"text": "plain text"}, {"text": "more"}])]
     settings = EvaluationSettings(tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,))
@@ -505,7 +515,125 @@ def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
         on_result=lambda report: scored.append((report.rows[-1].dataset, report.rows[-1].task)),
     )
     assert scored == [("text", RECONSTRUCTION)]
-    assert rounded(again.to_dict()) == rounded(whole.to_dict())
+    assert comparable(again) == comparable(whole)
+
+
+@pytest.mark.parametrize("task", [QA, RECONSTRUCTION])
+def test_an_evaluation_goes_on_inside_a_data_set(model, tokenizer, tmp_path, monkeypatch, task):
+    rows = [{**ROWS[number % 3], "question": f"{number}?"} for number in range(7)]
+    datasets = [EvaluationDataset("tiny", rows)]
+    options = {"tasks": (task,), "max_new_tokens": {QA: 3, SUMMARISATION: 3}, "batch_size": 2}
+    settings = EvaluationSettings(**options, reconstruction_bleu=True, alternatives=("cut",))
+    whole = evaluate_model(model, tokenizer, datasets, settings, progress=False)
+    path, prompts, write = tmp_path / "out.progress", [], Scorer._write
+
+    def counted(self, model, batch, *others):
+        if len(prompts) == limit:
+            raise KeyboardInterrupt
+        prompts.append(len(batch))
+        return write(self, model, batch, *others)
+
+    monkeypatch.setattr(Scorer, "_write", counted)
+    conditions = 6 if task == QA else 4
+    limit = conditions + 1
+    for _ in range(3):
+        # A batch is done under all conditions or not at all.
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_model(model, tokenizer, datasets, settings, progress=False, progress_file=path)
+        done = len(path.read_text().splitlines()) - 1
+        limit += conditions
+        if done == 2 or (task == RECONSTRUCTION and done == 1):
+            break
+    path.write_text(path.read_text() + '{"of": "half a li')
+    limit, before = 1000, len(prompts)
+    again = evaluate_model(model, tokenizer, datasets, settings, progress=False, progress_file=path)
+    assert comparable(again) == comparable(whole)
+    assert [sample.answers for sample in again.answers] == [sample.answers for sample in whole.answers]
+    batches = 4 if task == QA else 2
+    assert len(prompts) - before == (batches - done) * conditions
+    assert not path.exists()
+    path.write_text('{"evaluation": "another"}\n')
+    with pytest.raises(ValueError, match="cannot be gone on with: it is of another evaluation; delete it"):
+        evaluate_model(model, tokenizer, datasets, settings, progress=False, progress_file=path)
+
+
+def test_documents_that_trained_or_chose_are_refused_by_name_or_named_in_the_report(model, tokenizer):
+    rows = [{**ROWS[number % 3], "id": f"q{number}", "question": f"{number}?"} for number in range(6)]
+    datasets, seen = [EvaluationDataset("tiny", rows)], [document_id(row["context"].upper()) for row in ROWS[:2]]
+    records = {"ours": TrainingDocuments(trained={*seen, "0" * 12}, chose=set(seen[:1])), "reader": None}
+
+    def evaluate(**options):
+        settings = EvaluationSettings(tasks=(RECONSTRUCTION,), ratios=(4,), **options)
+        return evaluate_model(model, tokenizer, datasets, settings, progress=False, records=records)
+
+    # A window of a text is of the text.
+    with pytest.raises(
+        ValueError, match=r"2 of 3 documents of 'tiny' trained ours \(samples q0, q1\); 1 of 3 .* chose"
+    ):
+        evaluate(context_tokens=5)
+    report = evaluate(allow_trained_documents=True)
+    shared = {"tiny": {"trained": 2, "chose": 1}}
+    assert report.held_out["ours"] == {"record": "whole", "trained": 3, "chose": 1, "shared": shared}
+    text = report.to_markdown()
+    assert "**Not held out**" in text
+    assert "2 of tiny trained, 1 of tiny chose" in text
+    assert "Whether reader was trained on these documents is unknown" in text
+    assert set(report.documents["tiny"].split()) == {document_id(row["context"]) for row in ROWS}
+    records = {"ours": TrainingDocuments({"0" * 12}, is_whole=False)}
+    assert (
+        "no document here is among the 1 that trained ours and the 0 that chose it, as far" in evaluate().to_markdown()
+    )
+
+
+def test_rows_say_what_kinds_of_answers_score_and_how_slots_compare_with_as_much_text(model, tokenizer):
+    rows = [*ROWS, {**ROWS[0], "question": "Where?", "answers": ["Rome"]}]
+    report = run(model, tokenizer, rows, tasks=(QA,), alternatives=("cut", "bm25"), num_resamples=200)
+    for row in report.rows:
+        samples = [sample.scores[row.condition]["f1"] for sample in report.answers]
+        sizes = {kind: (found["num_samples"], found["num_documents"]) for kind, found in row.by_kind.items()}
+        assert sizes == {"number": (1, 1), "name": (2, 1), "phrase": (1, 1)}
+        assert row.by_kind["name"]["f1"] == pytest.approx((samples[0] + samples[3]) / 2)
+        assert set(row.seconds) == ({"compress", "answer"} if row.condition[:5] == "ratio" else {"answer"})
+        assert all(seconds > 0 for seconds in row.seconds.values())
+        if row.condition[:5] != "ratio":
+            assert row.differences == {}
+            continue
+        for kind in ("cut", "bm25"):
+            other = row.condition.replace("ratio", kind)
+            expected = paired_difference(report.answers, report.answers, "f1", row.condition, other, 200)
+            found = row.differences[other]
+            assert found["difference"] == pytest.approx(expected.difference)
+            assert found["interval"] == pytest.approx(expected.interval)
+    text = report.to_markdown()
+    assert "f1 by kind of answer" in text
+    assert "f1: slots less text at the same number of positions, on the same questions" in text
+    assert "cannot be told" in text
+
+
+def test_everything_is_written_as_the_generation_configuration_says(model, tokenizer, monkeypatch):
+    report = run(model, tokenizer, tasks=(QA,), ratios=(4,), ratios_only=True, generation={"num_beams": 3})
+    assert report.settings["generation"]["num_beams"] == 3
+    for row, sample in zip(ROWS, report.answers, strict=True):
+        extra, text = naive_inputs(
+            model, tokenizer, "ratio=4", row["context"], f"\nQuestion: {row['question']}\nAnswer:"
+        )
+        ids = model.generate(torch.tensor([text]), **extra, num_beams=3, do_sample=False, max_new_tokens=6)
+        assert sample.answers["ratio=4"] == tokenizer.decode(ids[0, len(text) :], skip_special_tokens=True).strip()
+    sampled = [
+        run(model, tokenizer, tasks=(QA,), ratios=(4,), generation={"do_sample": True, "temperature": 2.0}, seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    texts = [[sample.answers for sample in report.answers] for report in sampled]
+    assert texts[0] == texts[1] != texts[2]
+    monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.5)
+    assert run(model, tokenizer, tasks=(QA,)).settings["generation"]["repetition_penalty"] == 1.5
+    for fields, message in (
+        ({"num_beam": 3}, "num_beam.*did you mean 'num_beams'"),
+        ({"max_new_tokens": 3}, "the evaluation decides max_new_tokens itself"),
+        ({"early_stopping": "soon"}, "early_stopping"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(model, tokenizer, tasks=(QA,), generation=fields)
 
 
 def test_another_evaluation_is_not_gone_on_with(model, tokenizer, folders):

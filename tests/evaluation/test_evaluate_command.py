@@ -2,6 +2,9 @@
 """The command of the evaluation: what it writes, draws and refuses."""
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from context_compressors import cli
+from context_compressors.cli.evaluate import generation_from_arguments
 from context_compressors.evaluation.evaluate import model_label
 from context_compressors.evaluation.report import EvaluationReport
+from context_compressors.evaluation.scoring import generation_fields
 
 
 def main(argv):
@@ -124,8 +129,60 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
     answers.write_text("")
     assert main(more) == 1
     assert "does not have the answers of [('a', 'question_answering'), ('b'" in capsys.readouterr().err
+    # What was scored here chose the checkpoint, say: it is not scored again.
+    fresh = [*argv[:-7], "--data", "a=qa_rows.parquet#2"]
+    assert main([*fresh, "--chosen-by", str(output)]) == 1
+    assert "2 of 2 documents of 'a' chose tiny-compressor, by results.json (samples" in capsys.readouterr().err
     assert main([argv[0], "--data", "generated", "--resume"]) == 1
     assert "--resume goes on with the report in --output: name it" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_with_the_samples_that_are_left(folders, tmp_path):
+    rows = [{**ROWS[number % 3], "question": f"{number}?", "id": str(number)} for number in range(400)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [str(folders / "tiny-compressor"), "--data", str(tmp_path / "rows.jsonl"), "--tasks", QA]
+    argv += ["--max-new-tokens", "3", "--device", "cpu", "--batch-size", "4", "--num-resamples", "50", "--resume"]
+
+    def outputs(name):
+        return [
+            "--output",
+            str(tmp_path / name / "out.json"),
+            "--keep-answers",
+            str(tmp_path / name / "answers.jsonl"),
+        ]
+
+    command = [sys.executable, "-m", "context_compressors.cli", "evaluate", *argv, *outputs("killed")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    progress = tmp_path / "killed" / "out.json.progress"
+    while process.poll() is None and not (progress.is_file() and progress.read_text().count("\n") > 10):
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    kept = progress.read_text()
+    assert not (tmp_path / "killed" / "out.json").exists()
+    assert main([*argv, *outputs("killed")]) == 0
+    assert main([*argv, *outputs("whole")]) == 0
+    assert 10 < kept.count("\n") < 101
+    assert not progress.exists()
+    found, expected = (json.loads((tmp_path / name / "out.json").read_text()) for name in ("killed", "whole"))
+    for row in [*found["rows"], *expected["rows"]]:
+        del row["seconds"]
+    assert found == expected
+    answers, same = ((tmp_path / name / "answers.jsonl").read_text() for name in ("killed", "whole"))
+    assert answers == same
+
+
+def test_generation_settings_come_from_files_and_fields(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 2, "top_p": 0.9, "eos_token_id": 1}')
+    values = ["do_sample=true", "top_p=0.5", "cache_implementation=static"]
+    found = generation_from_arguments([str(tmp_path), *values])
+    assert found.pop("eos_token_id") == 1
+    assert found == {"num_beams": 2, "do_sample": True, "top_p": 0.5, "cache_implementation": "static"}
+    assert generation_fields({"eos_token_id": 1, "num_beams": 2}) == {"num_beams": 2}
+    for wrong in ("nothing.json", "3=4"):
+        with pytest.raises(ValueError, match=r"takes KEY=VALUE or a JSON file with fields, got"):
+            generation_from_arguments([wrong])
 
 
 def test_command_reads_the_full_text_with_an_adapter_of_peft(folders, qa_file, tmp_path, tokenizer):
@@ -142,7 +199,7 @@ def test_command_reads_the_full_text_with_an_adapter_of_peft(folders, qa_file, t
     assert main(argv) == 1
     assert main([*argv, "--teacher-base", str(folders / "base"), "--output", str(outputs[1])]) == 0
     triples = [(row["context"], f"\nQuestion: {row['question']}\nAnswer:", f" {row['answers'][0]}") for row in ROWS]
-    expected = naive_scores(adapted.eval(), tokenizer, "full_context", triples)["perplexity"]
+    expected = naive_scores(adapted.eval(), tokenizer, "full_context", triples, ends=True)["perplexity"]
     for output in outputs:
         report = EvaluationReport.load(output)
         assert (report.bounds, report.settings["teacher"]) == ("teacher", "reader")

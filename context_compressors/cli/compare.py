@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context-compressors compare [NAME=]ANSWERS ...`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..evaluation.settings import NUM_RESAMPLES
+from .command import argument, command, positive_int
+
+if TYPE_CHECKING:
+    from ..evaluation.report import SampleAnswers
+
+_EXAMPLES = """
+# Slots at 4x beside cut text, BM25's sentences and the full text, on the same questions:
+context-compressors compare answers.jsonl --conditions ratio=4 cut=4 bm25=4 full_context
+
+# Two checkpoints at every ratio that both have; three seeds of the first one, two of the second:
+context-compressors compare ours=a0.jsonl ours=a1.jsonl ours=a2.jsonl theirs=b0.jsonl theirs=b1.jsonl
+"""
+
+
+def comparisons(
+    systems: dict[str, list[list[SampleAnswers]]], conditions: Sequence[str]
+) -> list[tuple[str, str, str, str]]:
+    """Which conditions of which systems are compared: (first system, its condition, second system, its condition).
+
+    Args:
+        systems: name -> the answers of each of its seeds, of one data set and task.
+        conditions: of one system, the first is compared with each other one; of several systems, the first system is
+            compared with each other one under each of these. All that they have when empty.
+
+    Raises:
+        ValueError: nothing to compare.
+    """
+    (first, runs), *others = systems.items()
+    own = [name for name in runs[0][0].scores if not conditions or name in conditions]
+    own = sorted(own, key=conditions.index) if conditions else own
+    if not others:
+        start = own[0] if conditions else next((name for name in own if name.startswith("ratio=")), own[0])
+        found = [(first, start, first, name) for name in own if name != start]
+    else:
+        found = [(first, name, other, name) for other, runs in others for name in own if name in runs[0][0].scores]
+    if not found:
+        raise ValueError(f"there is nothing to compare: of {list(systems)}, these conditions are there: {own}")
+    return found
+
+
+def _read(values: Sequence[str]) -> dict[tuple[str, str], dict[str, list[list[SampleAnswers]]]]:
+    """(Data set, task) -> system -> the answers of each of its seeds."""
+    from ..evaluation.answers_file import read_answers
+
+    found: dict[tuple[str, str], dict[str, list[list[Any]]]] = {}
+    for value in values:
+        name, _, path = value.rpartition("=")
+        name = name or Path(path).stem
+        by_part: dict[tuple[str, str], list[Any]] = {}
+        for sample in read_answers(path):
+            by_part.setdefault((sample.dataset, sample.task), []).append(sample)
+        for part, samples in by_part.items():
+            found.setdefault(part, {}).setdefault(name, []).append(samples)
+    if not found:
+        raise ValueError(f"{', '.join(values)} have no answers")
+    return found
+
+
+@command(
+    "compare",
+    "Compare conditions of an evaluation, or systems, on the very same samples: the difference, its 95 % bootstrap "
+    "interval over documents and seeds, and whether the first is better, worse, or it cannot be told.",
+    argument(
+        "answers",
+        nargs="+",
+        metavar="[NAME=]FILE",
+        help="what `evaluate --keep-answers` wrote; files of one NAME are seeds of one system",
+    ),
+    argument(
+        "--conditions",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="such as ratio=4 bm25=4: of one system the first beside the others, of several each (default: all)",
+    ),
+    argument("--metric", metavar="NAME", help="such as f1 (default: each task's main one)"),
+    argument("--output", metavar="FILE", help="write the differences as JSON"),
+    argument("--seed", type=int, default=0, help="draws resamples (default: 0)"),
+    argument(
+        "--num-resamples",
+        type=positive_int,
+        default=NUM_RESAMPLES,
+        metavar="N",
+        help="of the bootstrap (default: %(default)s)",
+    ),
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors compare`.
+
+    Raises:
+        ValueError, OSError: see `read_answers` and `paired_difference`.
+    """
+    from dataclasses import asdict
+
+    from ..evaluation.paired import paired_difference
+    from ..evaluation.report import MAIN_METRICS
+    from ..reporting.result_files import write_results
+    from ..reporting.tables import markdown_table
+
+    rows, results = [], []
+    for (dataset, task), systems in _read(arguments.answers).items():
+        metric = arguments.metric or MAIN_METRICS[task]
+        for first, condition, second, other in comparisons(systems, arguments.conditions):
+            found = paired_difference(
+                systems[first], systems[second], metric, condition, other, arguments.num_resamples, arguments.seed
+            )
+            low, high = found.interval
+            names = (first, second) if first != second else ("", "")
+            sides = [f"{name} {kind}".strip() for name, kind in zip(names, (condition, other), strict=True)]
+            seeds = [" and ".join(map(str, found.num_seeds))]
+            counts = [found.num_samples, found.num_documents, *(seeds if max(found.num_seeds) > 1 else ["1"])]
+            scores = [f"{found.first:.2f}", f"{found.second:.2f}", f"{found.difference:.2f} [{low:.2f}, {high:.2f}]"]
+            rows.append([dataset, metric, *sides, *counts, *scores, found.verdict])
+            parts = {"dataset": dataset, "task": task, "systems": [first, second], "conditions": [condition, other]}
+            results.append({**parts, **asdict(found), "verdict": found.verdict})
+    header = ["data set", "metric", "first", "second", "samples", "documents", "seeds", "first scores"]
+    print(markdown_table([*header, "second scores", "difference", "first is"], rows))
+    if arguments.output:
+        print(f"wrote {write_results({'differences': results}, arguments.output)}")

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two conditions or systems on the very same questions: their difference, its interval, and what it tells."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .bootstrap import is_lower_better, percentile_interval, verdict
+from .report import SampleAnswers
+from .settings import NUM_RESAMPLES
+
+Run = Sequence[SampleAnswers]
+# A corpus' score is no mean over its samples.
+_OF_A_CORPUS = ("bleu",)
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """How much one condition or system is above another on the same samples.
+
+    Args:
+        metric: what was scored; of a perplexity, everything is in nats per token.
+        first: mean of the first one, over its seeds.
+        second: of the second one.
+        difference: first minus second.
+        interval: its 95 % bootstrap interval, over documents, and over seeds where there are several.
+        num_samples: samples of a seed.
+        num_documents: their different contexts.
+        num_seeds: runs of the first and of the second one.
+    """
+
+    metric: str
+    first: float
+    second: float
+    difference: float
+    interval: tuple[float, float]
+    num_samples: int
+    num_documents: int
+    num_seeds: tuple[int, int]
+
+    @property
+    def verdict(self) -> str:
+        """Of the first one: "better", "worse", or "cannot be told" where the interval holds zero."""
+        return verdict(self.interval, self.metric)
+
+
+def paired_difference(
+    first: Run | Sequence[Run],
+    second: Run | Sequence[Run],
+    metric: str,
+    first_condition: str,
+    second_condition: str | None = None,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> PairedDifference:
+    """Compare two conditions or systems on the very same samples of one data set and task.
+
+    A resample draws documents with replacement, the same ones for both, so that what makes a question hard cancels.
+    Where a system was trained with several seeds, it draws its runs with replacement, too, those of the two systems
+    apart; with two or three runs, the interval then reaches at least from the lowest of them to the highest.
+
+    Args:
+        first: what the samples got, from `read_answers` or a report; or a list of such, one for each seed.
+        second: the same of another system, its samples in any order; or `first` again for another condition.
+        metric: a mean over samples, such as "f1"; of a perplexity, the mean of its logarithm is compared.
+        first_condition: such as "ratio=4".
+        second_condition: such as "bm25=4"; the first one when `None`.
+        num_resamples: how many resamples to draw.
+        seed: draws them.
+
+    Raises:
+        ValueError: not the same samples, samples of more than one data set or task, a condition or a metric that is
+            not there, or a metric of a whole corpus.
+    """
+    if metric in _OF_A_CORPUS:
+        raise ValueError(f"{metric} is a score of a whole corpus, which has no difference by sample: take another one")
+    runs = [_runs(first), _runs(second)]
+    samples = {_key(sample): sample.document for sample in runs[0][0]}
+    for run in (*runs[0], *runs[1]):
+        if len(run) != len(samples) or {_key(sample) for sample in run} != samples.keys():
+            raise ValueError(
+                f"all runs must have the same samples of a data set and task, got {len(samples)} and {len(run)}"
+            )
+    if len({key[:2] for key in samples}) != 1:
+        raise ValueError(f"samples must be of one data set and task, got {sorted({key[:2] for key in samples})}")
+    conditions = (first_condition, second_condition or first_condition)
+    values = [
+        np.array([_scores(run, list(samples), condition, metric) for run in side])
+        for side, condition in zip(runs, conditions, strict=True)
+    ]
+    scores = [float(side.mean()) for side in values]
+    resampled = resampled_means(values, list(samples.values()), num_resamples, seed)
+    num_documents = len(set(samples.values()))
+    # Of one document nothing can be told.
+    interval = percentile_interval(resampled[0] - resampled[1]) if num_documents > 1 else (math.nan, math.nan)
+    num_seeds = (len(runs[0]), len(runs[1]))
+    return PairedDifference(metric, *scores, scores[0] - scores[1], interval, len(samples), num_documents, num_seeds)
+
+
+def resampled_means(
+    values: Sequence[np.ndarray], documents: Sequence[int], num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> list[np.ndarray]:
+    """Means of bootstrap resamples that draw documents, and of each system its seeds.
+
+    Args:
+        values: of each system, `(num_seeds, num_samples)`.
+        documents: each sample's document.
+        num_resamples: how many resamples to draw; they draw the same documents of all systems.
+        seed: draws them.
+
+    Returns:
+        Of each system its means, `(num_resamples,)`.
+
+    Source: Owen (2007), "The pigeonhole bootstrap".
+    """
+    numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
+    place = [numbers[document] for document in documents]
+    sizes = np.bincount(place, minlength=len(numbers))
+    rng = np.random.default_rng(seed)
+    drawn = rng.multinomial(len(numbers), np.full(len(numbers), 1 / len(numbers)), num_resamples)
+    means = []
+    for system in values:
+        by_document = np.zeros((len(numbers), len(system)))
+        np.add.at(by_document, place, system.T)
+        num_seeds = len(system)
+        seeds = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), num_resamples)
+        means.append((drawn @ by_document * seeds).sum(axis=1) / num_seeds / (drawn @ sizes))
+    return means
+
+
+def _runs(given: Run | Sequence[Run]) -> Sequence[Run]:
+    if not given or not (isinstance(given[0], SampleAnswers) or given[0]):
+        raise ValueError("there are no samples to compare")
+    return [given] if isinstance(given[0], SampleAnswers) else given  # type: ignore[list-item,return-value]
+
+
+def _key(sample: SampleAnswers) -> tuple[str, str, str, str]:
+    return sample.dataset, sample.task, sample.id, sample.question
+
+
+def _scores(run: Run, order: Sequence[tuple[str, str, str, str]], condition: str, metric: str) -> list[float]:
+    """A run's scores of a metric, in the order of the samples."""
+    found = {_key(sample): sample.scores for sample in run}
+    for scores in found.values():
+        if metric not in scores.get(condition, {}):
+            known = {name: sorted(metrics) for name, metrics in scores.items()}
+            raise ValueError(f"there is no {metric!r} under the condition {condition!r}; there are {known}")
+    values = [found[key][condition][metric] for key in order]
+    return [math.log(value) for value in values] if is_lower_better(metric) else values

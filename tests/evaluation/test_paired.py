@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparisons on the very same samples: their difference, its interval, and what it tells."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from naive_twin import answers_of
+
+from context_compressors.cli import main
+from context_compressors.evaluation.bootstrap import verdict
+from context_compressors.evaluation.paired import paired_difference
+
+
+def test_a_paired_difference_is_that_of_the_same_samples_and_resamples_documents():
+    rng = random.Random(1)
+    first, second = ([rng.uniform(0, 100) for _ in range(12)] for _ in range(2))
+    shuffled = answers_of(second)
+    rng.shuffle(shuffled)
+    found = paired_difference(answers_of(first), shuffled, "f1", "ratio=4", seed=5)
+    by_row = np.subtract(first, second)
+    assert found.difference == pytest.approx(by_row.mean())
+    assert (found.first, found.second) == (pytest.approx(np.mean(first)), pytest.approx(np.mean(second)))
+    assert (found.num_samples, found.num_documents, found.num_seeds) == (12, 6, (1, 1))
+    drawn = np.random.default_rng(5).multinomial(6, [1 / 6] * 6, 2000)
+    means = [np.average(by_row, weights=np.repeat(counts, 2)) for counts in drawn]
+    assert found.interval == pytest.approx(tuple(np.quantile(means, [0.025, 0.975], method="nearest")))
+    cut = answers_of(second, condition="cut=4")
+    assert paired_difference(answers_of(first), cut, "f1", "ratio=4", "cut=4", seed=5) == found
+    # What makes a question hard is the same for both.
+    shifted = paired_difference(answers_of([score + 10 for score in first]), answers_of(first), "f1", "ratio=4")
+    assert (shifted.difference, shifted.interval) == (pytest.approx(10.0), pytest.approx((10.0, 10.0)))
+    assert shifted.verdict == "better"
+
+
+def test_nothing_is_called_better_whose_interval_holds_zero():
+    assert verdict((0.1, 2.0)) == "better"
+    assert verdict((-2.0, -0.1)) == "worse"
+    assert {verdict(ends) for ends in ((-0.1, 2.0), (0.0, 2.0), (-2.0, 0.0), (0.0, 0.0))} == {"cannot be told"}
+    assert verdict((float("nan"), float("nan"))) == "cannot be told"
+    assert [verdict(ends, "perplexity") for ends in ((0.1, 2.0), (-2.0, -0.1))] == ["worse", "better"]
+
+
+def test_seeds_widen_the_interval_to_the_lowest_and_the_highest_of_them():
+    rng = random.Random(2)
+    questions = [rng.uniform(0, 60) for _ in range(400)]
+    runs = [answers_of([score + effect for score in questions]) for effect in (-6.0, 1.0, 8.0)]
+    other = [answers_of([score + rng.uniform(-1, 1) for score in questions])]
+    one = paired_difference(runs[1], other, "f1", "ratio=4")
+    several = paired_difference(runs, other, "f1", "ratio=4")
+    assert one.interval[0] > 0.8
+    assert several.difference == pytest.approx(one.difference)
+    assert several.num_seeds == (3, 1)
+    assert several.interval == pytest.approx((-6.0, 8.0), abs=0.3)
+    assert (one.verdict, several.verdict) == ("better", "cannot be told")
+
+
+def test_a_perplexity_is_compared_in_nats():
+    first, second = answers_of([2.0, 8.0, 4.0, 4.0]), answers_of([4.0] * 4)
+    for sample in (*first, *second):
+        sample.scores["ratio=4"] = {"perplexity": sample.scores["ratio=4"]["f1"], "bleu": 1.0}
+    found = paired_difference(first, second, "perplexity", "ratio=4")
+    assert found.difference == pytest.approx(0.0)
+    assert found.verdict == "cannot be told"
+    with pytest.raises(ValueError, match="bleu is a score of a whole corpus"):
+        paired_difference(first, second, "bleu", "ratio=4")
+
+
+def test_other_samples_are_not_compared():
+    one = answers_of([1.0, 2.0])
+    for other in (answers_of([1.0]), answers_of([1.0, 2.0], "nq"), [*one, *one], [one, one[:1]]):
+        with pytest.raises(ValueError, match="must have the same samples of a data set and task"):
+            paired_difference(one, other, "f1", "ratio=4")
+    two = [*one, *answers_of([1.0], "nq")]
+    with pytest.raises(ValueError, match="must be of one data set and task"):
+        paired_difference(two, two, "f1", "ratio=4")
+    with pytest.raises(ValueError, match=r"there is no 'f2' under the condition 'ratio=4'; there are .*'f1'"):
+        paired_difference(one, one, "f2", "ratio=4")
+    with pytest.raises(ValueError, match="there are no samples to compare"):
+        paired_difference([], one, "f1", "ratio=4")
+
+
+def test_command_compares_conditions_and_systems(tmp_path, capsys):
+    rng = random.Random(3)
+    questions = [rng.uniform(0, 60) for _ in range(40)]
+    for name, effect in (("a0", 5.0), ("a1", 7.0), ("b", 0.0)):
+        samples = answers_of([score + effect for score in questions])
+        for sample, score in zip(samples, questions, strict=True):
+            sample.scores["cut=4"] = {"f1": score + rng.uniform(-9, 9)}
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{sample.to_json()}\n" for sample in samples))
+    a0, a1, b = (str(tmp_path / f"{name}.jsonl") for name in ("a0", "a1", "b"))
+    assert main(["compare", f"a={a0}", f"a={a1}", f"b={b}", "--output", str(tmp_path / "out.json")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in shown[2].split("|")][1:8] == [
+        *("squad", "f1", "a ratio=4", "b ratio=4", "40", "20", "2 and 1"),
+    ]
+    assert [cell.strip() for cell in shown[2].split("|")][10:12] == ["6.00 [5.00, 7.00]", "better"]
+    assert "cannot be told" in shown[3]
+    found = json.loads((tmp_path / "out.json").read_text())["differences"]
+    assert [(row["conditions"], row["verdict"]) for row in found] == [
+        (["ratio=4", "ratio=4"], "better"),
+        (["cut=4", "cut=4"], "cannot be told"),
+    ]
+    assert main(["compare", b, "--conditions", "cut=4", "ratio=4"]) == 0
+    assert "cut=4" in capsys.readouterr().out.splitlines()[2].split("|")[3]
+    assert main(["compare", b, "--conditions", "cut=4"]) == 1
+    assert "there is nothing to compare" in capsys.readouterr().err
