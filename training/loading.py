@@ -176,6 +176,10 @@ def load_compressor(
     if model_args.checkpoint is not None and fields:
         raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
     kind = model_class(_method(model_args), auto_class)
+    if not kind.config_class.is_trained:
+        raise ValueError(
+            f"the method {_method(model_args)} trains nothing: {kind.__name__}.from_base(base) is the whole compressor"
+        )
     loading = {"dtype": getattr(torch, model_args.dtype), "attn_implementation": model_args.attn_implementation}
     loading = {name: value for name, value in loading.items() if value is not None}
     if model_args.checkpoint is not None:

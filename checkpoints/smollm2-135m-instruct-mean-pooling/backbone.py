@@ -96,11 +96,22 @@ class CompressorBackbone(CompressorPreTrainedModel):
         unknown = set(unused) - {"token_type_ids"}
         if unknown:
             raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
+        return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio)
+
+    def named_memories(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        ratio: int | Tensor | Sequence[int] | None,
+        allow_untrained_ratio: bool,
+        **beside: Any,
+    ) -> CompressedContext | list[CompressedContext]:
+        """What `compress` returns; `beside` is handed to `encode`."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
             ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
             context = self.context_rows(input_ids, attention_mask)
             check_together(context)
-            memories = self.compress_rows(context, ratios, allow_untrained_ratio)
+            memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
         for memory in memories:
             memory.maker = weakref.ref(self)
         if not self.training:
@@ -114,7 +125,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         return token_rows(input_ids, attention_mask, name, vocab_size=self.config.get_encoder_config().vocab_size)
 
     def compress_rows(
-        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
     ) -> list[CompressedContext]:
         """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device.
 
@@ -122,6 +133,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
             context: of `context_rows`.
             ratios: as in `compress`, one for each memory.
             allow_untrained_ratio: as in `compress`.
+            beside: handed to `encode`, of a method that reads more than contexts.
         """
         config, layout = self.config, self.config.position_layout
         ids, mask = context.input_ids, context.attention_mask
@@ -135,7 +147,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
         if chunks.input_ids.shape[1]:
-            encoded = self.encode(chunks, chunk_ratios)
+            encoded = self.encode(chunks, chunk_ratios, **beside)
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
         memories = []

@@ -37,6 +37,9 @@ pipe = model.question_answering(tokenizer)
 memory = pipe.compress(document, ratio={ratio})  # once
 memory.save("document.safetensors")  # keep it
 answer = pipe(question, memory=memory)["answer"]"""
+_IN_CHAT_WITH_QUESTION = """\
+pipe = model.question_answering(tokenizer)
+answer = pipe(question, context=document, ratio={ratio})["answer"]  # the document is compressed with its question"""
 _RETRIEVAL = """\
 options = {{"padding": True, "truncation": True, "max_length": 512, "return_tensors": "pt"}}
 found = model.encode(**tokenizer(documents, **options), ratio={ratio})
@@ -94,7 +97,8 @@ def summary_of(config: CompressorConfig) -> str:
             "similarity (MaxSim)."
         )
     base = f" on {public_name(config.base_model_name_or_path)}" if config.base_model_name_or_path else ""
-    kept = "the keys and values of one memory token" if config.carrier == "key_values" else "one vector"
+    of_what = "memory token" if config.num_memory_tokens else "place"
+    kept = f"the keys and values of one {of_what}" if config.carrier == "key_values" else "one vector"
     return (
         f"A soft context compressor ({method}){base}: it reads a long context once, keeps {kept} for {every}, and "
         "answers from those."
@@ -128,7 +132,7 @@ def usage(config: CompressorConfig, place: str) -> str:
     if config.auto_class == RETRIEVAL_LOADER:
         code = _RETRIEVAL
     elif config.prompt_format == "chat":
-        code = _IN_CHAT
+        code = _IN_CHAT_WITH_QUESTION if config.compresses_questions else _IN_CHAT
     else:
         code = _WITH_QUESTION if config.compresses_questions else _GENERATION
     code = code.format(

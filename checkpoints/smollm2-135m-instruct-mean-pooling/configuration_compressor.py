@@ -115,6 +115,11 @@ class CompressorConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]
     # What a memory holds: "embeddings", or "key_values" of every layer.
     carrier = "embeddings"
+    # Whether there is anything to train.
+    is_trained = True
+    # Whether what opens a text, BOS or the user's turn of a chat, is compressed in front of a document, and the text
+    # goes on where the document ends.
+    opens_context = False
     # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
     plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
     # The method's fields that a model card names -> what it calls them.

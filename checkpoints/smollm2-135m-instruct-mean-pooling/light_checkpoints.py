@@ -79,7 +79,9 @@ def load_light(
     )
     with torch.device("meta"):
         skeleton = model_class(copy.deepcopy(config))
-    state, of_the_base = merge(skeleton, bases, stored_weights(name, **fetching), name)
+    # Where nothing trains, all weights are the bases'.
+    stored = stored_weights(name, **fetching) if config.is_trained else {}
+    state, of_the_base = merge(skeleton, bases, stored, name)
     # A state's own type would be that of its first weight, which may be one that trains.
     dtype = arguments.pop("torch_dtype", None) or arguments.pop("dtype", None)
     arguments["dtype"] = config.dtype if dtype in (None, "auto") else dtype

@@ -33,7 +33,7 @@ from .input_checks import (
     check_together,
     token_rows,
 )
-from .question_conditioning import check_question, question_in_front, with_start
+from .question_conditioning import check_question, own_tokens, question_in_front, with_start
 
 
 def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
@@ -362,7 +362,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             memory = self._compress(*context, ratio, "context_input_ids")
         elif in_encoder:
             memory = check_memory(memory, self.model, question)
-            check_question(memory, question, question_mask, self.config)
+            check_question(memory, question, own_tokens(question, question_mask, self.config))
         memory = self._checked_memory(memory, rows)
         ids, mask = with_start(question, question_mask, self.config)
         if in_encoder:

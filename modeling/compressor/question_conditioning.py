@@ -80,21 +80,20 @@ def question_fingerprints(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     return torch.tensor(fingerprints, dtype=torch.long, device=input_ids.device)
 
 
-def check_question(memory: CompressedContext, input_ids: Tensor, attention_mask: Tensor, config: Any) -> None:
+def check_question(memory: CompressedContext, input_ids: Tensor, attention_mask: Tensor) -> None:
     """The question must be the one that each row of the memory was compressed with.
 
     Args:
-        memory: one row for each question.
-        input_ids: questions `(batch_size, num_question_tokens)`, with or without the decoder's start token and EOS.
+        memory: one row for each question, or one for all.
+        input_ids: questions `(batch_size, num_question_tokens)`.
         attention_mask: their mask.
-        config: the model's, see [`own_tokens`].
 
     Raises:
         ValueError: another question, or one to a memory without.
     """
-    asked = question_fingerprints(input_ids, own_tokens(input_ids, attention_mask, config))
+    asked = question_fingerprints(input_ids, attention_mask)
     known = memory.question_fingerprints
-    known = torch.zeros_like(asked) if known is None else known.to(asked.device)
+    known = torch.zeros_like(asked) if known is None else known.to(asked.device).expand(len(asked))
     if bool((asked != known).any()):
         row = int((asked != known).nonzero()[0])
         reason = "another question" if int(known[row]) else "no question"

@@ -124,6 +124,8 @@ def documents_ids(
     """`document_ids` of several documents."""
     # Tokenized apart, as in training.
     start = context_start_ids(tokenizer)
+    if config.opens_context:
+        start = list(prompt_ids(tokenizer, [""], config.prompt_format).head or [start_token_id(tokenizer)])
     start += prefix_ids(tokenizer, config.context_prefix) if config.context_prefix else []
     end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
     return [[*start, *ids, *end] for ids in encode_all(tokenizer, documents)]
@@ -241,7 +243,7 @@ def question_ids(
         ValueError: `prompt` does not hold `{question}` exactly once.
     """
     head, tail = _around_document(config, tokenizer, question, prompt)
-    return [*head, *tail]
+    return tail if config.opens_context else [*head, *tail]
 
 
 def full_context_ids(
@@ -353,7 +355,14 @@ def message_ids(
         )
     if config.prompt_format == "chat":
         ids = chat_ids(tokenizer, messages)
-        return [*start_ids(config, tokenizer, ids.head), *ids.turns[0]]
+        if not config.opens_context:
+            return [*start_ids(config, tokenizer, ids.head), *ids.turns[0]]
+        if ids.head != prompt_ids(tokenizer, [""], "chat").head:
+            raise ValueError(
+                "the memory holds the opening of the chat, which is the template's own: leave out what `messages` say "
+                "before the user"
+            )
+        return ids.turns[0]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     start = config.continuation_token_id
     if start is None:

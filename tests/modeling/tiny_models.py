@@ -199,6 +199,24 @@ METHODS = [
     ),
 ]
 
+# Nothing of these trains: test_key_value_selection.py puts them through the shared tests that follow no gradient.
+TRAINING_FREE = [
+    Method(
+        name="streaming_llm",
+        easy={"compression_ratios": (2, 3, 8), "num_sinks": 2},
+        hard={"places_of_the_context": {"position_layout": "enhanced"}},
+        bidirectional=False,
+        sliding_window=128,
+    ),
+    Method(
+        name="snap_kv",
+        easy={"compression_ratios": (2, 3, 8), "window_size": 3, "kernel_size": 3},
+        hard={"places_of_the_memory": {"position_layout": "default"}},
+        bidirectional=False,
+        sliding_window=128,
+    ),
+]
+
 # Sliding windows are shorter than the tests' sequences; the logits' caps are low enough to bend them.
 BASES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),

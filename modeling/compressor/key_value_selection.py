@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memories that are some of a context's own keys and values: what StreamingLLM and SnapKV have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from ..memory.compressed_context import CompressedContext, KeyValues
+from ..memory.key_value_memory import inverse_frequencies
+from ..parts.call_views import twin
+from ..parts.packing import left_padded
+from ..parts.position_layout import rotate_keys
+from .backbone import slot_counts
+from .chunking import Chunks
+from .input_checks import TokenRows
+from .modeling_compressor import CompressorModel
+
+
+@dataclass
+class ReadContext:
+    """Contexts as the base has read them, pads in front; a question may stand behind each.
+
+    Args:
+        key_values: rotated keys and values of each layer, `(batch_size, num_heads, num_places, head_dim)`.
+        is_context: `(batch_size, num_places)` bool, neither pads nor questions.
+        position_ids: `(batch_size, num_places)`, from 0 on in each row.
+        attentions: of each layer, from the last places to all, `(batch_size, num_query_heads, num_last, num_places)`.
+    """
+
+    key_values: KeyValues
+    is_context: Tensor
+    position_ids: Tensor
+    attentions: tuple[Tensor, ...] = field(default=())
+
+
+class KeyValueSelectionModel(CompressorModel):
+    r"""
+    A compressor whose memory is the keys and values of some of a context's tokens, as the base has made them. A method
+    says which (`priorities`), and how many last tokens' attention it asks for (`num_last_tokens`).
+
+    Args:
+        config ([`KeyValueSelectionConfig`]): the configuration.
+    """
+
+    @property
+    def num_last_tokens(self) -> int:
+        """Tokens at the end of what is read whose attention tells what stays; 0 where none does."""
+        return 0
+
+    def priorities(
+        self, read: ReadContext, num_slots: Tensor, num_question_tokens: Tensor | None
+    ) -> Sequence[Tensor] | Tensor:
+        """How much each place is to stay: the highest do.
+
+        Args:
+            read: the contexts.
+            num_slots: `(batch_size,)`, places that stay in each.
+            num_question_tokens: `(batch_size,)`, of the questions behind them; `None` where there are none.
+
+        Returns:
+            `(batch_size, num_places)` for all layers and heads, or for each layer
+            `(batch_size, num_key_value_heads, num_places)`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say which keys and values stay")
+
+    # Nothing trains: which places stay has no gradient, and what they hold is the base's.
+    @torch.no_grad()
+    def encode(
+        self, chunks: Chunks, ratios: Sequence[int | Tensor], question: TokenRows | None = None
+    ) -> list[KeyValues]:
+        read = self._read(chunks, question)
+        asked = None if question is None else question.attention_mask.sum(dim=1).expand(len(chunks.lengths))
+        return [self._select(read, slot_counts(self.config, chunks.lengths, ratio), asked) for ratio in ratios]
+
+    def compress_rows(
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = True, **beside: Any
+    ) -> list[CompressedContext]:
+        """See [`CompressorBackbone.compress_rows`]; no ratio is one that was not trained for."""
+        memories = super().compress_rows(context, ratios, True, **beside)
+        for memory in memories:
+            memory.position_ids = self.slot_position_ids(memory) * memory.attention_mask
+        return memories
+
+    def slot_position_ids(self, memory: CompressedContext) -> Tensor:
+        """Where the slots stand in front of the text, `(batch_size, num_slots)`; at padding slots anything.
+
+        Under the enhanced layout heads may have kept different places: these are spread over the whole context.
+        """
+        if self.config.position_layout == "enhanced":
+            # The layout counts from 1; the base alone, and so its keys, from 0.
+            return memory.position_ids - 1
+        return memory.attention_mask.cumsum(dim=1) - 1
+
+    def _read(self, chunks: Chunks, question: TokenRows | None) -> ReadContext:
+        """One reading by the base, the last tokens behind the cache of the others."""
+        ids, mask = chunks.input_ids, chunks.attention_mask
+        is_context = mask
+        if question is not None:
+            asked, asked_mask = (rows.expand(len(ids), -1) for rows in (question.input_ids, question.attention_mask))
+            is_context = torch.cat([mask, torch.zeros_like(asked_mask)], dim=1)
+            ids, mask = torch.cat([ids, asked], dim=1), torch.cat([mask, asked_mask], dim=1)
+        # A sliding window counts places: no pad may stand between two tokens.
+        ids, is_context = left_padded(ids, mask), left_padded(is_context, mask).bool()
+        mask = mask.sort(dim=1).values
+        position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        border, cache = ids.shape[1] - min(self.num_last_tokens, ids.shape[1]), DynamicCache()
+
+        def read(reader: CompressorModel, start: int, end: int, **wanted: Any) -> Any:
+            given = {"attention_mask": mask[:, :end], "position_ids": position_ids[:, start:end], **wanted}
+            return reader.encoder_outputs(ids[:, start:end], past_key_values=cache, **given)
+
+        if border:
+            read(self, 0, border)
+        attentions = ()
+        if border < ids.shape[1]:
+            attentions = read(self._giving_attention(), border, ids.shape[1], output_attentions=True).attentions
+        # Under autocast rotated keys are float32 and values are not.
+        pairs = tuple((layer.keys.to(self.dtype), layer.values.to(self.dtype)) for layer in cache.layers)
+        return ReadContext(pairs, is_context, position_ids, attentions)
+
+    def _giving_attention(self) -> CompressorModel:
+        """The model itself, or a twin with the one implementation of attention that gives its weights away."""
+        if self.language_model.config._attn_implementation == "eager":
+            return self
+        alone = twin(self)
+        alone.language_model.set_attn_implementation("eager")
+        return alone
+
+    def _select(self, read: ReadContext, counts: Sequence[int], num_question_tokens: Tensor | None) -> KeyValues:
+        """Keys and values of the places that stay, in the order of the text."""
+        num_slots = torch.tensor(counts, device=read.is_context.device)
+        priorities = self.priorities(read, num_slots, num_question_tokens)
+        if isinstance(priorities, Tensor):
+            places = [kept_places(priorities[:, None], read.is_context, num_slots, max(counts))] * len(read.key_values)
+        else:
+            places = [kept_places(layer, read.is_context, num_slots, max(counts)) for layer in priorities]
+        kept = [
+            (keys.take_along_dim(at[..., None], dim=2), values.take_along_dim(at[..., None], dim=2))
+            for (keys, values), at in zip(read.key_values, places, strict=True)
+        ]
+        if self.config.position_layout == "default":
+            positions = [read.position_ids[:, None].take_along_dim(at, dim=2) for at in places]
+            moved = self._renumbered([keys for keys, _ in kept], positions)
+            kept = [(keys, values) for keys, (_, values) in zip(moved, kept, strict=True)]
+        return tuple(kept)
+
+    def _renumbered(self, keys: Sequence[Tensor], positions: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Keys of each layer rotated from their positions, `(batch_size, num_heads or 1, num_slots)`, to 0, 1, ..."""
+        frequencies = inverse_frequencies(self.language_model)
+        if frequencies is None:
+            raise ValueError(
+                "`position_layout='default'` moves keys to other positions, and the rotary embedding of a base of "
+                f"type {self.config.decoder_config.model_type!r} does not tell how: take 'enhanced'"
+            )
+        together = torch.stack(list(keys))
+        offsets = torch.arange(together.shape[3], device=together.device) - torch.stack(list(positions))
+        # Each key is a row with an offset of its own.
+        rows = together.reshape(-1, 1, 1, together.shape[-1])
+        moved = rotate_keys(rows, offsets.expand(together.shape[:-1]).reshape(-1), frequencies)
+        return moved.view_as(together).unbind(0)
+
+
+def kept_places(priority: Tensor, is_context: Tensor, num_slots: Tensor, width: int) -> Tensor:
+    """The places of highest priority in each row and head, in ascending order.
+
+    Args:
+        priority: `(batch_size, num_heads, num_places)`; of equal ones the first stays.
+        is_context: `(batch_size, num_places)` bool, places that may stay.
+        num_slots: `(batch_size,)`, how many stay.
+        width: the largest of these.
+
+    Returns:
+        `(batch_size, num_heads, width)`; behind a row's own places any others.
+    """
+    priority = priority.masked_fill(~is_context[:, None], -torch.inf)
+    rank = priority.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
+    is_dropped = rank >= num_slots[:, None, None]
+    return is_dropped.int().argsort(dim=2, stable=True)[:, :, :width]

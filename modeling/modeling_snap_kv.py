@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SnapKV: what the last tokens attend to (https://arxiv.org/abs/2404.14469)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..configuration.configuration_snap_kv import SnapKVConfig
+from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.input_checks import TokenRows, check_together, token_rows
+from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
+from .compressor.question_conditioning import check_question, question_fingerprints
+from .memory.compressed_context import CompressedContext, KeyValues
+from .memory.memory_validation import is_memory
+
+
+class SnapKVModel(KeyValueSelectionModel):
+    r"""
+    Keeps, in each layer and key/value head, the keys and values that the last tokens attend to most.
+
+    Args:
+        config ([`SnapKVConfig`]): the configuration.
+    """
+
+    config_class = SnapKVConfig
+
+    def __init__(self, config: SnapKVConfig):
+        super().__init__(config)
+        self.post_init()
+
+    @property
+    def num_last_tokens(self) -> int:
+        """L_obs, the observation window."""
+        return self.config.window_size
+
+    def priorities(self, read: ReadContext, num_slots: Tensor, num_question_tokens: Tensor | None) -> Sequence[Tensor]:
+        if num_question_tokens is None:
+            # L_obs at the end of the context, which the paper's memories are longer than.
+            size = self.config.window_size
+            window = torch.where(num_slots > size, size, (num_slots // 2).clamp(min=1))
+        else:
+            window = num_question_tokens.clamp(max=self.config.window_size)
+        places = torch.arange(read.is_context.shape[1], device=num_slots.device)
+        is_window = places >= len(places) - window[:, None]
+        is_prefix = read.is_context & ~is_window
+        votes = [self._votes(weights, is_window, is_prefix) for weights in read.attentions]
+        # Section 4.1: the window's own keys and values follow those that it has chosen, and all of them stay.
+        return [vote.masked_fill(is_window[:, None], torch.inf) for vote in votes]
+
+    def _votes(self, attention: Tensor, is_window: Tensor, is_prefix: Tensor) -> Tensor:
+        """`(batch_size, num_key_value_heads, num_places)`; `attention` is one layer's of [`ReadContext`]."""
+        queries = is_window[:, -attention.shape[2] :].float()
+        # Equation 1: C = sum over the window of W_obs[:, i, :], as a mean, which has the same order.
+        share = queries / queries.sum(dim=1, keepdim=True).clamp(min=1)
+        votes = torch.einsum("bhqn,bq->bhn", attention.float(), share) * is_prefix[:, None]
+        # Section 4.2: neighbours stay together, by a pool over the votes.
+        size = self.config.kernel_size
+        votes = functional.avg_pool1d(votes, kernel_size=size, stride=1, padding=size // 2)
+        # The query heads of a key/value head vote together, since they read the same keys.
+        return votes.unflatten(1, (-1, attention.shape[1] // self.config.decoder_config.num_key_value_heads)).mean(2)
+
+    def encode(
+        self, chunks: Any, ratios: Sequence[int | Tensor], question: TokenRows | None = None
+    ) -> list[KeyValues]:
+        if question is None and self.config.compresses_questions:
+            raise ValueError(
+                "this compressor reads a context together with its question (`question_placement='encoder'`): "
+                "`compress(..., question_input_ids=...)`, or ask with `generate`"
+            )
+        return super().encode(chunks, ratios, question)
+
+    def compress(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ratio: int | Tensor | Sequence[int] | None = None,
+        allow_untrained_ratio: bool = True,
+        question_input_ids: Tensor | None = None,
+        question_attention_mask: Tensor | None = None,
+        **unused: Any,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress contexts into keys and values; see [`CompressorBackbone.compress`], and:
+
+        Args:
+            question_input_ids: `(batch_size or 1, num_question_tokens)`, needed with `question_placement="encoder"`:
+                the text that will follow the memory, whose last tokens choose what stays. The memory answers no other
+                one.
+            question_attention_mask: its mask.
+
+        Raises:
+            ValueError: a question where the configuration has none, or none where it needs one.
+        """
+        if question_input_ids is None:
+            return super().compress(input_ids, attention_mask, ratio, allow_untrained_ratio, **unused)
+        if not self.config.compresses_questions:
+            raise ValueError(
+                "`question_input_ids` need `question_placement='encoder'`, the configuration has "
+                f"{self.config.question_placement!r}: ask the decoder, `generate(question, memory=memory)`"
+            )
+        name, vocab_size = "question_input_ids", self.config.vocab_size
+        question = token_rows(
+            question_input_ids, question_attention_mask, name, vocab_size=vocab_size, needs_tokens=True
+        )
+        check_together(question)
+        if len(question_input_ids) not in (1, len(input_ids)):
+            raise ValueError(f"`{name}` has {len(question_input_ids)} rows, `input_ids` has {len(input_ids)}")
+        memories = self.named_memories(
+            input_ids, attention_mask, ratio, allow_untrained_ratio, question=question, **unused
+        )
+        fingerprints = question_fingerprints(question.input_ids, question.attention_mask).expand(len(input_ids))
+        for memory in memories if isinstance(memories, list) else [memories]:
+            memory.question_fingerprints = fingerprints.clone()
+        return memories
+
+
+class SnapKVForCausalLM(CompressorForCausalLM):
+    r"""
+    [`SnapKVModel`] with the decoder's LM head.
+
+    Args:
+        config ([`SnapKVConfig`]): the configuration.
+    """
+
+    model_class = SnapKVModel
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        ratio: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See [`CompressorForCausalLM.generate`]; with `question_placement="encoder"` a context is compressed with the
+        question, and a memory answers its own question alone.
+
+        Raises:
+            ValueError: another question than the memory was compressed with.
+        """
+        question = inputs if input_ids is None else input_ids
+        context = {"context_input_ids": context_input_ids, "context_attention_mask": context_attention_mask}
+        if self.config.compresses_questions and isinstance(question, Tensor):
+            if attention_mask is None:
+                attention_mask = self._mask_of_pads(question, kwargs)
+            if memory is None and context_input_ids is not None:
+                asked = {"question_input_ids": question, "question_attention_mask": attention_mask}
+                memory = self.compress(context_input_ids, context_attention_mask, ratio, **asked)
+                context, ratio = {}, None
+            elif memory is not None and is_memory(memory):
+                mask = torch.ones_like(question) if attention_mask is None else attention_mask
+                check_question(memory, question, mask)
+        return super().generate(
+            inputs, input_ids=input_ids, attention_mask=attention_mask, memory=memory, ratio=ratio, **context, **kwargs
+        )

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StreamingLLM and SnapKV: which keys and values stay, beside kvpress and a naive twin; nothing of them trains."""
+
+import inspect
+
+import pytest
+import test_device_waits
+import test_generation
+import test_light_checkpoints
+import test_padding
+import test_positions_and_chunks
+import test_saving
+import test_threads
+import torch
+from test_chat_prompts import DOCUMENT, ONE_TURN, TEMPLATE, WITH_SYSTEM, templated
+from tiny_models import AE, FAR_APART, TRAINING_FREE, Case, ids_of
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from context_compressors import CompressedContext, SnapKVForCausalLM, StreamingLLMForCausalLM
+from context_compressors.training.fields import ModelArguments
+from context_compressors.training.loading import load_compressor
+
+STREAMING_LLM, SNAP_KV = (Case(method) for method in TRAINING_FREE)
+CASES = [
+    *(case.on(variant=variant) for case in (STREAMING_LLM, SNAP_KV) for variant in ("easy", *case.method.hard)),
+    *(
+        case.on(architecture=architecture, attention=attention)
+        for case in (STREAMING_LLM, SNAP_KV)
+        for architecture, attention in (("gemma2", "eager"), ("mistral", "sdpa"), ("qwen3", "sdpa"))
+    ),
+]
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+
+# --- beside kvpress ---
+
+# What kvpress 0.5.5 keeps (transformers 5.2.0, torch 2.13.0) of the model in `kvpress_base` and rows `kvpress_ids`:
+# `with SnapKVPress(1 - 1 / ratio, window, kernel)(model): model.model(ids, past_key_values=cache)`, each kept key then
+# looked up among those of an uncompressed cache. By (tokens, ratio, window, kernel): by layer and key/value head the
+# places in front of the window, which stays as well.
+SNAP_KV_PRESS = {
+    (160, 2, 64, 5): [
+        [
+            [31, 32, 33, 39, 40, 41, 42, 43, 54, 55, 56, 57, 58, 66, 69, 73],
+            [27, 31, 32, 33, 34, 35, 41, 42, 43, 70, 80, 88, 89, 90, 91, 92],
+        ],
+        [
+            [50, 51, 61, 62, 63, 64, 65, 66, 67, 69, 70, 71, 72, 73, 74, 83],
+            [18, 19, 21, 31, 32, 33, 34, 35, 71, 72, 73, 75, 76, 77, 78, 79],
+        ],
+    ],
+    (96, 4, 8, 5): [
+        [
+            [23, 24, 25, 26, 27, 33, 34, 35, 44, 45, 46, 47, 48, 54, 55, 58],
+            [19, 20, 21, 22, 23, 29, 30, 31, 32, 48, 49, 68, 69, 70, 71, 72],
+        ],
+        [
+            [3, 5, 8, 9, 10, 11, 12, 36, 66, 67, 68, 69, 70, 73, 74, 75],
+            [5, 7, 49, 55, 56, 57, 58, 59, 60, 61, 76, 77, 78, 79, 80, 81],
+        ],
+    ],
+    (60, 2, 16, 1): [
+        [
+            [0, 2, 3, 5, 11, 13, 16, 18, 21, 30, 32, 33, 35, 39],
+            [0, 1, 11, 14, 17, 18, 20, 22, 29, 31, 32, 37, 40, 41],
+        ],
+        [
+            [9, 10, 11, 14, 15, 16, 17, 19, 20, 23, 26, 33, 41, 42],
+            [1, 2, 3, 10, 11, 12, 16, 17, 20, 28, 31, 32, 36, 41],
+        ],
+    ],
+}
+# A question of 9 tokens as its window: `SnapKVPress(1 - 33.5 / 105, 9, 5)` on 96 + 9 tokens keeps 24 + 9.
+SNAP_KV_PRESS_BY_QUESTION = [
+    [
+        [4, 5, 6, 7, 8, 22, 25, 26, 74, 75, 76, 77, 78, 80, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92],
+        [2, 3, 4, 5, 6, 9, 10, 11, 33, 34, 35, 36, 37, 41, 42, 43, 44, 45, 61, 62, 63, 64, 65, 71],
+    ],
+    [
+        [5, 6, 28, 29, 30, 31, 32, 37, 48, 49, 50, 51, 52, 56, 57, 58, 59, 60, 80, 81, 82, 83, 84, 91],
+        [14, 15, 16, 17, 18, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 52, 53, 54, 55, 56, 62, 63, 64, 71],
+    ],
+]
+# `StreamingLLMPress(1 - 1 / ratio)`, the same in every layer and head.
+STREAMING_LLM_PRESS = {(20, 2): [0, 1, 2, 3, 14, 15, 16, 17, 18, 19], (64, 8): [0, 1, 2, 3, 60, 61, 62, 63]}
+# In a `KeyRerotationPress`, of 64 tokens at ratio 8: the sixth key of layer 1, head 1, its first four channels.
+REROTATED_KEY = [1.0809540748596191, 3.992230176925659, 2.1780145168304443, 2.799272298812866]
+
+
+@pytest.fixture(scope="module")
+def kvpress_base(tmp_path_factory):
+    """Folder of the model, whose weights are the same in every version of the libraries."""
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+    model, generator = LlamaForCausalLM(config), torch.Generator().manual_seed(0)
+    for name, weight in sorted(model.named_parameters()):
+        is_norm = "norm" in name
+        weight.data = torch.ones_like(weight) if is_norm else 0.3 * torch.randn(weight.shape, generator=generator)
+    folder = tmp_path_factory.mktemp("kvpress")
+    model.save_pretrained(folder)
+    return folder
+
+
+def kvpress_ids(length):
+    return torch.randint(5, 128, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def places(memory, whole):
+    """By layer and head, where each of a memory's keys stands in the whole context."""
+    pairs = zip(memory.key_values, whole.key_values, strict=True)
+    return [
+        [
+            torch.cdist(whole_head, head).argmin(dim=0).tolist()
+            for head, whole_head in zip(kept[0], all_[0], strict=True)
+        ]
+        for (kept, _), (all_, _) in pairs
+    ]
+
+
+def test_snap_kv_keeps_what_kvpress_keeps(kvpress_base):
+    for (length, ratio, window, kernel), expected in SNAP_KV_PRESS.items():
+        model = SnapKVForCausalLM.from_base(kvpress_base, window_size=window, kernel_size=kernel)
+        memory, whole = model.compress(kvpress_ids(length), ratio=[ratio, 1])
+        end = list(range(length - window, length))
+        assert places(memory, whole) == [[[*head, *end] for head in layer] for layer in expected], (length, ratio)
+    model = SnapKVForCausalLM.from_base(kvpress_base, question_placement="encoder")
+    ids = kvpress_ids(105)
+    memory, whole = model.compress(ids[:, :96], ratio=[4, 1], question_input_ids=ids[:, 96:])
+    assert places(memory, whole) == SNAP_KV_PRESS_BY_QUESTION
+
+
+def test_streaming_llm_keeps_what_kvpress_keeps_and_rotates_it_as_kvpress_does(kvpress_base):
+    model = StreamingLLMForCausalLM.from_base(kvpress_base, position_layout="enhanced")
+    for (length, ratio), expected in STREAMING_LLM_PRESS.items():
+        memory, whole = model.compress(kvpress_ids(length), ratio=[ratio, 1])
+        assert places(memory, whole) == [[expected] * 2] * 2
+        assert memory.position_ids.tolist() == [expected]
+    model = StreamingLLMForCausalLM.from_base(kvpress_base)
+    memory = model.compress(kvpress_ids(64), ratio=8)
+    assert memory.position_ids.tolist() == [list(range(8))]
+    found = memory.key_values[1][0][0, 1, 5, :4]
+    torch.testing.assert_close(found, torch.tensor(REROTATED_KEY), atol=1e-5, rtol=1e-5)
+    # The latest token stays before any sink does.
+    model = StreamingLLMForCausalLM.from_base(kvpress_base, position_layout="enhanced")
+    few = [model.compress(kvpress_ids(20), ratio=ratio).position_ids[0].tolist() for ratio in (5, 8, 20, 40)]
+    assert few == [[0, 1, 2, 19], [0, 1, 19], [19], [19]]
+
+
+# --- beside a naive twin ---
+
+
+def naive_snap_kv(model, ids, ratio, question=None):
+    """By layer and head the places that stay, in plain loops over the attention of one whole reading."""
+    config, length = model.config, len(ids)
+    row = ids if question is None else torch.cat([ids, question])
+    plain = AutoModelForCausalLM.from_config(config.decoder_config, attn_implementation="eager").eval()
+    plain.model.load_state_dict(model.model.language_model.state_dict())
+    attentions = plain(row[None], output_attentions=True).attentions
+    num_slots = -(-length // ratio)
+    if question is not None:
+        window, num_forced = min(len(question), config.window_size), 0
+    else:
+        window = config.window_size if num_slots > config.window_size else max(1, num_slots // 2)
+        num_forced = window
+    heads = config.decoder_config.num_key_value_heads
+    kept = []
+    for weights in attentions:
+        kept.append([])
+        for group in weights[0].unflatten(0, (heads, -1)):
+            prefix = length - num_forced
+            votes = group[:, -window:, :prefix].sum(dim=(0, 1)).tolist()
+            reach = config.kernel_size // 2
+            pooled = [sum(votes[max(0, place - reach) : place + reach + 1]) for place in range(prefix)]
+            best = sorted(range(prefix), key=lambda place: -pooled[place])[: num_slots - num_forced]
+            kept[-1].append([*sorted(best), *range(prefix, length)])
+    return kept
+
+
+@torch.no_grad()
+def test_snap_kv_is_a_loop_over_layers_heads_and_places(random_rows, pad_rows):
+    rows, asked = random_rows([33, 9, 1, 20]), random_rows([4, 2, 6, 1], seed=3)
+    for architecture, attention in FAR_APART:
+        for placement in ("decoder", "encoder"):
+            case = SNAP_KV.on(architecture=architecture, attention=attention)
+            model = case.build(question_placement=placement, window_size=5)
+            by_question = placement == "encoder"
+            ids, mask = pad_rows(rows, "left")
+            given = {}
+            if by_question:
+                question, question_mask = pad_rows(asked, "right")
+                given = {"question_input_ids": question, "question_attention_mask": question_mask}
+            for memory in model.compress(ids, mask, ratio=[2, 3, 8], **given):
+                whole = model.compress(ids, mask, ratio=1, **given)
+                for i, row in enumerate(rows):
+                    expected = naive_snap_kv(model, row, memory.ratio, asked[i] if by_question else None)
+                    assert places(memory.rows(i), whole.rows(i)) == expected, (case, placement, memory.ratio, i)
+
+
+# --- beside the plain model ---
+
+
+@torch.no_grad()
+def test_at_ratio_1_the_memory_is_the_whole_context():
+    for case in CASES:
+        model, ids, text = case.build(), ids_of(13), ids_of(5, seed=1)
+        plain = AutoModelForCausalLM.from_config(
+            model.config.decoder_config, attn_implementation=case.attention
+        ).eval()
+        plain.load_state_dict(
+            {
+                name.removeprefix("model.").replace("language_model", "model"): tensor
+                for name, tensor in model.state_dict().items()
+            }
+        )
+        memory, row = model.compress(ids, ratio=1), torch.cat([ids, text], dim=1)
+        torch.testing.assert_close(model(text, memory=memory).logits, plain(row).logits[:, 13:], atol=1e-5, rtol=1e-4)
+        answer = model.generate(text, memory=memory, **GREEDY)
+        assert answer[0, 5:].tolist() == plain.generate(row, **GREEDY)[0, 18:].tolist(), case
+
+
+@torch.no_grad()
+def test_text_goes_on_behind_the_context_or_behind_the_memory():
+    for case in CASES[:4]:
+        model, text = case.model, ids_of(3, seed=1)
+        memory = model.compress(torch.cat([ids_of(9), ids_of(9)]), torch.tensor([[1] * 9, [0] * 4 + [1] * 5]), ratio=2)
+        offsets = model.model.text_position_offset(memory, text.expand(2, -1), None).tolist()
+        assert offsets == ([9, 5] if model.config.position_layout == "enhanced" else [5, 3])
+
+
+@torch.no_grad()
+def test_joined_documents_stand_one_behind_the_other_where_keys_have_their_places():
+    model, rows, text = SNAP_KV.model, [ids_of(9), ids_of(7, seed=2)], ids_of(4, seed=1)
+    first, second = (model.compress(row, ratio=1) for row in rows)
+    joined = CompressedContext.concatenate([first, second])
+    # Each document by itself, the second one behind the first one's positions.
+    keys = [
+        model.model.language_model(row, position_ids=torch.arange(start, start + row.shape[1])[None]).past_key_values
+        for row, start in zip(rows, (0, 9), strict=True)
+    ]
+    for layer, (found, _) in enumerate(joined.key_values):
+        expected = torch.cat([cache.layers[layer].keys for cache in keys], dim=2)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert joined.position_ids.tolist() == [list(range(16))]
+    assert model.model.text_position_offset(joined, text, None).tolist() == [16]
+
+
+# --- the shared tests ---
+
+
+@pytest.fixture
+def texts(random_rows, pad_rows):
+    context_ids, context_mask = pad_rows(random_rows([11, 0, 6]))
+    input_ids, attention_mask = pad_rows(random_rows([5, 3, 4], seed=1), "left")
+    context = {"context_input_ids": context_ids, "context_attention_mask": context_mask}
+    return {"input_ids": input_ids, "attention_mask": attention_mask, **context}
+
+
+@pytest.fixture
+def inputs():
+    return {"input_ids": torch.tensor([[1, 9, 40, 7]]), "context_input_ids": torch.arange(5, 18)[None]}
+
+
+SHARED = {
+    "padding": [
+        test_padding.test_slots_and_logits_do_not_depend_on_the_batch_or_its_padding,
+        test_padding.test_generated_ids_do_not_depend_on_the_batch_or_its_padding,
+        test_padding.test_a_memory_of_one_row_padded_by_others_is_read_like_its_own,
+        test_padding.test_an_empty_context_has_no_slots_and_still_generates,
+        test_padding.test_what_stands_at_a_pad_does_not_matter,
+    ],
+    "positions": [
+        test_positions_and_chunks.test_many_ratios_cost_one_pass_and_equal_separate_calls,
+        test_positions_and_chunks.test_a_ratio_for_each_row_equals_separate_calls,
+        test_positions_and_chunks.test_generation_goes_on_from_the_layouts_positions,
+        test_positions_and_chunks.test_callers_positions_count_within_the_text,
+        test_positions_and_chunks.test_states_and_logits_are_aligned_with_the_text,
+        test_positions_and_chunks.test_ragged_documents_joined_equal_each_row_joined_alone,
+    ],
+    "generation": [
+        test_generation.test_every_way_to_generate_greedily_gives_the_same_ids,
+        test_generation.test_step_by_step_with_a_cache_equals_one_pass,
+        test_generation.test_beams_read_their_own_rows_memory,
+        test_generation.test_one_document_serves_several_questions,
+        test_generation.test_a_memory_from_a_file_generates_the_same,
+    ],
+    "saving": [
+        test_saving.test_a_loaded_model_is_the_saved_one,
+        test_saving.test_one_checkpoint_serves_the_backbone_too,
+        test_saving.test_a_loaded_model_saves_and_loads_again,
+        test_saving.test_the_auto_classes_find_the_method,
+        test_light_checkpoints.test_a_models_name_tells_every_setting_that_changes_slots_or_reading,
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", SHARED)
+def test_the_shared_tests_hold(group, request, monkeypatch):
+    for check in SHARED[group]:
+        for case in CASES:
+            names = inspect.signature(check).parameters
+            check(**{name: case if name.endswith("case") else request.getfixturevalue(name) for name in names})
+            monkeypatch.undo()
+
+
+def test_calls_of_all_kinds_are_right_in_eight_threads(tiny_tokenizer):
+    # It reads with settings of its own for a while.
+    assert not test_threads.together(test_threads.calls_of(SNAP_KV.model, tiny_tokenizer))
+
+
+def test_a_forward_pass_waits_for_the_device_no_more_than_those_of_other_methods():
+    for case in (STREAMING_LLM, SNAP_KV):
+        test_device_waits.test_a_forward_pass_waits_once_more_than_its_language_models_alone(case)
+
+
+# --- checkpoints without weights ---
+
+
+@torch.no_grad()
+def test_a_checkpoint_names_its_base_and_holds_no_weights(inputs, tmp_path, local_hub, start_light):
+    for number, case in enumerate((STREAMING_LLM, SNAP_KV)):
+        model = start_light(case, local_hub)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder)
+        assert not list(folder.glob("*.safetensors"))
+        loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert loaded(**inputs).logits.equal(model(**inputs).logits)
+        assert loaded.model_id == model.model_id
+        model.compress(inputs["context_input_ids"]).save(folder / "memory.safetensors")
+        memory = CompressedContext.load(folder / "memory.safetensors", model_id=loaded.model_id)
+        assert loaded(inputs["input_ids"], memory=memory).logits.equal(model(**inputs).logits)
+        loaded.save_pretrained(folder / "again")
+        assert case.method.causal_lm_class.from_pretrained(folder / "again")(**inputs).logits.equal(
+            model(**inputs).logits
+        )
+
+
+def test_training_is_refused_by_name():
+    for name, kind in (("streaming_llm", "StreamingLLMForCausalLM"), ("snap_kv", "SnapKVForCausalLM")):
+        arguments = ModelArguments(method=name, base="org/base")
+        with pytest.raises(
+            ValueError, match=rf"the method {name} trains nothing: {kind}.from_base\(base\) is the whole"
+        ):
+            load_compressor(arguments)
+
+
+def test_settings_that_mean_nothing_are_refused():
+    for fields, message in (
+        ({"encoder_lora": {"rank": 4}}, "`encoder_lora` must be left out"),
+        ({"chunk_size": 6}, "`chunk_size` must be left out.*got 6"),
+        ({"task_token_ids": {"[AE]": AE}}, "`task_token_ids` must be left out"),
+        ({"position_layout": "uniform"}, r"`position_layout` must be one of \['default', 'enhanced'\], got 'uniform'"),
+        ({"kernel_size": 4}, "`kernel_size` must be odd.*got 4"),
+        ({"window_size": 0}, "`window_size` must be an int of at least 1, got 0"),
+        ({"question_placement": "both"}, "`question_placement` must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SNAP_KV.config(**fields)
+
+
+# --- questions ---
+
+
+def test_a_memory_made_with_a_question_answers_no_other_one(tmp_path, random_rows, pad_rows):
+    model, plain = SNAP_KV.build(question_placement="encoder"), SNAP_KV.model
+    (ids, mask), (question, question_mask) = (
+        pad_rows(random_rows([13, 7])),
+        pad_rows(random_rows([5, 3], seed=1), "left"),
+    )
+    asked = {"question_input_ids": question, "question_attention_mask": question_mask}
+    memory = model.compress(ids, mask, **asked)
+    expected = model.generate(question, attention_mask=question_mask, memory=memory, **GREEDY)
+    context = {"context_input_ids": ids, "context_attention_mask": mask}
+    assert model.generate(question, attention_mask=question_mask, **context, **GREEDY).equal(expected)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = CompressedContext.load(tmp_path / "memory.safetensors")
+    other_pads, other_mask = pad_rows(random_rows([5, 3], seed=1), "right")
+    assert model.generate(other_pads, attention_mask=other_mask, memory=loaded, **GREEDY)[:, -5:].equal(
+        expected[:, -5:]
+    )
+    with pytest.raises(ValueError, match="row 0 of `memory` was compressed with another question"):
+        model.generate(question.flip(0), attention_mask=question_mask.flip(0), memory=memory, **GREEDY)
+    with pytest.raises(ValueError, match=r"`question_placement='encoder'`.*`compress\(..., question_input_ids=...\)`"):
+        model.compress(ids, mask)
+    with pytest.raises(ValueError, match="was made by the model"):
+        plain(question, memory=memory)
+    with pytest.raises(ValueError, match=r"`question_input_ids` need `question_placement='encoder'`.*'decoder'"):
+        plain.compress(ids, mask, **asked)
+    with pytest.raises(ValueError, match="`question_input_ids` has 2 rows, `input_ids` has 1"):
+        model.compress(ids[:1], **asked)
+
+
+def test_the_pipeline_compresses_what_opens_the_chat_and_asks_what_follows(tiny_tokenizer):
+    tiny_tokenizer.chat_template = TEMPLATE
+    for placement in ("decoder", "encoder"):
+        model = SNAP_KV.build(prompt_format="chat", question_placement=placement)
+        pipe = model.question_answering(tiny_tokenizer, **GREEDY)
+        row = torch.tensor([templated(tiny_tokenizer, ONE_TURN)])
+        with model.base_language_model():
+            plain = model.generate(row, pad_token_id=0, **GREEDY)[0, row.shape[1] :]
+        wanted = tiny_tokenizer.decode(plain, skip_special_tokens=True).strip()
+        # At ratio 1 the whole template has been read.
+        assert pipe("Who?", context=DOCUMENT, ratio=1) == {"answer": wanted}
+        answers = pipe(["Who?", "How many?"], context=[DOCUMENT, "No."], ratio=5)
+        assert [pipe("How many?", context=text, ratio=5) for text in (DOCUMENT, "No.")] == [two[1] for two in answers]
+    with pytest.raises(ValueError, match=r"the memory holds the opening of the chat.*leave out what `messages` say"):
+        pipe(messages=WITH_SYSTEM, context=DOCUMENT)
