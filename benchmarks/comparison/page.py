@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes README.md and the pictures of the comparison from its one result file.
+
+python -m benchmarks.comparison.page OUT/page/comparison.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from context_compressors.evaluation.figures import COLOURS, MARKERS, line_figure, save_with_legend
+from context_compressors.reporting.result_files import write_results
+from context_compressors.reporting.tables import markdown_table
+
+HERE = Path(__file__).parent
+_HEAD = """# Which compressor, at which ratio, and is it better than cutting the text?
+
+Every method of the family and what people would use instead, on one base, SmolLM2-135M-Instruct, and on the same
+questions. The family is trained from that base with one budget: the same examples in the same order, prompts, ratios
+by step and about as many trainable parameters. All else is read by one reader with the full text's training. This
+page is made from `comparison.json` by `page.py`, and says nothing that is not in it.
+"""
+_HOW = """## How it is run
+
+```bash
+python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS --output OUT
+python -m benchmarks.comparison.page OUT/page/comparison.json
+```
+
+The first command installs the last commit into `OUT/code` and does everything from there: questions, two short trials
+and a run of each method, its answers, peers, times. Stop it whenever you like; the same command goes on.
+`OUT/state.json` has a line for each job, `--list` prints them, and `--only mean_pooling peers` does some. What is
+compared, with which budget, is in `systems.yaml`; the recipes are `smollm2/comparison/*.yaml`. `--reader` is the
+adapter that `smollm2/reader.yaml` trains. `ENVIRONMENTS` holds a virtual environment for each requirements file here:
+
+```bash
+python -m venv ENVIRONMENTS/kvpress
+ENVIRONMENTS/kvpress/bin/pip install -r benchmarks/comparison/requirements_kvpress.txt
+python -m venv ENVIRONMENTS/llmlingua
+ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llmlingua.txt
+```
+
+### What is equal, and what is not
+
+- Of SQuAD's training rows the first 85,000 train, those behind them choose, and the dev set is reported; documents
+  that are reported are in neither.
+- A method's two trials differ in the learning rate alone, the same two for all; the lower loss on the choosing part
+  decides.
+- Methods keep the start values of their papers, so that slots start at sizes of their own: beside token embeddings
+  those that are last hidden states are some 15 times as large, ComprExIT's a quarter. Mean pooling has a second row
+  with slots that start as averaged embeddings, which no other method offers: compare the first row when you compare
+  architectures.
+- Every decoder has an adapter, also where a paper freezes it, so that all learn the form of an answer.
+- Positions are those in place of the context; the chat template's opening and the question are read by all. A press
+  keeps as many places more as the opening has, and where it sees the question, as the question has.
+- Bytes are what has to be kept for later questions: slots or keys and values in bfloat16, or text in UTF-8; for what
+  picks by the question, the whole text.
+- Seconds are medians over the first questions of SQuAD, one at a time, on the threads that the command was given.
+
+### Peers
+
+- kvpress: the context is read once, and its keys and values are pruned; questions count on behind the whole context,
+  as in its own pipeline. SnapKV's window is 32, for 64 are more than a short context keeps at 8x. "Question seen":
+  the prompt but its last token is read with the context.
+- LLMLingua and LongLLMLingua have the base as their small model, steps of 50 tokens (with 200, short contexts stay
+  whole), and a cache of today's `transformers` in place of pairs; they keep more than they are asked to, see
+  positions. LLMLingua-2 needs a classifier that is not at hand.
+"""
+_COLUMNS = ("positions", "bytes", "compress, s", "answer, s", "F1", "exact match", "contained", "retention, %")
+_TITLES = {
+    "f1": "F1",
+    "rougeL": "ROUGE-L",
+    "token_accuracy": "token accuracy",
+}
+
+
+def write(results: Mapping[str, Any] | None, folder: Path) -> None:
+    """Write the page, its pictures and `comparison.json`.
+
+    Args:
+        results: the result file's content; without any the page says how to run the comparison.
+        folder: where they go.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
+    parts = [_HEAD]
+    if results is None:
+        parts.append("It has not been run to its end yet, so there are no figures here.\n")
+    else:
+        write_results(results, folder / "comparison.json")
+        parts += _found(results, table, folder)
+    (folder / "README.md").write_text("\n".join([*parts, _HOW]), encoding="utf-8")
+
+
+def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -> list[str]:
+    """The parts of the page that have results."""
+    titles = {name: entry["title"] for group in ("family", "peers") for name, entry in table[group].items()}
+    aware = {name for name, entry in table["peers"].items() if entry.get("aware")}
+    means = [row for row in results["rows"] if row["set"] == "mean"]
+    settings, parts = results["settings"], []
+    sets = [name for name, entry in settings["sets"].items() if entry["task"] == "question_answering"]
+    averaged = [name for name in sets if settings["sets"][name].get("trained", True)]
+    if means:
+        parts += [
+            "## Answers to questions",
+            f"Means over {', '.join(averaged)}; in brackets 95 % bootstrap intervals over documents. Retention: "
+            "(score - none) / (full - none) by F1, on the questions that a system answered. Reader: "
+            f"`{results['reader']}`.\n",
+            "### Made once for all questions\n",
+            _main_table([row for row in means if row["system"] not in aware], titles),
+        ]
+        if seeing := [row for row in means if row["system"] in aware]:
+            parts += ["\n### Made anew for each question\n", _main_table(seeing, titles)]
+        for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
+            _draw(means, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
+            parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
+    parts += ["\n## Is it so?\n", _orderings(results["orderings"], titles)]
+    for task, heading in (
+        ("question_answering", "By set of questions"),
+        ("summarisation", "Summaries"),
+        ("reconstruction", "What is restored"),
+    ):
+        names = [name for name, entry in settings["sets"].items() if entry["task"] == task]
+        rows = [row for row in results["rows"] if row["set"] in names]
+        if rows:
+            parts += [f"\n## {heading}\n", _by_set(rows, names, titles)]
+    if results["family"]:
+        parts += ["\n## What was trained\n", _trainings(results, titles)]
+    return [*parts, ""]
+
+
+def _interval(row: Mapping[str, Any], metric: str) -> str:
+    value, ends = row["scores"].get(metric), row["intervals"].get(metric)
+    if value is None:
+        return ""
+    return f"{value:.1f}" + ("" if ends is None or None in ends else f" [{ends[0]:.1f}, {ends[1]:.1f}]")
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    return f"{row['ratio']}x" if row["ratio"] > 1 else ""
+
+
+def _number(row: Mapping[str, Any], name: str, digits: int = 0) -> str:
+    value = row["costs"].get(name)
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _main_table(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:
+    lines = [
+        [
+            titles[row["system"]],
+            _ratio(row),
+            _number(row, "kept_positions"),
+            _number(row, "memory_bytes"),
+            _number(row, "compress_seconds", 2),
+            _number(row, "answer_seconds", 2),
+            *(_interval(row, metric) for metric in ("f1", "exact_match", "substring_accuracy", "retention")),
+        ]
+        for row in rows
+    ]
+    return markdown_table(["system", "ratio", *_COLUMNS], lines)
+
+
+def _by_set(rows: Sequence[Mapping[str, Any]], names: Sequence[str], titles: Mapping[str, str]) -> str:
+    """A table with a column for each set."""
+    found = {(row["system"], row["ratio"], row["set"]): row for row in rows}
+    names = [name for name in names if any(row["set"] == name for row in rows)]
+    lines = []
+    for system, ratio in dict.fromkeys((row["system"], row["ratio"]) for row in rows):
+        of_system = [found.get((system, ratio, name)) for name in names]
+        cells = [
+            "" if row is None else f"{_interval(row, next(iter(row['scores'])))}, n {row['num_questions']}"
+            for row in of_system
+        ]
+        lines.append([titles[system], _ratio({"ratio": ratio}), *cells])
+    metrics = {name: next(iter(row["scores"])) for row in rows for name in [row["set"]]}
+    return markdown_table(["system", "ratio", *(f"{name}, {_TITLES[metrics[name]]}" for name in names)], lines)
+
+
+def _orderings(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:
+    """Each ordering with its verdict at each ratio: the difference of F1 on the same questions."""
+    ratios = [entry["ratio"] for entry in orderings[0]["ratios"]] if orderings else []
+    lines = []
+    for ordering in orderings:
+        cells = []
+        for entry in ordering["ratios"]:
+            if "difference" not in entry:
+                cells.append(entry["verdict"])
+                continue
+            low, high = entry["interval"]
+            cells.append(f"{entry['verdict']}: {entry['difference']:+.1f} [{low:+.1f}, {high:+.1f}]")
+        lines.append([f"{titles[ordering['first']]} > {titles[ordering['second']]}", *cells])
+    text = (
+        'Differences of F1 on the same questions, with 95 % intervals. "Holds": the interval is above zero; "does '
+        'not": below; "cannot be told": it holds zero.\n\n'
+    )
+    return text + markdown_table(["ordering", *(f"{ratio}x" for ratio in ratios)], lines)
+
+
+def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+    budget = results["budget"].get("run", {})
+    lines = [
+        [
+            titles[name],
+            f"{entry['trainable_parameters']:,}",
+            f"{entry['steps']:,}",
+            f"{entry['context_tokens']:,}",
+            *(f"{entry['trials'].get(rate, float('nan')):.3f}" for rate in _rates(results)),
+            f"{entry['learning_rate']:g}" if entry["learning_rate"] else "",
+            f"{entry['loss']:.3f}",
+            f"{entry['hours']:.2f}",
+            entry["seeds"],
+        ]
+        for name, entry in results["family"].items()
+    ]
+    header = ["method", "trainable", "steps", "context tokens", *(f"trial at {rate}" for rate in _rates(results))]
+    text = "Trials: the loss on the choosing part, summed over ratios. Loss and hours are those of the first seed.\n\n"
+    if budget:
+        counts = f"{budget['tokens']:,} tokens of contexts and texts, {budget['examples']:,} examples"
+        text = f"The budget is {counts}. {text}"
+    return text + markdown_table([*header, "rate", "last loss", "hours", "seeds"], lines)
+
+
+def _rates(results: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(rate for entry in results["family"].values() for rate in entry["trials"]))
+
+
+def _draw(
+    rows: Sequence[Mapping[str, Any]],
+    titles: Mapping[str, str],
+    aware: set[str],
+    cost: str,
+    label: str,
+    path: Path,
+) -> None:
+    """F1 against a cost, a line for each system; hollow and dotted where the question is seen."""
+    figure, axes = line_figure("F1, mean over sets of questions", "F1")
+    systems = dict.fromkeys(row["system"] for row in rows)
+    for index, system in enumerate(systems):
+        points = [(row["costs"][cost], row) for row in rows if row["system"] == system and cost in row["costs"]]
+        points.sort(key=lambda point: point[0])
+        f1 = [row["scores"]["f1"] for _, row in points]
+        ends = [row["intervals"]["f1"] for _, row in points]
+        errors = [
+            [value - low for value, (low, _) in zip(f1, ends, strict=True)],
+            [high - value for value, (_, high) in zip(f1, ends, strict=True)],
+        ]
+        # A picture on a scale of powers has no place for nothing.
+        costs = [max(1.0, value) for value, _ in points]
+        style = {"linestyle": ":", "markerfacecolor": "none"} if system in aware else {}
+        axes.errorbar(
+            costs, f1, yerr=errors, label=titles[system], color=COLOURS[index % len(COLOURS)], capsize=2, linewidth=1,
+            marker=MARKERS[(index + index // len(COLOURS)) % len(MARKERS)], markersize=5, elinewidth=0.6, **style
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlabel(f"{label}, mean")
+    figure.set_size_inches(9.0, 7.5)
+    save_with_legend(figure, axes, path)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("results", nargs="?", metavar="FILE", help="comparison.json (default: a page without results)")
+    parser.add_argument("--folder", default=str(HERE), metavar="FOLDER", help="of the page (default: the benchmark's)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    results = None if arguments.results is None else json.loads(Path(arguments.results).read_text(encoding="utf-8"))
+    write(results, Path(arguments.folder))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of what people would use instead of a compressor, one question at a time, with what it costs.
+
+Run by run.py in the environment that has the system's library: nothing of this package is imported before a system
+asks for it. A second start goes on with the output.
+
+    python -m benchmarks.comparison.peers --system cut --reader R --base BASE --questions FILE --ratios 4 --output OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+Question = Mapping[str, Any]
+# System -> its class in kvpress, and arguments. SnapKV's window is that of the question, or of the context's end.
+_PRESSES = {
+    "streaming_llm": ("StreamingLLMPress", {"n_sink": 4}),
+    "snapkv": ("SnapKVPress", {"window_size": 32}),
+    "expected_attention": ("ExpectedAttentionPress", {}),
+    "knorm": ("KnormPress", {}),
+    "tova": ("TOVAPress", {}),
+}
+_AWARE = "_aware"
+# Contexts of up to `iterative_size` tokens stay whole.
+_LINGUA = {"iterative_size": 50}
+_LONG_LINGUA = {
+    "rank_method": "longllmlingua",
+    "condition_in_question": "after_condition",
+    "reorder_context": "sort",
+    "dynamic_context_compression_ratio": 0.3,
+    "condition_compare": True,
+    "context_budget": "+100",
+}
+
+
+class TextSystem:
+    """Text that stands in place of the context.
+
+    Args:
+        name: no_context, full_context, cut or bm25.
+        reader: reads it, and answers.
+        tokenizer: the reader's.
+    """
+
+    def __init__(self, name: str, reader: Any, tokenizer: Any):
+        self.name, self.reader, self.tokenizer = name, reader, tokenizer
+
+    def kept_ids(self, question: Question, budget: int) -> list[int]:
+        """Token ids that are left of the context."""
+        from context_compressors.evaluation.alternatives import bm25_context, cut_context
+
+        if self.name == "bm25":
+            return bm25_context(self.tokenizer, question["context_ids"], question["question"], budget)
+        return cut_context(question["context_ids"], budget)
+
+    def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
+        """What answers need, positions in place of the context, and bytes that are kept for it."""
+        num_tokens = len(question["context_ids"])
+        ids = self.kept_ids(question, -(-num_tokens // ratio) if ratio else 0)
+        return ids, len(ids), len(self.tokenizer.decode(ids).encode())
+
+    def answer(self, question: Question, ids: Any) -> list[int]:
+        """Token ids of the answer."""
+        row = [*question["head_ids"], *ids, *question["prompt_ids"]]
+        return greedy(self.reader, DynamicCache(), row, 0, question)
+
+
+class LLMLingua(TextSystem):
+    """LLMLingua and LongLLMLingua, with the base as their small model.
+
+    Args:
+        name: llmlingua or longllmlingua.
+        reader: reads what is left, and answers.
+        tokenizer: the reader's.
+        base: folder of the small model.
+    """
+
+    def __init__(self, name: str, reader: Any, tokenizer: Any, base: str):
+        super().__init__(name, reader, tokenizer)
+        self.compressor = _prompt_compressor(base, reader.dtype)
+
+    def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
+        arguments: dict[str, Any] = {"rate": 1 / ratio, **_LINGUA}
+        if self.name == "longllmlingua":
+            arguments |= {"question": question["question"], "concate_question": False, **_LONG_LINGUA}
+        found = self.compressor.compress_prompt([question["context"]], **arguments)["compressed_prompt"].strip()
+        ids = self.tokenizer(found, add_special_tokens=False)["input_ids"]
+        return ids, len(ids), len(found.encode())
+
+
+def _prompt_compressor(base: str, dtype: torch.dtype) -> Any:
+    """LLMLingua on a local model; see peers in README.md for what stands in place of its own."""
+    import llmlingua.prompt_compressor as library
+
+    class Counter:
+        """Counts for its report, which is not read; the library's own table would be fetched."""
+
+        def encode(self, text: str) -> list[str]:
+            return text.split()
+
+    class Pairs(DynamicCache):
+        """A cache that gives a layer's keys and values by its number, as those did that the library was made for."""
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layers[index].keys, self.layers[index].values
+
+    class Compressor(library.PromptCompressor):
+        def get_ppl(self, *args: Any, past_key_values: Any = None, return_kv: bool = False, **kwargs: Any) -> Any:
+            cache = None
+            if past_key_values is not None:
+                cache = Pairs()
+                for layer, (keys, values) in enumerate(past_key_values):
+                    cache.update(keys, values, layer)
+            found = super().get_ppl(*args, past_key_values=cache, return_kv=return_kv, **kwargs)
+            if not return_kv:
+                return found
+            return found[0], [(layer.keys, layer.values) for layer in found[1].layers]
+
+    library.tiktoken.encoding_for_model = lambda name: Counter()
+    config = {"trust_remote_code": False, "torch_dtype": dtype}
+    return Compressor(base, device_map="cpu", model_config=config)
+
+
+class Press:
+    """Keys and values that kvpress leaves of the context, behind which the question counts on.
+
+    Args:
+        name: one of `_PRESSES`, with "_aware" behind it where the question is read with the context. Then all of the
+            prompt but its last token is in what is compressed, and adds as many places to what is kept.
+        reader: reads, and answers.
+    """
+
+    def __init__(self, name: str, reader: Any):
+        import kvpress
+
+        kind, arguments = _PRESSES[name.removesuffix(_AWARE)]
+        self.reader, self.is_aware = reader, name.endswith(_AWARE)
+        self.press = getattr(kvpress, kind)(**arguments)
+        config = reader.config
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.position_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * size * reader.dtype.itemsize
+
+    def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
+        num_kept = -(-len(question["context_ids"]) // ratio)
+        split = len(question["prompt_ids"]) - 1 if self.is_aware else 0
+        read, rest = question["prompt_ids"][:split], question["prompt_ids"][split:]
+        row = [*question["head_ids"], *question["context_ids"], *read]
+        # The library keeps int(n (1 - ratio)) places: half a place more is not cut to one less.
+        self.press.compression_ratio = 1 - (len(row) - len(question["context_ids"]) + num_kept + 0.5) / len(row)
+        cache = DynamicCache()
+        with self.press(self.reader):
+            self.reader.model(torch.tensor([row]), past_key_values=cache)
+        num_kept += cache.get_seq_length() - (len(row) - len(question["context_ids"]) + num_kept)
+        return (cache, rest, len(row)), num_kept, num_kept * self.position_bytes
+
+    def answer(self, question: Question, state: Any) -> list[int]:
+        cache, rest, position = state
+        return greedy(self.reader, cache, rest, position, question)
+
+
+class Compressor:
+    """A checkpoint of this package, for its times.
+
+    Args:
+        folder: the checkpoint.
+        base: folder of its base.
+        dtype: of the weights.
+    """
+
+    def __init__(self, folder: str, base: str, dtype: str):
+        from context_compressors.cli.loading import load_compressor
+
+        self.model, _ = load_compressor(folder, device="cpu", dtype=dtype, base_model=base)
+
+    def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
+        memory = self.model.compress(torch.tensor([question["context_ids"]]), ratio=ratio)
+        return memory, int(memory.num_slots), memory.nbytes
+
+    def answer(self, question: Question, memory: Any) -> list[int]:
+        row = torch.tensor([[*question["head_ids"], *question["prompt_ids"]]])
+        eos, most = question["eos_token_id"], question["max_new_tokens"]
+        options = {"do_sample": False, "eos_token_id": eos, "pad_token_id": eos, "max_new_tokens": most}
+        return self.model.generate(row, memory=memory, **options)[0, row.shape[1] :].tolist()
+
+
+def greedy(model: Any, cache: DynamicCache, ids: Sequence[int], position: int, question: Question) -> list[int]:
+    """Token ids that a model writes behind a cache and a row, the likeliest each time, EOS included.
+
+    Args:
+        model: a causal language model.
+        cache: what it has read.
+        ids: what it reads next.
+        position: the id of the first of these.
+        question: has `eos_token_id` and `max_new_tokens`.
+    """
+    written: list[int] = []
+    while len(written) < question["max_new_tokens"] and question["eos_token_id"] not in written[-1:]:
+        place = torch.arange(position, position + len(ids))[None]
+        output = model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=place, logits_to_keep=1)
+        position, ids = position + len(ids), [int(output.logits[0, -1].argmax())]
+        written += ids
+    return written
+
+
+def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
+    """The system that the command line names."""
+    name = arguments.system
+    if arguments.checkpoint is not None:
+        return Compressor(arguments.checkpoint, arguments.base, arguments.dtype)
+    reader = AutoModelForCausalLM.from_pretrained(arguments.reader, dtype=getattr(torch, arguments.dtype)).eval()
+    if name.removesuffix(_AWARE) in _PRESSES:
+        return Press(name, reader)
+    if name.endswith("llmlingua"):
+        return LLMLingua(name, reader, tokenizer, arguments.base)
+    return TextSystem(name, reader, tokenizer)
+
+
+def ask(system: Any, question: Question, ratio: int, tokenizer: Any) -> dict[str, Any]:
+    """A system's answer to one question, with positions, bytes and seconds."""
+    start = time.perf_counter()
+    state, kept, memory_bytes = system.compress(question, ratio)
+    compressed = time.perf_counter()
+    ids = system.answer(question, state)
+    return {
+        "set": question["set"],
+        "id": question["id"],
+        "ratio": ratio,
+        "answer": tokenizer.decode(ids, skip_special_tokens=True).strip(),
+        "kept_positions": kept,
+        "memory_bytes": memory_bytes,
+        "compress_seconds": compressed - start,
+        "answer_seconds": time.perf_counter() - compressed,
+    }
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines of a JSONL file; an interrupted write leaves an unfinished last one."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    yield from (json.loads(line) for line in text.split("\n")[:-1])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--system", required=True, metavar="NAME", help="of peers in systems.yaml; any name with --checkpoint")
+    add("--reader", metavar="FOLDER", help="language model that reads what is left of a context")
+    add("--base", required=True, metavar="FOLDER", help="the base: small model of LLMLingua, and of --checkpoint")
+    add("--checkpoint", metavar="FOLDER", help="a compressor, in place of a peer")
+    add("--questions", nargs="+", required=True, metavar="FILE[#N]", help="JSONL of questions, the first N of them")
+    add("--ratios", nargs="+", type=int, required=True, metavar="R", help="tokens for a position; 0: none are kept")
+    add("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
+    add("--output", required=True, metavar="FILE", help="JSONL of answers")
+    return parser
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask a system what it has not answered yet; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    output = Path(arguments.output)
+    kept = list(lines_of(output))
+    done = {(line["set"], line["id"], line["ratio"]) for line in kept}
+    output.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(arguments.base)
+    system = make_system(arguments, tokenizer)
+    with output.open("a", encoding="utf-8") as file:
+        for entry in arguments.questions:
+            path, _, number = entry.partition("#")
+            questions = list(lines_of(Path(path)))[: int(number) if number else None]
+            for question in questions:
+                for ratio in arguments.ratios:
+                    if (question["set"], question["id"], ratio) not in done:
+                        print(json.dumps(ask(system, question, ratio, tokenizer)), file=file, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
