@@ -19,7 +19,8 @@ from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 
 _SEED = 0
-_GUESSED_TOKENS = 400
+# Of a step.
+_GUESSED_TOKENS = 3200
 # Windows of a text that is to be restored.
 _WINDOW = 256
 
@@ -128,8 +129,15 @@ def training_examples(
     )
 
 
+def counted(steps: int, recipe: Sequence[str], data: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Steps of a run, its examples, and their tokens of contexts and texts; arguments as `training_examples`."""
+    examples = training_examples(recipe, data, tokenizer, steps)
+    tokens = sum(examples.num_tokens(examples[index]) for index in range(len(examples)))
+    return {"steps": steps, "tokens": tokens, "examples": len(examples)}
+
+
 def steps_for(tokens: int, recipe: Sequence[str], data: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Steps of a run that reads about so many tokens of contexts and texts, and how many these are.
+    """What a run that reads about so many tokens comes to, see `counted`.
 
     The length of texts grows with the share of the run that is done, so that the number is found by counting twice.
 
@@ -139,10 +147,5 @@ def steps_for(tokens: int, recipe: Sequence[str], data: Path, tokenizer: PreTrai
         data: folder with the data files.
         tokenizer: the base's.
     """
-    steps, counted = 0, 0
-    for _ in range(2):
-        rate = _GUESSED_TOKENS * 8 if not counted else counted / steps
-        steps = max(1, round(tokens / rate))
-        examples = training_examples(recipe, data, tokenizer, steps)
-        counted = sum(examples.num_tokens(examples[index]) for index in range(len(examples)))
-    return {"steps": steps, "tokens": counted, "examples": len(examples)}
+    first = counted(max(1, tokens // _GUESSED_TOKENS), recipe, data, tokenizer)
+    return counted(max(1, round(tokens * first["steps"] / first["tokens"])), recipe, data, tokenizer)

@@ -155,7 +155,7 @@ class Comparison:
 
         def command() -> list[str]:
             budget = json.loads((self.questions / "budget.json").read_text(encoding="utf-8"))
-            steps = self.arguments.steps or budget["trial" if is_trial else "run"]["steps"]
+            steps = budget["trial" if is_trial else "run"]["steps"]
             recipes = [*_SHARED, *self.recipe_of(system), "smollm2/cpu.yaml"]
             options = {"base": self.base, "data_dir": self.data, "output_dir": folder, "seed": seed}
             options |= {"max_steps": steps, "learning_rate": rate(), "resume_from_checkpoint": "latest"}
@@ -266,14 +266,15 @@ def write_questions(comparison: Comparison) -> None:
     """The job `questions`: all sets, and the steps that the budget comes to."""
     from transformers import AutoTokenizer
 
-    from benchmarks.comparison.questions import steps_for, write_sets
+    from benchmarks.comparison.questions import counted, steps_for, write_sets
 
     tokenizer, table = AutoTokenizer.from_pretrained(comparison.base), comparison.table
     write_sets(table, comparison.data, tokenizer, comparison.questions, comparison.arguments.questions)
     # Which method reads them makes no difference to the examples.
     recipe = [*_SHARED, *comparison.recipe_of(next(iter(table["family"])))]
+    where, steps = (recipe, comparison.data, tokenizer), comparison.arguments.steps
     budget = {
-        kind: steps_for(table["budget"][name], recipe, comparison.data, tokenizer)
+        kind: counted(steps, *where) if steps else steps_for(table["budget"][name], *where)
         for kind, name in (("trial", "trial_tokens"), ("run", "tokens"))
     }
     write_json(budget, comparison.questions / "budget.json")
