@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import pyarrow
-import pyarrow.compute
 
 from ..modeling.memory.compressed_context import CompressedContext
 from .memory_columns import MemoryForm, memory_columns, memory_of_columns
@@ -209,10 +208,10 @@ class MemoryStore:
 
     def contains(self, ids: Sequence[str]) -> list[bool]:
         """Of each id whether the store has it."""
-        asked, found = pyarrow.array(ids, pyarrow.string()), set()
-        for batch in self._dataset.to_batches(columns=["id"]):
-            column = batch.column("id")
-            found.update(column.filter(pyarrow.compute.is_in(column, value_set=asked)).to_pylist())
+        found: set[str] = set()
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            chosen = _filter(ids[start : start + _IDS_AT_ONCE])
+            found.update(self._dataset.to_table(columns=["id"], filter=chosen)["id"].to_pylist())
         return [name in found for name in ids]
 
     def ratios(self) -> set[int]:

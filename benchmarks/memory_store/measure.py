@@ -3,9 +3,9 @@
 
     python -m benchmarks.memory_store.measure
 
-Slots are random numbers of a given width (a smaller one where there are many rows), as many as chunks of a given length
-have at each ratio; the store keeps no texts. Beside the store stand safetensors files, the slots' numbers alone, and
-the text: UTF-8, and Parquet with zstd.
+Slots are random numbers of a given width (a smaller one where there are many rows), as many as chunks of a given
+length have at each ratio; the store keeps no texts. Beside the store stand safetensors files, the slots' numbers
+alone, and the text: UTF-8, and Parquet with zstd.
 Times are the processor's own, on which other programs of the machine count little; those by the clock are beside them.
 """
 
@@ -126,22 +126,11 @@ def text_rows(path: str, column: str, model: str, folder: Path) -> list[dict[str
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    header = [
-        "ratio",
-        "kept as",
-        "width",
-        "rows",
-        "slots",
-        "store",
-        "files",
-        "rows/s",
-        "MB/s",
-        "10 memories",
-        "compacted",
-    ]
+    header = ["ratio", "kept as", "width", "rows", "slots", "store", "files", "rows/s", "MB/s"]
+    header += ["10 memories", "compacted"]
     lines = []
     for row in rows:
-        taken = [row.get(f"{name}_bytes_per_token") for name in sizes]
+        taken = [row.get(f"{name}_bytes_per_token") for name in ("slots", "store", "files")]
         appended = [row.get(f"appended_{name}_per_second") for name in ("rows", "megabytes")]
         times = [row.get("read_ms"), row.get("compacted_read_ms")]
         lines.append(
