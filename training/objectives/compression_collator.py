@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...configuration.nearest_names import check_choice
+from ...data.task_tokens import text_starts
 from ...modeling.parts.prompting import context_start_ids as find_context_start_ids
 from ...modeling.parts.prompting import start_token_id as find_start_token_id
 from ..fields import CONTEXT_MODES
+from .text_rows import TextRows
 
 MODES = ("compressed", "full_context", "no_context", "distillation", "joint")
 JOINT_TASKS = ("reconstruction", "continuation")
@@ -110,6 +112,25 @@ class CompressionCollator:
         self.restored_ids = list(self.context_start_ids if restored_ids is None else restored_ids)
         self.bos_before_text = bos_before_text
         self.context_mode = {"joint": context_mode, "distillation": "compressed"}.get(mode, mode)
+        self.text_rows: TextRows | None = None
+
+    @classmethod
+    def from_model(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **kwargs: Any
+    ) -> CompressionCollator:
+        """A collator whose texts start as a compressor's do, and which takes rows of texts, too.
+
+        Rows may have a `context` and, as TRL has them, `messages` or `prompt` and `completion`: see [`TextRows`].
+
+        Args:
+            model: a compressor that is no encoder-decoder.
+            tokenizer: the tokenizer saved with it.
+            kwargs: arguments of the collator.
+        """
+        own = model.encoder_tokenizer
+        collator = cls.from_tokenizer(tokenizer, own, **{**text_starts(model.config, tokenizer), **kwargs})
+        collator.text_rows = TextRows(model.config, tokenizer, own)
+        return collator
 
     @classmethod
     def from_tokenizer(
@@ -133,6 +154,8 @@ class CompressionCollator:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch; every tensor is `(batch_size, width)` of int64."""
+        if self.text_rows is not None:
+            examples = [row if "context_ids" in row else self.text_rows.example(row) for row in examples]
         batch: dict[str, Any] = {}
         if self.mode == "joint":
             for task in JOINT_TASKS:
