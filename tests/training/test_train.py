@@ -79,6 +79,37 @@ def test_each_ablation_of_table_3_changes_its_own_field(tmp_path):
         assert args.ratio_mode == ("per_sample" if name == "ratio_sampling" else "all")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("compression_tokens/causal",),
+        ("compression_tokens/bidirectional", "single_ratio"),
+        *((f"ablations/{path.stem}",) for path in sorted((RECIPES / "mean_pooling" / "ablations").glob("*.yaml"))),
+    ],
+    ids=" ".join,
+)
+def test_settings_of_the_mean_pooling_paper_train(setting, base_folder, tmp_path):
+    """Distilled for a step from the tiny base, as the paper's commands say: what is frozen stays as it was."""
+    small = tmp_path / "small.yaml"
+    sources = [{"generated": True, "tasks": ["question_answering"], "weight": 1}]
+    fields = {"sources": sources, "dtype": "float32", "bf16": False, "max_steps": 2, "warmup_steps": 0}
+    fields |= {"max_context_tokens": 60, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
+    small.write_text(yaml.safe_dump({**fields, "save_strategy": "no", "logging_steps": 1}))
+    files = ["multi_ratio", *setting]
+    options = ["--base", str(base_folder), "--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]
+    trainer = build_trainer(*parse_recipe([*(f"mean_pooling/{name}.yaml" for name in files), str(small), *options]))
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    frozen = {"fixed_decoder": {"decoder"}, "fixed_encoder": {"encoder"}, "no_encoder": {"encoder"}}
+    adapters = {name.split(".")[-2] for name in moved if "lora_" in name}
+    assert adapters == {"encoder", "decoder"} - frozen.get(setting[0].rpartition("/")[2], set())
+    log = trainer.state.log_history[0]
+    assert ("kl_per_token_mixed_ratios" in log) == (setting == ("ablations/ratio_sampling",))
+
+
 def test_icae_of_table_10_goes_on_from_its_pretraining(tmp_path):
     first, options = (
         "mean_pooling/baselines/icae_mistral_7b.yaml",
