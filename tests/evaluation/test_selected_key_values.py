@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluating methods that keep a base's own keys and values: what opens a text, and questions, are compressed, too."""
+
+import copy
+
+import pytest
+from naive_twin import QA, ROWS, run
+
+from context_compressors.modeling.modeling_snap_kv import SnapKVForCausalLM
+
+
+def test_what_is_selected_of_a_chat_at_ratio_1_answers_as_the_full_context(tokenizer, folders):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<bos>{{ m['role'] + '\n' + m['content'] }}<eos>\n{% endfor %}"
+        "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+    )
+    for prompt_format in ("plain", "chat"):
+        for placement in ("decoder", "encoder"):
+            fields = {"prompt_format": prompt_format, "question_placement": placement, "window_size": 4}
+            model = SnapKVForCausalLM.from_base(folders / "base", compression_ratios=(1, 3), **fields)
+            # Two questions of one document are two contexts where the question chooses.
+            rows = [*ROWS, {**ROWS[0], "question": "Where?"}]
+            report = run(model, tokenizer, rows, tasks=(QA,), answer_perplexity=True, batch_size=3)
+            for metric in ("f1", "answer_perplexity"):
+                full, whole, part = (
+                    report.score("tiny", QA, name, metric) for name in ("full_context", "ratio=1", "ratio=3")
+                )
+                assert whole == pytest.approx(full, rel=1e-4), (prompt_format, placement, metric)
+            assert part != pytest.approx(full, rel=1e-3), "the rest is missed"
