@@ -55,6 +55,30 @@ def with_known_columns(table: pyarrow.Table) -> pyarrow.Table:
     return table
 
 
+def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
+    """Make texts of contexts that are passages with `title` and `sentences`, as in HotpotQA and 2WikiMultihopQA.
+
+    A passage is its title and below it its sentences; blank lines stand between passages. Of a source with
+    `supporting_passages`, those alone are taken that `supporting_facts` names, as in the mean-pooling paper (A.1).
+
+    Raises:
+        ValueError: `supporting_passages` of a source that has none.
+    """
+    if not all(_has(table, f"context.{name}") for name in ("title", "sentences")):
+        if source.supporting_passages:
+            raise ValueError(f"source {source.label!r} has no passages with `title` and `sentences` as its contexts")
+        return table
+    named: list[Any] = [None] * table.num_rows
+    if source.supporting_passages:
+        named = column_of(table, "supporting_facts.title", source).to_pylist()
+    texts = []
+    for context, titles in zip(table["context"].to_pylist(), named, strict=True):
+        pairs = zip(context["title"], context["sentences"], strict=True)
+        kept = [(title, sentences) for title, sentences in pairs if titles is None or title in titles]
+        texts.append("\n\n".join(f"{title}\n{' '.join(' '.join(sentences).split())}" for title, sentences in kept))
+    return _replaced(table, {"context": pyarrow.chunked_array([pyarrow.array(texts, pyarrow.large_string())])})
+
+
 def column_of(table: pyarrow.Table, name: str, source: Any) -> pyarrow.ChunkedArray:
     """A column, or with dots the part of one, of structs or lists of structs; `ValueError` where it is not there."""
     head = name if name in table.column_names else name.partition(".")[0]

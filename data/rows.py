@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import nearest
 from ..modeling.parts.prompting import encode
-from .columns import column_of, complete_rows, kept_rows, with_known_columns, with_our_columns
+from .columns import column_of, complete_rows, kept_rows, with_joined_passages, with_known_columns, with_our_columns
 from .files import read_files
 from .sources import DataSource
 from .synthetic_documents import MIN_TOKENS, GeneratedDocument, generate_document
@@ -52,7 +52,7 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
     if source.streaming:
         table = _streamed(source)
     else:
-        table = kept_rows(with_known_columns(read_table(source, data_dir)), source)
+        table = with_joined_passages(kept_rows(with_known_columns(read_table(source, data_dir)), source), source)
         if source.rows is not None:
             table = table.slice(source.rows[0], source.rows[1] - source.rows[0])
     columns = table.column_names
@@ -94,7 +94,7 @@ def _streamed(source: DataSource) -> pyarrow.Table:
     stream = load_dataset(source.name, source.config, split=source.split, streaming=True).with_format("arrow")
     batches, count = [], 0
     for batch in stream.iter(batch_size=_STREAMED_ROWS):
-        batch = kept_rows(with_known_columns(with_our_columns(batch, source)), source)
+        batch = with_joined_passages(kept_rows(with_known_columns(with_our_columns(batch, source)), source), source)
         batches.append(batch.slice(max(0, first - count), max(0, end - max(first, count))))
         count += batch.num_rows
         if count >= end:

@@ -48,6 +48,16 @@ PUBLISHED = {
         },
         ["a"],
     ),
+    "HotpotQA": (
+        {
+            "id": "7",
+            "question": "q",
+            "answer": "a",
+            "supporting_facts": {"title": ["T"], "sent_id": [0]},
+            "context": {"title": ["T"], "sentences": [["One.", " Two. "]]},
+        },
+        ["a"],
+    ),
     "LooGLE": (
         {"context": "c", "question": "q", "answer_prefix": "Answer: ", "answer": "a", "task": "longdep_qa"},
         ["a"],
@@ -80,7 +90,7 @@ def test_data_sets_are_read_as_they_are_published_by_training_and_evaluation(tok
         (read,) = read_rows(DataSource(path="rows.parquet", tasks=(task,)), str(tmp_path)).to_pylist()
         found = {key: read[key] for key in ("context", "question", "answers", "summary") if key in read}
         texts = {"question": "q", "answers": expected} if task == QA else {"summary": expected}
-        assert found == {"context": "c", **texts}, name
+        assert found == {"context": "T\nOne. Two." if name == "HotpotQA" else "c", **texts}, name
         (data,) = load_datasets(["rows.parquet"], tokenizer, data_dir=str(tmp_path))
         (sample,) = SampleBuilder(tokenizer, None, LIMITS, 8, 4).build(data, task)
         assert sample.references == (expected if task == QA else [expected]), name
@@ -107,6 +117,25 @@ def test_rows_are_kept_by_value_and_each_value_gets_a_data_set(tokenizer, mrqa):
     ):
         with pytest.raises(ValueError, match=message):
             load_datasets([{**source, "where": where}], **read)
+
+
+def test_supporting_passages_are_those_that_the_facts_name(tokenizer, tmp_path):
+    context = {"title": ["Rome", "Oslo", "Bern"], "sentences": [["R.", " r."], ["O."], ["B."]]}
+    facts = {"title": ["Bern", "Rome", "Rome"], "sent_id": [0, 0, 1]}
+    row = {"question": "q", "answer": "a", "context": context, "supporting_facts": facts}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    source = {"path": "rows.parquet", "title": "all"}
+    sources = [source, {**source, "title": "gold", "supporting_passages": True}]
+    found = load_datasets(sources, tokenizer, data_dir=str(tmp_path))
+    assert [data.examples[0]["context"] for data in found] == [
+        "Rome\nR. r.\n\nOslo\nO.\n\nBern\nB.",
+        "Rome\nR. r.\n\nBern\nB.",
+    ]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"context": "c", "question": "q", "answers": ["a"]}))
+    with pytest.raises(ValueError, match=r"source 'rows\.jsonl' has no passages"):
+        load_datasets(
+            [{**source, "path": "rows.jsonl", "supporting_passages": True}], tokenizer, data_dir=str(tmp_path)
+        )
 
 
 def test_a_stream_is_read_as_far_as_its_rows_reach(tokenizer, mrqa, monkeypatch):
