@@ -134,23 +134,19 @@ def compress_all(
     """
     from tqdm.auto import tqdm
 
-    texts = [document.text for document in documents]
-    lengths = [len(row) for row in pipe.document_ids(texts)]
-    limit = arguments.max_tokens
-    report_cut(lengths, limit)
-    # Longest first: whatever does not fit is found at once.
-    order = sorted(range(len(texts)), key=lambda index: -lengths[index])
-    with tqdm(total=len(texts), desc="compressing", unit="document", disable=not sys.stderr.isatty()) as progress:
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
+    from ..modeling.parts.length_batches import length_batches
+
+    rows = pipe.document_ids([document.text for document in documents])
+    report_cut([len(row) for row in rows], arguments.max_tokens)
+    rows = [row[: arguments.max_tokens] for row in rows]
+    with tqdm(total=len(rows), desc="compressing", unit="document", disable=not sys.stderr.isatty()) as progress:
+        for batch in length_batches([len(row) for row in rows], batch_size):
             try:
-                memories = pipe.compress(
-                    [texts[index] for index in batch], ratios, limit, arguments.allow_untrained_ratio
-                )
+                memories = pipe.compress_ids([rows[index] for index in batch], ratios, arguments.allow_untrained_ratio)
             except ValueError as error:
-                longest = documents[batch[0]]
-                length = min(lengths[batch[0]], limit or lengths[batch[0]])
-                raise ValueError(f"document {longest.name!r} ({length} tokens): {error}") from error
+                longest = max(batch, key=lambda index: len(rows[index]))
+                name, length = documents[longest].name, len(rows[longest])
+                raise ValueError(f"document {name!r} ({length} tokens): {error}") from error
             for row, index in enumerate(batch):
                 yield index, [memory.rows(row) for memory in memories]  # type: ignore[union-attr]  # of a list of ratios
             progress.update(len(batch))
