@@ -90,13 +90,13 @@ def paired_difference(
         np.array([_scores(run, list(samples), condition, metric) for run in side])
         for side, condition in zip(runs, conditions, strict=True)
     ]
-    scores = [float(side.mean()) for side in values]
+    mine, theirs = (float(side.mean()) for side in values)
     resampled = resampled_means(values, list(samples.values()), num_resamples, seed)
     num_documents = len(set(samples.values()))
     # Of one document nothing can be told.
     interval = percentile_interval(resampled[0] - resampled[1]) if num_documents > 1 else (math.nan, math.nan)
     num_seeds = (len(runs[0]), len(runs[1]))
-    return PairedDifference(metric, *scores, scores[0] - scores[1], interval, len(samples), num_documents, num_seeds)
+    return PairedDifference(metric, mine, theirs, mine - theirs, interval, len(samples), num_documents, num_seeds)
 
 
 def resampled_means(

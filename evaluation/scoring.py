@@ -146,7 +146,7 @@ class Tally:
             metrics = [metric for metric in self.metrics if metric is not None]
             if metrics and len(metrics) == len(self.metrics):
                 rows = zip(metrics, self.predictions, self.references, strict=True)
-                found[BENCHMARK_SCORE] = mean_statistic([metric.score(*texts) for metric, *texts in rows])
+                found[BENCHMARK_SCORE] = mean_statistic([metric.score(text, wanted) for metric, text, wanted in rows])
             found |= self._means(squad_scores)
             found |= self._means(lambda *texts: {"substring_accuracy": substring_accuracy(*texts)})
             found |= self._means(rouge_scores)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from small_recipes import write_recipe
 
+from context_compressors import cli
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.training.train import main
 
@@ -27,7 +28,7 @@ def write_texts(path, first, last):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(tmp_path, base_folder):
+def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(tmp_path, base_folder, capsys):
     tasks = ["question_answering", "continuation"]
     fields = {
         "sources": [{"path": write_texts(tmp_path / "train.jsonl", 0, 6), "tasks": tasks, "rows": [0, 8]}],
@@ -53,6 +54,19 @@ def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(
         shutil.rmtree(tmp_path / "out" / f"checkpoint-{step}")
     main([str(tmp_path / "recipe.yaml"), "--resume_from_checkpoint", "latest"])
     assert TrainingDocuments.of(tmp_path / "out") == found
+
+    # What is reported is neither.
+    write_texts(tmp_path / "report.jsonl", 9, 12)
+
+    def evaluate(name):
+        data = ["--data", str(tmp_path / f"{name}.jsonl"), "--tasks", "reconstruction", "--context-tokens", "8"]
+        return cli.main(["evaluate", str(tmp_path / "out"), *data, "--device", "cpu"])
+
+    assert [evaluate(name) for name in ("train", "choose", "report")] == [1, 1, 0]
+    shown = capsys.readouterr()
+    assert "4 of 6 documents of 'train' trained out (samples 0, 2, 4, ...)" in shown.err
+    assert "3 of 3 documents of 'choose' chose out" in shown.err
+    assert "Held out: no document here is among the 4 that trained out and the 3 that chose it." in shown.out
 
     # A second stage has read what the first one had; one that starts from a checkpoint without a record says so.
     first = tmp_path / "first"
