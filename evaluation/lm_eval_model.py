@@ -337,9 +337,11 @@ class CompressorLM(TemplateLM):
             "input_ids": _left_padded(rows).to(self._device),
             "attention_mask": _left_padded([torch.ones_like(row) for row in rows]).to(self._device),
         }
-        documents = list(dict.fromkeys(reading.document for reading in batch if reading.document is not None))
-        if documents:
-            inputs["memory"] = self._compress(documents).rows([documents.index(reading.document) for reading in batch])
+        # All of a batch have a document, or none.
+        texts = [reading.document for reading in batch if reading.document is not None]
+        if texts:
+            documents = list(dict.fromkeys(texts))
+            inputs["memory"] = self._compress(documents).rows([documents.index(text) for text in texts])
         return inputs
 
     def _scored(

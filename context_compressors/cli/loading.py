@@ -54,9 +54,9 @@ def load_compressor(
     is_ours = method in CONFIG_MAPPING
     if not is_ours and not trust_remote_code:
         raise ValueError(f"{name} has a method of its own, {method!r}: read its code, then pass --trust-remote-code")
-    options = {"revision": revision, "trust_remote_code": not is_ours}
-    model = load_from_place(name, base_model=base_model, dtype=dtype, **options)
-    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    trusts = not is_ours
+    model = load_from_place(name, base_model=base_model, revision=revision, dtype=dtype, trust_remote_code=trusts)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusts)
     model = model.to(_accelerator() if device == "auto" else device).eval()
     return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
 
@@ -110,7 +110,8 @@ def load_retriever(name: str, dtype: str = "auto", device: str = "auto") -> PreT
     """
     from transformers import AutoModelForTextEncoding
 
-    from ..modeling import DeCALForRetrieval
+    from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
+    from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
 
     model = AutoModelForTextEncoding.from_pretrained(name, dtype=dtype)
     if not isinstance(model, DeCALForRetrieval):

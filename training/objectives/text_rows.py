@@ -68,9 +68,8 @@ class TextRows:
         if isinstance(prompt, str) and isinstance(completion, str):
             prompts = prompt_ids(self._tokenizer, [prompt], self._config.prompt_format)
             return prompts.head, [(prompts.turns[0], [*encode(self._tokenizer, completion), prompts.end])]
-        given = [] if messages is not None else prompt
-        learned = completion if messages is None else messages
-        if not (_are_messages(given) and _are_messages(learned) and learned):
+        given, learned = ([], messages) if messages is not None else (prompt, completion)
+        if given is None or not (_are_messages(given) and _are_messages(learned) and learned):
             raise ValueError(f"a row needs {_FORMS}, got the columns {sorted(row)}")
         if learned[-1]["role"] != "assistant":
             raise ValueError(f"the last message must be the assistant's, whose answer is learned, got {learned[-1]!r}")
