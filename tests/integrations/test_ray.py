@@ -35,6 +35,7 @@ def test_a_run_of_ray_that_is_killed_is_taken_up_again_and_nothing_is_done_twice
         if found is not None and len(found) >= 16:
             break
         time.sleep(0.02)
+    assert process.poll() is None, "it ended before it was killed"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     store = MemoryStore.open(tmp_path / "s.lance")
