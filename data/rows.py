@@ -90,7 +90,7 @@ def _streamed(source: DataSource) -> pyarrow.Table:
     """The rows of a Hub data set that the source keeps, read from its start as far as they reach."""
     from datasets import load_dataset
 
-    first, end = source.rows or (0, source.max_samples)
+    first, end = source.rows or (0, source.max_samples or 0)
     stream = load_dataset(source.name, source.config, split=source.split, streaming=True).with_format("arrow")
     batches, count = [], 0
     for batch in stream.iter(batch_size=_STREAMED_ROWS):

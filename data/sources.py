@@ -159,8 +159,8 @@ class DataSource:
         """Build a source from a recipe's entry.
 
         Raises:
-            ValueError: a value that is not allowed, an unknown key, with the nearest right one, or no tasks where they
-                are needed.
+            ValueError: a value that is not allowed, an unknown key, with the nearest right one, or where tasks are
+                needed, as in training, none of them, or a kind of what is not generated.
         """
         if not isinstance(mapping, cls):
             if not isinstance(mapping, Mapping):
@@ -171,6 +171,8 @@ class DataSource:
             mapping = cls(**mapping)
         if needs_tasks and not mapping.tasks:
             raise ValueError(f"source {mapping.label!r} needs tasks, among {TASKS}")
+        if needs_tasks and mapping.kind is not None and not mapping.generated:
+            raise ValueError(f"kind of source {mapping.label!r} goes with generated: true, got {mapping.kind!r}")
         return mapping
 
 

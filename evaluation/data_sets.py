@@ -62,6 +62,8 @@ def load_datasets(
         elif source.generated:
             examples = _generated_examples(source, tokenizer, seed, num_documents, length)
             found.append(EvaluationDataset(_name(source), examples, domain, source.max_samples, source.tasks))
+        elif source.kind is not None:
+            check_choice(f"kind of source {source.label!r}:", source.kind, ruler.TASKS)
         else:
             found += _read(source, domain, data_dir, seed)
     return found

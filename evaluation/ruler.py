@@ -97,6 +97,7 @@ def ruler_examples(
         ValueError: an unknown task, texts or questions that are missing or too few, or a length without room.
     """
     check_choice("task of RULER:", task, TASKS)
+    make: Callable[[PreTrainedTokenizerBase, int, str], dict[str, Any]]
     if task in _NEEDLE_TASKS:
         needles = _NEEDLE_TASKS[task]
         if needles.haystack == "essay" and not texts:

@@ -119,6 +119,7 @@ def test_wrong_files_and_columns_are_named(folder, fields, message):
         ({"path": "x", "name": "y"}, "exactly one of"),
         ({"path": "x", "weight": 0}, "weight of source 'x' must be above 0"),
         ({"path": "x", "max_samples": 0}, "max_samples of source 'x' must be at least 1"),
+        ({"path": "x", "kind": "vt"}, "kind of source 'x' goes with generated: true, got 'vt'"),
         ({"name": "x", "streaming": True}, "streaming of source 'x' needs the name of a data set, and rows or max_s"),
         ({"path": "x", "where": {"length": {"under": 9}}}, r"where of source 'x': length must be a value, .* range"),
         ({"path": "x", "licence": 4.0}, "licence of source 'x' must be a text, got 4.0"),

@@ -100,6 +100,7 @@ def test_tasks_are_sources_of_an_evaluation_and_refuse_what_they_lack(tokenizer,
         ("{path: text.jsonl, kind: qa_1}", "qa_1 asks questions about documents"),
         ("generated:cwe", "a context of 300 tokens is too short: the least that this task takes is"),
         ("generated:niah_sngle_1", "did you mean 'niah_single_1'"),
+        ("{path: text.jsonl, kind: niah_multvalue}", "did you mean 'niah_multivalue'"),
     ):
         with pytest.raises(ValueError, match=message):
             load_datasets([source], tokenizer, **{**read, "document_tokens": 300})
