@@ -4,6 +4,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -39,9 +40,8 @@ def naive(values, form):
     return rounded, len(in_groups(values, form))
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_values_and_bytes_are_those_of_a_naive_twin(carrier):
-    for form in FORMS:
+def test_values_and_bytes_are_those_of_a_naive_twin():
+    for carrier, form in product(CARRIERS, FORMS):
         check_values(carrier, form)
 
 
@@ -75,9 +75,8 @@ def check_values(carrier, form):
     assert_same(found.dequantize(torch.bfloat16), found.dequantize().to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_it_is_saved_moved_cut_repeated_and_copied_as_any_other(tmp_path, carrier):
-    for form in FORMS:
+def test_it_is_saved_moved_cut_repeated_and_copied_as_any_other(tmp_path):
+    for carrier, form in product(CARRIERS, FORMS):
         memory = wide_memory(carrier, ratio=torch.tensor([4, 2, 8])).quantize(form)
         memory.save(tmp_path / "memory.safetensors")
         loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=memory.model_id)
@@ -96,11 +95,11 @@ def test_it_is_saved_moved_cut_repeated_and_copied_as_any_other(tmp_path, carrie
         assert memory.to("meta").quantization == form
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_joining_rounds_nothing_a_second_time(carrier):
+def test_joining_rounds_nothing_a_second_time():
     """Embeddings of one form stay in it; mixed forms and key/values are joined as what they stand for."""
-    memories = [wide_memory(carrier, counts, layout="uniform") for counts in ((35, 3, 0), (2, 0, 33))]
-    for forms in (("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("int4", None)):
+    of_forms = (("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("int4", None))
+    for carrier, forms in product(CARRIERS, of_forms):
+        memories = [wide_memory(carrier, counts, layout="uniform") for counts in ((35, 3, 0), (2, 0, 33))]
         rounded = [m if form is None else m.quantize(form) for m, form in zip(memories, forms, strict=True)]
         values = [m.dequantize() for m in rounded]
         joined, below = CompressedContext.concatenate(rounded), CompressedContext.stack(rounded)
@@ -175,8 +174,12 @@ def test_what_cannot_be_rounded_is_refused():
     assert not tiny.dequantize().embeddings.any()
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_file_whose_scales_do_not_fit_is_refused(tmp_path, monkeypatch, carrier):
+def test_a_file_whose_scales_do_not_fit_is_refused(tmp_path, monkeypatch):
+    for carrier in CARRIERS:
+        check_files(carrier, tmp_path / "memory.safetensors", monkeypatch)
+
+
+def check_files(carrier, path, monkeypatch):
     memory = wide_memory(carrier).quantize("int8")
     written = {}
     monkeypatch.setattr(
@@ -186,7 +189,6 @@ def test_a_file_whose_scales_do_not_fit_is_refused(tmp_path, monkeypatch, carrie
     memory.save("unused")
     name = "scales" if carrier == "embeddings" else "scales.layers.0.keys"
     scales = written["t"][name]
-    path = tmp_path / "memory.safetensors"
     for wrong in (None, scales[..., :0], scales.repeat(1, 2, *[1] * (scales.dim() - 2)), scales.float(), scales / 0):
         tensors = {key: value for key, value in (written["t"] | {name: wrong}).items() if value is not None}
         write_memory_file(path, tensors, written["m"])
