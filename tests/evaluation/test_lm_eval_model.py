@@ -11,9 +11,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from naive_twin import encode
 
-from context_compressors import CompressedContext
+from context_compressors import CompressedContext, DeCALConfig, DeCALForConditionalGeneration
 from context_compressors.evaluation.lm_eval_model import CompressorLM
-from context_compressors.modeling.parts.prompting import message_ids, opening_ids
+from context_compressors.modeling.parts.prompting import document_ids, message_ids, opening_ids
 
 ROWS = [
     {"passage": "Ada keeps a cat named Tom in Rome.", "question": "Who keeps a cat?", "choices": ["Ada", "Tom"]},
@@ -115,6 +115,24 @@ def test_a_batch_gives_what_single_requests_give(new, options):
         else:
             assert together == alone
             assert all("e" not in text for text in together)
+
+
+def test_texts_start_as_the_checkpoints_do(token_model, tokenizer):
+    shape = {"vocab_size": len(tokenizer), "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 2}
+    special = {"decoder_start_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    encoder_decoder = DeCALForConditionalGeneration(DeCALConfig(decoder_config={**shape, **special})).eval()
+    for model in (token_model, encoder_decoder):
+        lm = CompressorLM(model, tokenizer, document_field="passage", batch_size=2)
+        found = lm.loglikelihood(requests("loglikelihood", prompt, lambda _: " noon"), disable_tqdm=True)
+        for row, (score, _) in zip(ROWS, found, strict=True):
+            memory = model.compress(torch.tensor([document_ids(model.config, tokenizer, row["passage"])]))
+            rest = f"\nQuestion: {row['question']}\nAnswer:"
+            ids = [model.config.continuation_token_id, *encode(tokenizer, rest)]
+            target = encode(tokenizer, " noon")
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([[*ids, *target]]), memory=memory).logits[0, len(ids) - 1 : -1]
+            wanted = logits.log_softmax(-1)[range(len(target)), target].sum()
+            assert score == pytest.approx(float(wanted), abs=1e-3)
 
 
 def test_a_document_matters_and_the_ratio_is_the_one_asked_for(new):
