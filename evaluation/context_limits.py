@@ -9,7 +9,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ..modeling.parts.prompting import context_start_ids
+from ..modeling.parts.prompting import context_opening, context_start_ids
 from .samples import EvaluationDataset, Sample, SampleBuilder
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def context_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ra
     limit = model.config.max_context_tokens(min(ratios))
     if limit is None or _encoder_tokenizer(model) is not None:
         return None
-    num_start = len(context_start_ids(tokenizer))
+    num_start = len(context_opening(model.config, tokenizer))
     if limit <= num_start:
         raise ValueError(
             f"the encoder reads contexts of {limit} tokens at most at ratio {min(ratios)}, of which {num_start} are "

@@ -301,7 +301,7 @@ def _work(datasets: Sequence[EvaluationDataset], settings: EvaluationSettings) -
 def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int]:
     trained = [int(ratio) for ratio in config.compression_ratios]
     ratios = list(settings.ratios or trained)
-    untrained = [ratio for ratio in ratios if ratio not in trained]
+    untrained = [ratio for ratio in ratios if ratio not in trained and config.is_trained]
     if untrained and not settings.allow_untrained_ratio:
         raise ValueError(
             f"the checkpoint was not trained for the ratios {untrained}, only for {trained}; allow_untrained_ratio "

@@ -57,6 +57,13 @@ def context_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
+def context_opening(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What a compressor reads in front of a document and its prefix: `context_start_ids`, or what opens the text."""
+    if not config.opens_context:
+        return context_start_ids(tokenizer)
+    return prompt_ids(tokenizer, [""], config.prompt_format).head or [start_token_id(tokenizer)]
+
+
 def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What `tokenizer(document)` puts behind a document: EOS for T5's tokenizers, nothing for most others."""
     whole, plain = tokenizer("a").input_ids, encode(tokenizer, "a")
@@ -123,9 +130,7 @@ def documents_ids(
 ) -> list[list[int]]:
     """`document_ids` of several documents."""
     # Tokenized apart, as in training.
-    start = context_start_ids(tokenizer)
-    if config.opens_context:
-        start = list(prompt_ids(tokenizer, [""], config.prompt_format).head or [start_token_id(tokenizer)])
+    start = context_opening(config, tokenizer)
     start += prefix_ids(tokenizer, config.context_prefix) if config.context_prefix else []
     end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
     return [[*start, *ids, *end] for ids in encode_all(tokenizer, documents)]

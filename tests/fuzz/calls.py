@@ -10,7 +10,7 @@ import decal_models
 import pytest
 import torch
 from hypothesis import strategies as st
-from tiny_models import METHOD_CASES, PAD
+from tiny_models import METHOD_CASES, PAD, TRAINING_FREE_CASES
 from torch import Tensor
 
 VOCAB_SIZE = decal_models.VOCAB_SIZE
@@ -72,6 +72,7 @@ SUBJECTS = [
     [_decoder_only(each) for each in case.all_of_its_method] + [_decoder_only(case, size) for size in CHUNK_SIZES[1:]]
     for case in METHOD_CASES
 ]
+SUBJECTS.append([_decoder_only(case) for case in TRAINING_FREE_CASES])
 SUBJECTS.append(
     [
         _decal(setting, attention, size)

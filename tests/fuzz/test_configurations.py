@@ -11,14 +11,15 @@ import pytest
 from budget import fuzz
 from calls import assert_refused, result_or_refusal
 from hypothesis import strategies as st
-from tiny_models import METHOD_CASES, base_config
+from tiny_models import METHOD_CASES, TRAINING_FREE_CASES, base_config
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 from context_compressors import CompressorConfig, DeCALForConditionalGeneration
 
 ODD = (None, True, False, -1, 0, 1, 3, 2.5, float("nan"), "", "text", "default", b"x", (), [], [2], [0], ["["], {})
 ODD += ({"a": "b"}, {"rank": 0}, {"model_type": "none"}, object())
-CLASSES = [case.method.causal_lm_class for case in METHOD_CASES] + [DeCALForConditionalGeneration]
+CLASSES = [case.method.causal_lm_class for case in (*METHOD_CASES, *TRAINING_FREE_CASES[::5])]
+CLASSES += [DeCALForConditionalGeneration]
 
 
 @dataclass(frozen=True)

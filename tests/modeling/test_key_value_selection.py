@@ -13,7 +13,7 @@ import test_saving
 import test_threads
 import torch
 from test_chat_prompts import DOCUMENT, ONE_TURN, TEMPLATE, WITH_SYSTEM, templated
-from tiny_models import AE, FAR_APART, TRAINING_FREE, Case, ids_of
+from tiny_models import AE, FAR_APART, TRAINING_FREE, TRAINING_FREE_CASES, Case, ids_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from context_compressors import CompressedContext, SnapKVForCausalLM, StreamingLLMForCausalLM
@@ -21,14 +21,6 @@ from context_compressors.training.fields import ModelArguments
 from context_compressors.training.loading import load_compressor
 
 STREAMING_LLM, SNAP_KV = (Case(method) for method in TRAINING_FREE)
-CASES = [
-    *(case.on(variant=variant) for case in (STREAMING_LLM, SNAP_KV) for variant in ("easy", *case.method.hard)),
-    *(
-        case.on(architecture=architecture, attention=attention)
-        for case in (STREAMING_LLM, SNAP_KV)
-        for architecture, attention in (("gemma2", "eager"), ("mistral", "sdpa"), ("qwen3", "sdpa"))
-    ),
-]
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 # --- beside kvpress ---
@@ -200,7 +192,7 @@ def test_snap_kv_is_a_loop_over_layers_heads_and_places(random_rows, pad_rows):
 
 @torch.no_grad()
 def test_at_ratio_1_the_memory_is_the_whole_context():
-    for case in CASES:
+    for case in TRAINING_FREE_CASES:
         model, ids, text = case.build(), ids_of(13), ids_of(5, seed=1)
         plain = AutoModelForCausalLM.from_config(
             model.config.decoder_config, attn_implementation=case.attention
@@ -219,7 +211,7 @@ def test_at_ratio_1_the_memory_is_the_whole_context():
 
 @torch.no_grad()
 def test_text_goes_on_behind_the_context_or_behind_the_memory():
-    for case in CASES[:4]:
+    for case in TRAINING_FREE_CASES:
         model, text = case.model, ids_of(3, seed=1)
         memory = model.compress(torch.cat([ids_of(9), ids_of(9)]), torch.tensor([[1] * 9, [0] * 4 + [1] * 5]), ratio=2)
         offsets = model.model.text_position_offset(memory, text.expand(2, -1), None).tolist()
@@ -296,7 +288,7 @@ SHARED = {
 @pytest.mark.parametrize("group", SHARED)
 def test_the_shared_tests_hold(group, request, monkeypatch):
     for check in SHARED[group]:
-        for case in CASES:
+        for case in TRAINING_FREE_CASES:
             names = inspect.signature(check).parameters
             check(**{name: case if name.endswith("case") else request.getfixturevalue(name) for name in names})
             monkeypatch.undo()

@@ -345,6 +345,15 @@ def cast_frozen(model: Any, dtype: torch.dtype) -> Any:
 # Of the first method's settings, those that have little in common.
 QUICK = ("easy", "chunks", "bos_first_enhanced", "task_tokens", "embeddings", "tied", "wide_encoder")
 METHOD_CASES = [Case(method) for method in METHODS]
+TRAINING_FREE_CASES = [
+    case.on(**changes)
+    for case in map(Case, TRAINING_FREE)
+    for changes in (
+        *({"variant": variant} for variant in ("easy", *case.method.hard)),
+        *({"architecture": name, "attention": "eager"} for name in ("gemma2", "mistral")),
+        {"architecture": "qwen3"},
+    )
+]
 # What the base decides is the same in all methods of one memory form: one of each is tried on every base.
 ON_EVERY_BASE = ("mean_pooling", "five_hundred_x")
 BACKBONE_CASES = [
