@@ -39,8 +39,10 @@ def with_our_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
 def with_known_columns(table: pyarrow.Table) -> pyarrow.Table:
     """Give the columns of well-known data sets our names, see `KNOWN_COLUMNS`, where we have none of that name.
 
-    Answers in a struct with a list `text`, as SQuAD has them, or in a list of such structs become lists of texts.
+    Answers in a struct with a list `text`, as SQuAD has them, or in a list of such structs become lists of texts. Of
+    the options of RACE and QuAIL, the right one is the answer.
     """
+    table = _with_right_options(table)
     for known in KNOWN_COLUMNS:
         # NarrativeQA's question has our name and is a struct.
         missing = [ours for ours in known if ours not in table.column_names or "." in known[ours]]
@@ -55,10 +57,27 @@ def with_known_columns(table: pyarrow.Table) -> pyarrow.Table:
     return table
 
 
+def _with_right_options(table: pyarrow.Table) -> pyarrow.Table:
+    """Answers from options and the letter (RACE) or number (QuAIL) of the right one."""
+    names = set(table.column_names)
+    if {"article", "options", "answer"} <= names and "answers" not in names:
+        rows, marks = table["options"].to_pylist(), table["answer"].to_pylist()
+        answers = [[options["ABCD".index(mark)]] for options, mark in zip(rows, marks, strict=True)]
+        table = _replaced(table, {"context": table["article"]})
+    elif {"answers", "correct_answer_id"} <= names:
+        rows, places = table["answers"].to_pylist(), table["correct_answer_id"].to_pylist()
+        answers = [[options[place]] for options, place in zip(rows, places, strict=True)]
+    else:
+        return table
+    kind = pyarrow.list_(pyarrow.string())
+    return _replaced(table, {"answers": pyarrow.chunked_array([pyarrow.array(answers, kind)])})
+
+
 def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Make texts of contexts that are passages with `title` and `sentences`, as in HotpotQA and 2WikiMultihopQA.
 
-    A passage is its title and below it its sentences; blank lines stand between passages. Of a source with
+    A passage is its title and below it its sentences; blank lines stand between passages. PubMedQA's `contexts`, the
+    parts of an abstract, become lines. Of a source with
     `supporting_passages`, those alone are taken that `supporting_facts` names, as in the mean-pooling paper (A.1).
 
     Raises:
@@ -67,6 +86,9 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     if not all(_has(table, f"context.{name}") for name in ("title", "sentences")):
         if source.supporting_passages:
             raise ValueError(f"source {source.label!r} has no passages with `title` and `sentences` as its contexts")
+        if _has(table, "context.contexts"):
+            parts = _part(table, "context.contexts")
+            return _replaced(table, {"context": pyarrow.compute.binary_join(parts, "\n")})
         return table
     named: list[Any] = [None] * table.num_rows
     if source.supporting_passages:

@@ -58,6 +58,11 @@ PUBLISHED = {
         },
         ["a"],
     ),
+    "RACE": (
+        {"article": "c", "question": "q", "options": ["a", "b"], "answer": "B", "example_id": "high1.txt"},
+        ["b"],
+    ),
+    "QuAIL": ({"id": "7", "context": "c", "question": "q", "answers": ["a", "b"], "correct_answer_id": 1}, ["b"]),
     "LooGLE": (
         {"context": "c", "question": "q", "answer_prefix": "Answer: ", "answer": "a", "task": "longdep_qa"},
         ["a"],
@@ -131,6 +136,14 @@ def test_supporting_passages_are_those_that_the_facts_name(tokenizer, tmp_path):
         "Rome\nR. r.\n\nOslo\nO.\n\nBern\nB.",
         "Rome\nR. r.\n\nBern\nB.",
     ]
+    abstract = {
+        "context": {"contexts": ["Aim.", "Result."], "labels": ["A", "R"]},
+        "question": "q",
+        "final_decision": "no",
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([abstract]), tmp_path / "rows.parquet")
+    (data,) = load_datasets([{**source, "columns": {"answers": "final_decision"}}], tokenizer, data_dir=str(tmp_path))
+    assert list(data.examples) == [{"context": "Aim.\nResult.", "question": "q", "answers": "no"}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"context": "c", "question": "q", "answers": ["a"]}))
     with pytest.raises(ValueError, match=r"source 'rows\.jsonl' has no passages"):
         load_datasets(
