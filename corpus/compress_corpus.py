@@ -164,7 +164,7 @@ def write_rows(place: str, table: pyarrow.Table) -> CorpusReport:
     done = table.filter(pyarrow.compute.invert(failed)).drop_columns(["error"])
     if not len(done):
         return report
-    store = MemoryStore.find(place, MemoryForm.from_json(table.schema.metadata[b"context_compressors"]))
+    store = MemoryStore.find_or_create(place, MemoryForm.from_json(table.schema.metadata[b"context_compressors"]))
     ids = done["id"].to_pylist()
     known = {name for name, there in zip(ids, store.contains(ids), strict=True) if there}
     chosen = []

@@ -52,11 +52,12 @@ class MemoryForm:
         if not memory.model_id:
             raise ValueError("a memory without `model_id` is not kept: call `model.eval()` before it is compressed")
         pairs = 2 if memory.quantization == "int4" else 1
+        layers = memory.key_values or ()
         if memory.embeddings is not None:
             shape: tuple[int, ...] = (memory.embeddings.shape[-1] * pairs,)
         else:
-            keys = memory.key_values[0][0]
-            shape = (len(memory.key_values), 2, keys.shape[1], keys.shape[3] * pairs)
+            keys = layers[0][0]
+            shape = (len(layers), 2, keys.shape[1], keys.shape[3] * pairs)
         frequencies = memory.inverse_frequencies
         numbers = () if frequencies is None else tuple(frequencies.double().tolist())
         return cls(memory.model_id, dtype, shape, memory.position_layout, numbers)
@@ -64,7 +65,8 @@ class MemoryForm:
     @classmethod
     def from_json(cls, text: str | bytes) -> MemoryForm:
         """The form that `to_json` wrote."""
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(text).items()})
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
     def to_json(self) -> str:
         """The form as text, for a schema's metadata."""

@@ -109,22 +109,25 @@ class MemoryStore:
         return store
 
     @classmethod
-    def find(cls, path: str | os.PathLike, form: MemoryForm | None = None) -> MemoryStore | None:
-        """The store, or nothing where there is none; with a `form` it is made then, by one of all who try at once."""
-        lance = import_lance()
+    def find(cls, path: str | os.PathLike) -> MemoryStore | None:
+        """The store, or nothing where there is none."""
         try:
-            return cls(lance.dataset(_address(path)))
+            return cls(import_lance().dataset(_address(path)))
         except ValueError as error:
             if "not found" not in str(error):
                 raise
-        if form is None:
             return None
-        try:
-            return cls(lance.write_dataset(form.schema.empty_table(), _address(path), mode="create"))
-        except OSError as error:
-            if "already exists" not in str(error):
-                raise
-            return cls(lance.dataset(_address(path)))
+
+    @classmethod
+    def find_or_create(cls, path: str | os.PathLike, form: MemoryForm) -> MemoryStore:
+        """The store; where there is none an empty one is made, by one of all who try at once."""
+        while (store := cls.find(path)) is None:
+            try:
+                return cls(import_lance().write_dataset(form.schema.empty_table(), _address(path), mode="create"))
+            except OSError as error:
+                if "already exists" not in str(error):
+                    raise
+        return store
 
     @property
     def model_id(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,7 +25,8 @@ def compress_with_ray(
 
     Args:
         job: see [`CorpusJob`].
-        address: of the cluster; that of the job this runs in, or of a new one on this machine, if not given.
+        address: of the cluster; that of the job this runs in (`RAY_ADDRESS`), or of a new one on this machine, if not
+            given.
         workers: actors at the most; one for each GPU of the cluster, or one where it has none, if not given.
         num_gpus: of each actor, a part of one too; 1 if not given and the cluster has some.
 
@@ -43,13 +45,15 @@ def compress_with_ray(
     if not parts:
         return CorpusReport()
     if not ray.is_initialized():
-        ray.init(address=address)
+        # Without a word Ray would look for a cluster of an earlier run, which may have been killed.
+        ray.init(address=address or os.environ.get("RAY_ADDRESS", "local"))
     gpus = ray.cluster_resources().get("GPU", 0)
     num_gpus = num_gpus if num_gpus is not None else min(1, gpus)
     workers = workers or (int(gpus / num_gpus) if num_gpus else 1)
     sink = _store_sink(job)
     rows = ray.data.from_items([{"part": part} for part in parts], override_num_blocks=len(parts))
-    rows = rows.flat_map(_read, fn_args=(job,))
+    # A file's rows would be one block, and one actor's.
+    rows = rows.flat_map(_read, fn_args=(job,)).repartition(target_num_rows_per_block=job.batch_size)
     rows.map_batches(
         _Actor,
         fn_constructor_args=(job,),
