@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ METRICS = {
     "summarisation": ("rougeL",),
     "reconstruction": ("token_accuracy",),
 }
+_OF_BASE = re.compile(r"(^|\.)(language_model|encoder_model|lm_head)\.")
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not", "cannot be told", "not run"
 # System -> ratio -> set -> question's id -> metric -> its score with each seed; of the two bounds the ratio is 0 or 1.
 Scores = dict[str, dict[int, dict[str, dict[str, dict[str, list[float]]]]]]
@@ -198,16 +200,18 @@ def _training(comparison: Any, name: str, states: Mapping[str, Mapping[str, Any]
         "trials": trials,
         "learning_rate": float(min(trials, key=lambda rate: trials[rate])) if trials else None,
         "seeds": len(runs),
-        "trainable_parameters": num_stored(folder / "run" / "model.safetensors"),
+        "trainable_parameters": num_trained(folder / "run" / "model.safetensors"),
         **{name: runs[0][name] for name in kept},
     }
 
 
-def num_stored(path: Path) -> int:
-    """Parameters in a light checkpoint's file, which are those that were trained."""
+def num_trained(path: Path) -> int:
+    """Parameters in a checkpoint's file that were trained: adapters and the method's parts."""
     with path.open("rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    header.pop("__metadata__", None)
+    trained = [entry for name, entry in header.items() if "lora_" in name or not _OF_BASE.search(name)]
+    return sum(math.prod(entry["shape"]) for entry in trained)
 
 
 def _rows(name: str, scores: Scores, costs: Any, questions: Any, table: Mapping[str, Any]) -> list[dict[str, Any]]:

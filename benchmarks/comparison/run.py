@@ -157,7 +157,13 @@ class Comparison:
             budget = json.loads((self.questions / "budget.json").read_text(encoding="utf-8"))
             steps = budget["trial" if is_trial else "run"]["steps"]
             recipes = [*_SHARED, *self.recipe_of(system), "smollm2/cpu.yaml"]
-            options = {"base": self.base, "data_dir": self.data, "output_dir": folder, "seed": seed}
+            # By its name the checkpoint is light; with a folder it holds all weights.
+            options = {
+                "base": self.arguments.base or self.table["base"],
+                "data_dir": self.data,
+                "output_dir": folder,
+                "seed": seed,
+            }
             options |= {"max_steps": steps, "learning_rate": rate(), "resume_from_checkpoint": "latest"}
             if is_trial:
                 chosen_by = self.table["budget"]
