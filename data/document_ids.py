@@ -63,22 +63,23 @@ class TrainingDocuments:
         return write_json(content, Path(folder) / FILE_NAME)
 
     @classmethod
-    def of(cls, place: str | os.PathLike[str]) -> TrainingDocuments | None:
+    def of(cls, place: str | os.PathLike[str], on_hub: bool = False) -> TrainingDocuments | None:
         """Read the record of a checkpoint.
 
         Args:
             place: its folder or Hub id.
+            on_hub: whether to ask the Hub where it is no folder; without a network this takes half a minute.
 
         Returns:
-            The record, or `None` where there is none.
+            The record, or `None` where there is none, as of a model that was never saved.
 
         Raises:
             ValueError: the file holds something else.
         """
-        if Path(place).is_dir():
-            path: str | None = str(Path(place) / FILE_NAME)
-        else:
-            # Without a network, what is not in the cache is not there.
+        path: str | None = None
+        if str(place) and Path(place).is_dir():
+            path = str(Path(place) / FILE_NAME)
+        elif str(place) and on_hub:
             quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
             try:
                 path = cached_file(str(place), FILE_NAME, **quiet)

@@ -130,7 +130,10 @@ def evaluate_model(
     name = model_name or model_label(model.name_or_path or type(model).__name__)
     if records is None:
         readers = {name: model} | ({} if teacher is None else {model_label(teacher.name_or_path): teacher})
-        records = {label: TrainingDocuments.of(reader.name_or_path) for label, reader in readers.items()}
+        records = {
+            label: TrainingDocuments.of(reader.name_or_path, on_hub=can_compress(reader))
+            for label, reader in readers.items()
+        }
     held_out = check_held_out(samples, records, settings.allow_trained_documents)
     report = EvaluationReport(
         model=name,

@@ -99,6 +99,27 @@ def paired_difference(
     return PairedDifference(metric, mine, theirs, mine - theirs, interval, len(samples), num_documents, num_seeds)
 
 
+def seed_average(
+    runs: Run | Sequence[Run], metric: str, condition: str, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> tuple[float, tuple[float, float]]:
+    """Mean of a metric over seeds on the same samples, and its 95 % bootstrap interval over documents and seeds.
+
+    Args:
+        runs: what the samples got, of one run or of one for each seed; of one data set and task.
+        metric, condition, num_resamples, seed: as in `paired_difference`; of a perplexity, the mean in nats per token.
+
+    Raises:
+        ValueError: as `paired_difference`.
+    """
+    found = paired_difference(runs, runs, metric, condition, None, 1)
+    taken = _runs(runs)
+    order = {_key(sample): sample.document for sample in taken[0]}
+    values = np.array([_scores(run, list(order), condition, metric) for run in taken])
+    (means,) = resampled_means([values], list(order.values()), num_resamples, seed)
+    interval = percentile_interval(means) if found.num_documents > 1 else (math.nan, math.nan)
+    return found.first, interval
+
+
 def resampled_means(
     values: Sequence[np.ndarray], documents: Sequence[int], num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> list[np.ndarray]:

@@ -43,7 +43,8 @@ def plot_quality_by_ratio(
         path: PNG file to write; folders are made.
 
     Returns:
-        The path. No context is drawn dotted and full context dashed, in the model's colour.
+        The path. No context is drawn dotted and full context dashed, in the model's colour, and each ratio's 95 %
+        interval as a vertical line.
 
     Raises:
         ValueError: no reports, or one without the task, the metric or any ratio.
@@ -60,6 +61,10 @@ def plot_quality_by_ratio(
             marker=MARKERS[index % len(MARKERS)],
             label=report.model,
         )
+        intervals = report.macro_average_interval(task, metric)
+        for ratio in ratios:
+            if ratio_condition(ratio) in intervals:
+                axes.vlines(ratio, *intervals[ratio_condition(ratio)], color=colour, linewidth=1.0, alpha=0.6)
         for name, style in ((FULL_CONTEXT, "--"), (NO_CONTEXT, ":")):
             if name in average:
                 label = f"{name.replace('_', ' ')} ({_bounds(report)})" if len(reports) == 1 else None

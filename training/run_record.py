@@ -86,7 +86,7 @@ def add_earlier_documents(trainer: BaseTrainer, recipe: Mapping[str, Any]) -> No
     """
     for name in ("checkpoint", "base", "teacher"):
         if recipe.get(name) is not None:
-            earlier = TrainingDocuments.of(recipe[name])
+            earlier = TrainingDocuments.of(recipe[name], on_hub=name == "checkpoint")
             # Bases and teachers of others have none, and say nothing about a training with this package.
             if earlier is not None or name == "checkpoint":
                 trainer.documents.add(earlier)

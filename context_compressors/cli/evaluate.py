@@ -163,9 +163,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         earlier = EvaluationReport.load(arguments.output) if Path(arguments.output).exists() else None
     for path in arguments.compare_with:
         EvaluationReport.load(path)
-    records = {model_label(arguments.model): TrainingDocuments.of(arguments.model)}
-    if arguments.teacher is not None:
-        records[model_label(arguments.teacher)] = TrainingDocuments.of(arguments.teacher)
+    records: dict[str, TrainingDocuments | None] = {}
     for path in arguments.chosen_by:
         if not (documents := EvaluationReport.load(path).documents):
             raise ValueError(f"{path} does not say which documents it scored, as reports of earlier versions do not")
@@ -196,6 +194,9 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         raise ValueError(
             f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
         )
+    records[model_label(arguments.model)] = TrainingDocuments.of(arguments.model, on_hub=can_compress(model))
+    if arguments.teacher is not None:
+        records[model_label(arguments.teacher)] = TrainingDocuments.of(arguments.teacher)
     teacher = None if arguments.teacher is None else _load(arguments.teacher, arguments, arguments.teacher_base)
     done = set() if earlier is None else {(row.dataset, row.task) for row in earlier.rows}
     answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None

@@ -10,7 +10,7 @@ from naive_twin import answers_of
 
 from context_compressors.cli import main
 from context_compressors.evaluation.bootstrap import verdict
-from context_compressors.evaluation.paired import paired_difference
+from context_compressors.evaluation.paired import paired_difference, seed_average
 
 
 def test_a_paired_difference_is_that_of_the_same_samples_and_resamples_documents():
@@ -54,6 +54,11 @@ def test_seeds_widen_the_interval_to_the_lowest_and_the_highest_of_them():
     assert several.num_seeds == (3, 1)
     assert several.interval == pytest.approx((-6.0, 8.0), abs=0.3)
     assert (one.verdict, several.verdict) == ("better", "cannot be told")
+    mean, interval = seed_average(runs, "f1", "ratio=4")
+    assert mean == pytest.approx(np.mean(questions) + 1.0)
+    alone = seed_average(runs[1], "f1", "ratio=4")
+    assert alone[0] == pytest.approx(mean)
+    assert interval[0] + 3 < alone[1][0] < mean < alone[1][1] < interval[1] - 3
 
 
 def test_a_perplexity_is_compared_in_nats():

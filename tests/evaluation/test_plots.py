@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures: files that are there, axes that read right, and no trace in matplotlib's global state."""
 
+from dataclasses import replace
+
 import matplotlib
 import pytest
 from matplotlib import _pylab_helpers
@@ -90,6 +92,13 @@ def test_quality_by_ratio_draws_the_average_and_both_bounds(tmp_path, figures):
     assert list(lines["tiny"].get_ydata()) == pytest.approx([68.5, 64.5, 56.5])
     assert set(lines["full context (teacher)"].get_ydata()) == {80.0}
     assert set(lines["no context (teacher)"].get_ydata()) == {20.0}
+    assert not figures[0].axes[0].collections
+    report = EvaluationReport("tiny", rows=[replace(row, intervals={"f1": (40.0, 60.0)}) for row in report_of().rows])
+    plot_quality_by_ratio([report], QA, "f1", tmp_path / "plot.png")
+    drawn = [line.get_segments()[0].tolist() for line in figures[1].axes[0].collections]
+    low, high = report.macro_average_interval(QA, "f1")["ratio=4"]
+    assert drawn[0] == [[4.0, pytest.approx(low)], [4.0, pytest.approx(high)]]
+    assert len(drawn) == 3
 
 
 def test_quality_by_model_size_draws_a_line_per_ratio_in_order_of_size(tmp_path, figures):

@@ -87,7 +87,7 @@ def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(
 
 def test_a_document_has_one_id_and_another_file_is_refused(tmp_path):
     assert document_id("The  Mill\nburned.") == document_id("the mill burned.") != document_id("The mill burned")
-    assert TrainingDocuments.of(tmp_path) is None
+    assert TrainingDocuments.of(tmp_path) is TrainingDocuments.of("") is None
     (tmp_path / "training_documents.json").write_text("{}")
     with pytest.raises(ValueError, match="is no record of training documents: KeyError"):
         TrainingDocuments.of(tmp_path)
