@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -50,7 +51,7 @@ def compress_with_ray(
     gpus = ray.cluster_resources().get("GPU", 0)
     num_gpus = num_gpus if num_gpus is not None else min(1, gpus)
     workers = workers or (int(gpus / num_gpus) if num_gpus else 1)
-    sink = _store_sink(job)
+    sink, start = _store_sink(job), time.monotonic()
     rows = ray.data.from_items([{"part": part} for part in parts], override_num_blocks=len(parts))
     # A file's rows would be one block, and one actor's.
     rows = rows.flat_map(_read, fn_args=(job,)).repartition(target_num_rows_per_block=job.batch_size)
@@ -62,6 +63,7 @@ def compress_with_ray(
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=workers),
         num_gpus=num_gpus,
     ).write_datasink(sink)
+    sink.report.seconds = time.monotonic() - start
     return sink.report
 
 

@@ -180,7 +180,8 @@ def _follow(reports: Iterable[CorpusReport], path: str) -> CorpusReport:
                 file.write(json.dumps({"id": name, "error": error}, ensure_ascii=False) + "\n")
             file.flush()
             progress.update(report.num_rows)
-            progress.set_postfix_str(f"{total.num_tokens / total.seconds:,.0f} tokens/s, {len(total.failures)} failed")
+            speed = total.num_tokens / max(total.seconds, 1e-9)
+            progress.set_postfix_str(f"{speed:,.0f} tokens/s, {len(total.failures)} failed")
             if progress.disable:
                 print(f"{total.num_rows:,} rows, {progress.postfix or ''}".rstrip(", "), file=sys.stderr)
     return total
