@@ -34,7 +34,15 @@ from .. import modeling  # noqa: F401  (makes the Auto classes know this package
 from ..configuration.nearest_names import check_choice, nearest
 from ..modeling.checkpoint.fingerprints import fingerprint
 from ..modeling.checkpoint.pretrained_bases import load_from_place
-from ..modeling.parts.prompting import encode, opening_ids, prefix_ids, start_ids, start_token_id, text_tokenizer
+from ..modeling.parts.prompting import (
+    context_opening,
+    encode,
+    opening_ids,
+    prefix_ids,
+    start_ids,
+    start_token_id,
+    text_tokenizer,
+)
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -127,8 +135,8 @@ class CompressorLM(TemplateLM):
         self._compressor.check_serves_memories("so that no prompt is read behind its slots")
         self._device = pretrained.device
         self._plain_tokenizer = text_tokenizer(tokenizer)
-        opening = tokenizer.decode(opening_ids(tokenizer)) if tokenizer.chat_template else ""
-        self._opening = opening.strip() or None
+        # Of the user's turn, in a chat.
+        self._opening = (tokenizer.decode(opening_ids(tokenizer)) if tokenizer.chat_template else "") or None
         self._warned_of_format = False
         self.ratio, self.document_field = ratio, document_field
         self.document_in_prompt, self.missing_document = document_in_prompt, missing_document
@@ -225,9 +233,11 @@ class CompressorLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text, without a start token; special tokens are such in chats alone."""
-        if self._is_chat(string):
-            return prefix_ids(self._plain_tokenizer, string)
-        return encode(self._plain_tokenizer, string)
+        if not self._is_chat(string):
+            return encode(self._plain_tokenizer, string)
+        # Tokenized apart, as in training: no token reaches from the opening, which the slots follow, into the words.
+        head, opening, words = string.partition(str(self._opening))
+        return [*prefix_ids(self._plain_tokenizer, head + opening), *prefix_ids(self._plain_tokenizer, words)]
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Raise `ValueError` where the harness' cache, which knows requests by their prompts, would mix documents."""
@@ -295,7 +305,15 @@ class CompressorLM(TemplateLM):
             start = [] if is_chat else [start_token_id(self.tokenizer)]
         else:
             start = start_ids(config, self.tokenizer, [])
-            if config.continuation_token_id is None and is_chat:
+            if config.opens_context and is_chat:
+                head = context_opening(config, self.tokenizer)
+                if ids[: len(head)] != head:
+                    raise ValueError(
+                        "the memory holds the opening of the chat, which is the template's own: run without a system "
+                        "instruction"
+                    )
+                start, ids = [], ids[len(head) :]
+            elif config.continuation_token_id is None and is_chat:
                 start = []
             elif is_chat and config.prompt_format != "chat" and ids[:1] == [self.tokenizer.bos_token_id]:
                 # A task token takes the place of BOS.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of lm-evaluation-harness: documents from the task's own field, and scores of the whole decoder."""
 
+import json
+
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -9,7 +11,9 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from naive_twin import encode
+from naive_twin import encode, make_tokenizer
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from context_compressors import CompressedContext, DeCALConfig, DeCALForConditionalGeneration
 from context_compressors.evaluation.lm_eval_model import CompressorLM
@@ -148,11 +152,20 @@ def test_a_document_matters_and_the_ratio_is_the_one_asked_for(new):
     assert {"ratio": 3, "documents": 3, "documents_cut": 2}.items() <= lm.get_model_info().items()
 
 
-def test_a_chat_is_read_as_the_checkpoint_was_trained(new, model, tokenizer, monkeypatch):
+@pytest.mark.parametrize("opens_context", [False, True])
+def test_a_chat_is_read_as_the_checkpoint_was_trained(model, monkeypatch, opens_context):
+    tokenizer = make_tokenizer()
+    # One token for two line breaks, which would reach from the opening into the words.
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["model"]["vocab"]["ĊĊ"], backend["model"]["merges"] = len(tokenizer), [["Ċ", "Ċ"]]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)), **tokenizer.special_tokens_map
+    )
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     monkeypatch.setattr(model.config, "prompt_format", "chat")
     monkeypatch.setattr(model.config, "slots_after_ids", opening_ids(tokenizer))
-    lm = new()
+    monkeypatch.setattr(type(model.config), "opens_context", opens_context)
+    lm = CompressorLM(model, tokenizer, document_field="passage")
     message = {"role": "user", "content": f"{ROWS[0]['passage']}\n\nWho?"}
     text = lm.apply_chat_template([message])
     read = []
