@@ -252,14 +252,12 @@ def inputs():
 
 
 SHARED = {
-    "padding": [
+    "places": [
         test_padding.test_slots_and_logits_do_not_depend_on_the_batch_or_its_padding,
         test_padding.test_generated_ids_do_not_depend_on_the_batch_or_its_padding,
         test_padding.test_a_memory_of_one_row_padded_by_others_is_read_like_its_own,
         test_padding.test_an_empty_context_has_no_slots_and_still_generates,
         test_padding.test_what_stands_at_a_pad_does_not_matter,
-    ],
-    "positions": [
         test_positions_and_chunks.test_many_ratios_cost_one_pass_and_equal_separate_calls,
         test_positions_and_chunks.test_a_ratio_for_each_row_equals_separate_calls,
         test_positions_and_chunks.test_generation_goes_on_from_the_layouts_positions,
@@ -327,16 +325,13 @@ def test_a_checkpoint_names_its_base_and_holds_no_weights(inputs, tmp_path, loca
         )
 
 
-def test_training_is_refused_by_name():
+def test_training_and_settings_that_mean_nothing_are_refused_by_name():
     for name, kind in (("streaming_llm", "StreamingLLMForCausalLM"), ("snap_kv", "SnapKVForCausalLM")):
         arguments = ModelArguments(method=name, base="org/base")
         with pytest.raises(
             ValueError, match=rf"the method {name} trains nothing: {kind}.from_base\(base\) is the whole"
         ):
             load_compressor(arguments)
-
-
-def test_settings_that_mean_nothing_are_refused():
     for fields, message in (
         ({"encoder_lora": {"rank": 4}}, "`encoder_lora` must be left out"),
         ({"chunk_size": 6}, "`chunk_size` must be left out.*got 6"),
