@@ -206,7 +206,10 @@ class CompressionDataset(Dataset):
         position = int(self.source_of[index])
         source = self.sources[position]
         if isinstance(source, DataSource):
-            example = {**self._from_generated(source, self._tasks_at(index, source.tasks), limit, rng), "documents": []}
+            example = {
+                **self._from_generated(source, self._tasks_at(index, source.tasks), limit, rng),
+                "documents": [],
+            }
         else:
             tasks = self._tasks_at(index, source.source.tasks)
             example = self._from_file(source, tasks, position, int(self.turn_of[index]), limit, rng)
