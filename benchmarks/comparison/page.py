@@ -213,7 +213,7 @@ def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
             f"{entry['context_tokens']:,}",
             *(f"{entry['trials'].get(rate, float('nan')):.3f}" for rate in _rates(results)),
             f"{entry['learning_rate']:g}" if entry["learning_rate"] else "",
-            f"{entry['loss']:.3f}",
+            "" if entry["loss"] is None else f"{entry['loss']:.3f}",
             f"{entry['hours']:.2f}",
             entry["seeds"],
         ]

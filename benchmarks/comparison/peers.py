@@ -271,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(arguments.output)
     kept = list(lines_of(output))
     done = {(line["set"], line["id"], line["ratio"]) for line in kept}
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(arguments.base)
     system = make_system(arguments, tokenizer)

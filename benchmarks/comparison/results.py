@@ -201,7 +201,7 @@ def _training(comparison: Any, name: str, states: Mapping[str, Mapping[str, Any]
         "learning_rate": float(min(trials, key=lambda rate: trials[rate])) if trials else None,
         "seeds": len(runs),
         "trainable_parameters": num_trained(folder / "run" / "model.safetensors"),
-        **{name: runs[0][name] for name in kept},
+        **{name: runs[0].get(name) for name in kept},
     }
 
 
