@@ -66,7 +66,8 @@ class MemoryForm:
     def from_json(cls, text: str | bytes) -> MemoryForm:
         """The form that `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return cls(**fields)
 
     def to_json(self) -> str:
         """The form as text, for a schema's metadata."""
