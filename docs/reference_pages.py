@@ -3,8 +3,9 @@
 
 from collections import defaultdict
 
-import context_compressors
 import mkdocs_gen_files
+
+import context_compressors
 
 pages = defaultdict(list)
 for name in context_compressors.__all__[1:]:

@@ -83,7 +83,7 @@ def test_what_counts_as_a_wait(values, waits):
 
 CONTEXT = torch.arange(5, 29).view(2, 12)
 TEXT = torch.tensor([[1, 9, 12, 14], [1, 30, 31, 32]])
-# Layer semantic alignment is a language model of its own, that reads the slots; SnapKV reads a context's end by itself.
+# Layer semantic alignment is a language model of its own that reads the slots; SnapKV reads a context's end by itself.
 FURTHER_PASSES = {"gmsa": 1, "snap_kv": 1}
 
 
