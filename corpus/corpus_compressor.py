@@ -75,8 +75,7 @@ class CorpusCompressor:
         for name, value in (("batch_tokens", batch_tokens), ("max_tokens", max_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be 1 or more, got {value}")
-        is_place = isinstance(model, (str, os.PathLike))
-        self.model = os.fspath(model) if is_place else None  # type: ignore[arg-type]
+        self.model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
         self.ratio, self.text_column, self.memory_dtype = ratio, text_column, memory_dtype
         self.batch_tokens, self.max_tokens, self.allow_untrained_ratio = (
             batch_tokens,
@@ -84,8 +83,12 @@ class CorpusCompressor:
             allow_untrained_ratio,
         )
         self.device, self.dtype = device, dtype
-        self._loading = {"base_model": base_model, "revision": revision, "trust_remote_code": trust_remote_code}
-        self._pipe: Any = None if is_place else model
+        self._loading: dict[str, Any] = {
+            "base_model": base_model,
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+        }
+        self._pipe: Any = None if self.model is not None else model
         self._form: MemoryForm | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -204,14 +207,16 @@ class CorpusCompressor:
 
         from ..modeling.checkpoint.pretrained_bases import load_from_place
 
-        model = load_from_place(self.model, dtype=self.dtype, **self._loading)
+        place: Any = self.model  # a pipeline that was given is there already
+        model = load_from_place(place, dtype=self.dtype, **self._loading)
         if not hasattr(model, "question_answering"):
             raise ValueError(f"{self.model} is a model of type {model.config.model_type!r}, not a context compressor")
         options = {name: self._loading[name] for name in ("revision", "trust_remote_code")}
-        tokenizer = AutoTokenizer.from_pretrained(self.model, **options)
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
         device = self.device
         if device == "auto":
-            device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            device = "cpu" if accelerator is None else accelerator.type
         return model.to(device).eval().question_answering(tokenizer)
 
 

@@ -154,12 +154,11 @@ def _check_scales(memory: Any) -> None:
     """A quantised carrier needs float16 scales of the right shapes, structured as the carrier is."""
     if memory.scales is None:
         return
-    pairs = memory.scales if isinstance(memory.scales, tuple) else None
     if memory.key_values is None:
         fits = isinstance(memory.scales, Tensor)
     else:
-        fits = pairs is not None and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-        fits = fits and len(pairs) == len(memory.key_values)
+        fits = isinstance(memory.scales, tuple) and len(memory.scales) == len(memory.key_values)
+        fits = fits and all(isinstance(pair, tuple) and len(pair) == 2 for pair in memory.scales)
     if not fits or not all(isinstance(t, Tensor) and t.dtype == torch.float16 for t in memory._scale_tensors()):
         raise TypeError("scales must be float16 tensors, one for embeddings, a pair for each layer of key_values")
     for place, (tensor, scales) in enumerate(zip(memory._carrier_tensors(), memory._scale_tensors(), strict=True)):

@@ -170,9 +170,8 @@ class ContextCompressionQAPipeline(Pipeline):
         with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
             for batch in length_batches([len(row) for row in rows], batch_size):
                 by_row = isinstance(ratio, Tensor) and ratio.dim() == 1
-                part = self.compress_ids(
-                    [rows[i] for i in batch], ratio[batch] if by_row else ratio, allow_untrained_ratio
-                )
+                own: Any = ratio[batch] if by_row else ratio  # type: ignore[index,call-overload]
+                part = self.compress_ids([rows[i] for i in batch], own, allow_untrained_ratio)
                 parts.append(part if isinstance(part, list) else [part])
                 order += batch
                 progress.update(len(batch))

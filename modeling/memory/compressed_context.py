@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -491,7 +491,7 @@ class CompressedContext:
 
     @classmethod
     def _from_file_parts(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> CompressedContext:
-        key_values, scales = None, tensors.get("scales")
+        key_values, scales = None, cast("Tensor | KeyValues | None", tensors.get("scales"))
         if metadata["carrier"] == "key_values":
             layers = range(int(metadata["num_layers"]))
             # The first missing layer ends this, however many a header names.

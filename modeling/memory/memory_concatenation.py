@@ -138,13 +138,14 @@ def _check_fit(how: str, memories: Sequence[Memory]) -> None:
         raise ValueError(f"{'concatenate' if how == 'concatenated' else 'stack'} needs at least one memory")
     first = memories[0]
     for memory in memories[1:]:
-        by_row = [
+        by_row: list[tuple[str, Any, Any]] = [
             ("batch sizes", first.batch_size, memory.batch_size),
             ("questions", _questions(first), _questions(memory)),
         ]
         if how == "stacked":
             has_none = (memory.question_fingerprints is None for memory in (first, memory))
-            by_row = [("questions", *("none" if each else "one for each row" for each in has_none))]
+            left, right = ("none" if each else "one for each row" for each in has_none)
+            by_row = [("questions", left, right)]
         for name, left, right in (
             ("models", first.model_id, memory.model_id),
             ("carriers", first.carrier_name, memory.carrier_name),
