@@ -111,11 +111,10 @@ def load_retriever(name: str, dtype: str = "auto", device: str = "auto") -> PreT
     from transformers import AutoModelForTextEncoding
 
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
-    from ..modeling.modeling_decal_retrieval import DeCALForRetrieval
 
     model = AutoModelForTextEncoding.from_pretrained(name, dtype=dtype)
-    if not isinstance(model, DeCALForRetrieval):
-        raise ValueError(f"{name} must be a checkpoint of DeCAL, which makes vectors, got a {type(model).__name__}")
+    if not hasattr(model, "score"):
+        raise ValueError(f"{name} must be a checkpoint that ranks texts by vectors, got a {type(model).__name__}")
     return model.to(_accelerator() if device == "auto" else device).eval()
 
 

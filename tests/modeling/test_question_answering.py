@@ -223,8 +223,8 @@ def test_generation_settings_pass_through(pipe, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "either `context` or `memory`"),
-        ({"context": "a", "memory": "b"}, "either `context` or `memory`"),
+        ({}, "either `context`, `memory` or `store`"),
+        ({"context": "a", "memory": "b"}, "either `context`, `memory` or `store`"),
         ({"context": []}, "`context` is an empty list"),
         ({"memory": []}, "`memory` is an empty list"),
         ({"context": "a", "prompt": "Q:"}, r"`prompt` must hold \{question\} exactly once, got 'Q:'"),

@@ -73,7 +73,8 @@ def test_a_loaded_model_is_the_saved_one(weights_case, inputs, tmp_path):
 def test_one_checkpoint_serves_the_backbone_too(method_case, inputs, tmp_path, slots):
     model = method_case.model
     model.save_pretrained(tmp_path)
-    backbone = method_case.method.model_class.from_pretrained(tmp_path)
+    attention = method_case.attention
+    backbone = method_case.method.model_class.from_pretrained(tmp_path, attn_implementation=attention)
     assert backbone(**inputs).last_hidden_state.equal(model.model(**inputs).last_hidden_state)
     assert trainable(backbone) == trainable(model, "model.")
     memory = backbone.compress(inputs["context_input_ids"])
@@ -110,7 +111,7 @@ def test_the_auto_classes_find_the_method(method_case, inputs, tmp_path):
     model.save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is method.config_class
     assert type(AutoModel.from_pretrained(tmp_path)) is method.model_class
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=method_case.attention)
     assert type(loaded) is method.causal_lm_class
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
