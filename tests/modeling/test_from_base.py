@@ -26,9 +26,9 @@ def base_folder(backbone_case, tmp_path):
 
 
 @torch.no_grad()
-def test_the_bases_own_logits_are_there(backbone_case, base_folder):
+def test_the_bases_own_logits_are_there_in_bfloat16_too(backbone_case, base_folder, tmp_path):
     method, text = backbone_case.method, torch.arange(5, 17)[None]
-    settings = {"attn_implementation": backbone_case.attention}
+    settings: dict = {"attn_implementation": backbone_case.attention}
     model = method.causal_lm_class.from_base(base_folder, **method.easy, **settings)
     base = AutoModelForCausalLM.from_pretrained(base_folder, **settings)
     expected = base(text).logits
@@ -40,12 +40,8 @@ def test_the_bases_own_logits_are_there(backbone_case, base_folder):
     assert model(text, context_input_ids=text).logits.isfinite().all()
     backbone = method.model_class.from_base(base_folder, **method.easy, **settings)
     assert backbone(text).last_hidden_state.equal(base.base_model(text).last_hidden_state)
-
-
-@torch.no_grad()
-def test_a_start_from_bfloat16_trains_in_float32(backbone_case, base_folder, tmp_path):
-    method, text = backbone_case.method, torch.arange(5, 17)[None]
-    settings = {"attn_implementation": backbone_case.attention, "dtype": torch.bfloat16}
+    # From bfloat16, what trains is in float32.
+    settings["dtype"] = torch.bfloat16
     model = method.causal_lm_class.from_base(base_folder, **method.easy, **settings)
     assert model.dtype == torch.bfloat16
     for name, parameter in model.named_parameters():

@@ -198,11 +198,14 @@ def test_the_result_is_question_and_new_tokens_without_slots(form_case, texts):
     assert by_length.shape[1] == length + 2, "slots do not count towards max_length"
 
 
-def test_one_document_serves_several_questions(place_case, random_rows, pad_rows):
+def test_one_document_serves_several_questions_from_a_file_too(place_case, random_rows, pad_rows, tmp_path):
     model, questions = place_case.model, random_rows([3, 6, 2], seed=1)
     memory = model.compress(random_rows([10])[0][None])
     ids, mask = pad_rows(questions, "right")
     together = model.generate(input_ids=ids, attention_mask=mask, memory=memory, **GREEDY)
+    memory.save(tmp_path / "document.safetensors")
+    loaded = type(memory).load(tmp_path / "document.safetensors", model_id=model.model_id)
+    assert model.generate(input_ids=ids, attention_mask=mask, memory=loaded, **GREEDY).equal(together)
     for row, question in zip(together, questions, strict=True):
         alone = model.generate(input_ids=question[None], memory=memory, **GREEDY)
         assert row[-alone.shape[1] :].tolist() == alone[0].tolist()
@@ -233,15 +236,6 @@ def test_generation_reads_the_checkpoints_own_stop_token(form_case, random_rows)
     stopped = model.generate(question, memory=memory, max_new_tokens=6, min_new_tokens=0, eos_token_id=stop)[0]
     end = generated[4:].tolist().index(stop)
     assert stopped.tolist() == generated[: 4 + end + 1].tolist()
-
-
-def test_a_memory_from_a_file_generates_the_same(place_case, random_rows, tmp_path):
-    model, question = place_case.model, random_rows([4])[0][None]
-    memory = model.compress(random_rows([9], seed=1)[0][None])
-    memory.save(tmp_path / "document.safetensors")
-    loaded = type(memory).load(tmp_path / "document.safetensors", model_id=model.model_id)
-    expected = model.generate(question, memory=memory, **GREEDY)
-    assert model.generate(question, memory=loaded, **GREEDY).equal(expected)
 
 
 def test_a_memory_of_another_float_type_is_read(method_case, random_rows):

@@ -359,8 +359,29 @@ def test_a_model_whose_weights_were_exchanged_has_another_name(form_case):
 
 
 @torch.no_grad()
-def test_merged_adapters_give_the_same_outputs(adapter_case, inputs, tmp_path, caplog):
-    case, model = adapter_case, adapter_case.build()
+def test_adapters_can_be_off_and_can_be_merged(adapter_case, inputs, question, tmp_path, caplog):
+    case, config = adapter_case, adapter_case.config()
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config.decoder_config, attn_implementation=case.attention).eval()
+    model = case.build()
+    weights = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
+    head = {} if config.tie_word_embeddings else {"lm_head.weight": weights["lm_head.weight"]}
+    prefix = "model.language_model."
+    own = {n.replace(prefix, "model."): t for n, t in weights.items() if n.startswith(prefix) and "lora_" not in n}
+    base.load_state_dict({**own, **head}, strict=not config.tie_word_embeddings)
+    adapted = model(question).logits
+    with model.base_language_model():
+        assert model(question).logits.equal(base(question).logits)
+        assert model.generate(question, **GREEDY).equal(base.generate(question, **GREEDY))
+        with model.base_language_model():
+            pass
+        assert model(question).logits.equal(base(question).logits), "blocks may stand in one another"
+    assert model(question).logits.equal(adapted)
+    assert adapted.allclose(base(question).logits, atol=1e-3) == (config.decoder_lora is None)
+    with pytest.raises(RuntimeError, match="inside"), model.base_language_model():
+        raise RuntimeError("inside")
+    assert model(question).logits.equal(adapted), "adapters are on again after an error"
+    model = case.build()
     expected = model(**inputs).logits
     generated = model.generate(**inputs, **GREEDY)
     config = model.config
@@ -401,31 +422,6 @@ def test_a_tied_table_is_stored_once_in_another_type(method_cases, tmp_path):
         assert "model.language_model.embed_tokens.weight" in file.keys()  # noqa: SIM118
     loaded = type(model).from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
-
-
-@torch.no_grad()
-def test_without_adapters_the_base_is_untouched(adapter_case, inputs, question):
-    case, config = adapter_case, adapter_case.config()
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(config.decoder_config, attn_implementation=case.attention).eval()
-    model = case.build()
-    weights = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
-    head = {} if config.tie_word_embeddings else {"lm_head.weight": weights["lm_head.weight"]}
-    prefix = "model.language_model."
-    own = {n.replace(prefix, "model."): t for n, t in weights.items() if n.startswith(prefix) and "lora_" not in n}
-    base.load_state_dict({**own, **head}, strict=not config.tie_word_embeddings)
-    adapted = model(question).logits
-    with model.base_language_model():
-        assert model(question).logits.equal(base(question).logits)
-        assert model.generate(question, **GREEDY).equal(base.generate(question, **GREEDY))
-        with model.base_language_model():
-            pass
-        assert model(question).logits.equal(base(question).logits), "blocks may stand in one another"
-    assert model(question).logits.equal(adapted)
-    assert adapted.allclose(base(question).logits, atol=1e-3) == (config.decoder_lora is None)
-    with pytest.raises(RuntimeError, match="inside"), model.base_language_model():
-        raise RuntimeError("inside")
-    assert model(question).logits.equal(adapted), "adapters are on again after an error"
 
 
 def test_the_base_class_needs_a_method(tiny_base_config):
