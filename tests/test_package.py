@@ -137,7 +137,7 @@ FLOORS = (
     ("data",),
     ("training", "evaluation"),
     ("hub_cards", "corpus"),
-    ("demo",),
+    ("demo", "serving", "integrations"),
     ("cli",),
 )
 
