@@ -50,6 +50,10 @@ class GMSAModel(CompressorModel):
         self.post_init()
 
     @property
+    def pools_windows(self) -> bool:  # type: ignore[override]  # an ablation does not
+        return self.memory_embeddings is None
+
+    @property
     def method_parameters(self) -> tuple[str, ...]:
         """Blocks of layer semantic alignment train, and where they do not, they have the decoder's type."""
         return (*super().method_parameters, r"(^|\.)layer_semantic_alignment\.")

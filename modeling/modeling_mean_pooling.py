@@ -26,6 +26,7 @@ class MeanPoolingModel(CompressorModel):
     """
 
     config_class = MeanPoolingConfig
+    pools_windows = True
     method_parts = ("slot_projection", "slot_perceptron")
 
     def __init__(self, config: MeanPoolingConfig):

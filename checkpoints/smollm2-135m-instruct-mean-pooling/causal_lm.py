@@ -120,10 +120,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(as_head_takes(self.lm_head, outputs.last_hidden_state[:, keep, :]))
-        cap = getattr(self.config.decoder_config, "final_logit_softcapping", None)
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
+        logits = self.text_logits(outputs.last_hidden_state[:, keep, :])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
@@ -135,6 +132,12 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             attentions=outputs.attentions,
         )
         return result if return_dict in (None, True) else result.to_tuple()
+
+    def text_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits `(batch_size, num_tokens, vocab_size)` of the backbone's last states."""
+        logits = self.lm_head(as_head_takes(self.lm_head, hidden_states))
+        cap = getattr(self.config.decoder_config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # --- `GenerationMixin` with a memory ---
 

@@ -55,6 +55,21 @@ def attention_of_ids(model: PreTrainedModel, ids: Sequence[int], ratio: int | No
     return torch.stack([weights[0].float().mean(dim=0).cpu() for weights in layers])
 
 
+def memory_token_shares(backbone: Any, input_ids: Tensor, ratio: int | None = None) -> Tensor:
+    """How the last layer's attention from each memory token, a mean over the heads, is divided among a context.
+
+    Args:
+        backbone: as in `attention_by_head`.
+        input_ids: one context `(1, num_tokens)` of at most one chunk.
+        ratio: one of the checkpoint's; its first if not given.
+
+    Returns:
+        Float32 `(num_memory_tokens, num_tokens)`, in sum 1 for a memory token.
+    """
+    attention = attention_by_head(backbone, input_ids, ratio=ratio)[-1][0].float().mean(dim=0)
+    return attention / attention.sum(dim=1, keepdim=True)
+
+
 @torch.no_grad()
 def attention_by_head(
     backbone: Any,

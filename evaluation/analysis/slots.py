@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.parts.prompting import document_ids
 from ...reporting.tables import markdown_table
-from .attention import attention_by_head, context_tokenizer, has_memory_tokens
+from .attention import context_tokenizer, has_memory_tokens, memory_token_shares
 from .information_flow import has_information_flow, information_flow
 from .pictures import plot_allocation, plot_layer_weights, plot_singular_values, plot_slot_correlation
 
@@ -164,8 +164,7 @@ def analyse_ids(
             layer_weights = flow.layer_weights[0].float().cpu()
             first_layer = model.config.get_encoder_config().num_hidden_layers + 1 - layer_weights.shape[1]
     elif has_memory_tokens(backbone):
-        attention = attention_by_head(backbone, input_ids, ratio=ratio)[-1][0].float().mean(dim=0).cpu()
-        allocation = attention / attention.sum(dim=1, keepdim=True)
+        allocation = memory_token_shares(backbone, input_ids, ratio).cpu()
     memory = model.compress(input_ids, ratio=ratio)
     return SlotAnalysis(
         tokens=tuple(tokenizer.decode([token_id]) for token_id in ids),

@@ -26,6 +26,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
     """`compress` of every compressor; a method adds `encode`."""
 
     memory_class = CompressedContext
+    # Whether a slot is made of the mean over a window of r neighbouring tokens.
+    pools_windows = False
     # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
     warns_of_no_context = True
     _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None

@@ -76,7 +76,22 @@ class KeyValueSelectionModel(CompressorModel):
     ) -> list[KeyValues]:
         read = self._read(chunks, question)
         asked = None if question is None else question.attention_mask.sum(dim=1).expand(len(chunks.lengths))
-        return [self._select(read, slot_counts(self.config, chunks.lengths, ratio), asked) for ratio in ratios]
+        places = [self._places(read, slot_counts(self.config, chunks.lengths, ratio), asked) for ratio in ratios]
+        return [self._select(read, of_ratio) for of_ratio in places]
+
+    @torch.no_grad()
+    def kept_tokens(self, chunks: Chunks, ratio: int | Tensor) -> Sequence[Tensor]:
+        """The tokens whose keys and values stay, in the order of the text.
+
+        Args:
+            chunks: contexts without pads.
+            ratio: context tokens per slot.
+
+        Returns:
+            For each layer their places `(num_chunks, num_heads, num_slots)`; one head stands for all that keep the
+            same.
+        """
+        return self._places(self._read(chunks, None), slot_counts(self.config, chunks.lengths, ratio), None)
 
     def compress_rows(
         self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = True, **beside: Any
@@ -132,14 +147,18 @@ class KeyValueSelectionModel(CompressorModel):
         alone.language_model.set_attn_implementation("eager")
         return alone
 
-    def _select(self, read: ReadContext, counts: Sequence[int], num_question_tokens: Tensor | None) -> KeyValues:
-        """Keys and values of the places that stay, in the order of the text."""
+    def _places(
+        self, read: ReadContext, counts: Sequence[int], num_question_tokens: Tensor | None
+    ) -> Sequence[Tensor]:
+        """The places that stay in each layer, see `kept_places`."""
         num_slots = torch.tensor(counts, device=read.is_context.device)
         priorities = self.priorities(read, num_slots, num_question_tokens)
         if isinstance(priorities, Tensor):
-            places = [kept_places(priorities[:, None], read.is_context, num_slots, max(counts))] * len(read.key_values)
-        else:
-            places = [kept_places(layer, read.is_context, num_slots, max(counts)) for layer in priorities]
+            return [kept_places(priorities[:, None], read.is_context, num_slots, max(counts))] * len(read.key_values)
+        return [kept_places(layer, read.is_context, num_slots, max(counts)) for layer in priorities]
+
+    def _select(self, read: ReadContext, places: Sequence[Tensor]) -> KeyValues:
+        """Keys and values of the places that stay, in the order of the text."""
         kept = [
             (keys.take_along_dim(at[..., None], dim=2), values.take_along_dim(at[..., None], dim=2))
             for (keys, values), at in zip(read.key_values, places, strict=True)

@@ -17,6 +17,9 @@ from context_compressors.configuration.configuration_five_hundred_x import FiveH
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.configuration.configuration_snap_kv import SnapKVConfig
+from context_compressors.configuration.configuration_streaming_llm import StreamingLLMConfig
+from context_compressors.data.prompts import format_prompt
 from context_compressors.evaluation.analysis.attention import attention_by_head, memory_attention
 from context_compressors.evaluation.analysis.information_flow import information_flow
 from context_compressors.evaluation.analysis.pictures import (
@@ -25,6 +28,7 @@ from context_compressors.evaluation.analysis.pictures import (
     plot_singular_values,
     plot_slot_correlation,
 )
+from context_compressors.evaluation.analysis.slot_origins import reconstruction, slot_origins
 from context_compressors.evaluation.analysis.slots import (
     SlotAnalysis,
     analyse_slots,
@@ -40,6 +44,8 @@ from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXFor
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.modeling.modeling_snap_kv import SnapKVForCausalLM
+from context_compressors.modeling.modeling_streaming_llm import StreamingLLMForCausalLM
 
 TEXT = "The mill\nstands by the river, for $3 a day or $4."
 
@@ -230,6 +236,72 @@ def test_a_document_is_read_in_the_encoders_tokens(llama, tokenizer):
     torch.testing.assert_close(memory_attention(model, tokenizer, TEXT)[-1], last)
 
 
+def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer, comprexit, icae):
+    ids = tokenizer(2 * TEXT).input_ids
+    rows = torch.tensor([ids])
+
+    # The windows, of two chunks: without an encoder a slot is the mean of its tokens' embeddings.
+    config = MeanPoolingConfig(
+        decoder_config=llama, encoder_type="embeddings", linear_after_pooling=False, chunk_size=63
+    )
+    pooling = build(MeanPoolingForCausalLM, config)
+    origins = slot_origins(pooling, ids, 4)
+    assert (origins.kind, [tuple(chunk.shape) for chunk in origins.chunks]) == ("windows", [(16, 63), (9, 35)])
+    embeddings = pooling.get_input_embeddings()(rows)[0].split(63)
+    slots = torch.cat([weights @ part for weights, part in zip(origins.chunks, embeddings, strict=True)])
+    torch.testing.assert_close(slots, pooling.compress(rows, ratio=4).embeddings[0])
+    strongest = origins.strongest(8)
+    assert strongest[1] == [(place, 0.25) for place in range(4, 8)]
+    assert strongest[15] == [(place, pytest.approx(1 / 3)) for place in range(60, 63)]
+    assert strongest[16] == [(place, 0.25) for place in range(63, 67)]
+
+    # The plan, and the attention in each chunk.
+    flow = information_flow(comprexit.model, rows, ratio=8)
+    assert slot_origins(comprexit, ids, 8).kind == "plan"
+    torch.testing.assert_close(slot_origins(comprexit, ids, 8).chunks[0], flow.allocation[0])
+    origins = slot_origins(icae, ids)
+    last = attention_by_head(icae.model, rows[:, 64:])[-1][0].mean(dim=0)
+    assert origins.kind == "attention"
+    torch.testing.assert_close(origins.chunks[1], last / last.sum(dim=1, keepdim=True))
+
+    # What stays: values of the first layer are the base's own, wherever their tokens stand.
+    for model_class, config_class in (
+        (StreamingLLMForCausalLM, StreamingLLMConfig),
+        (SnapKVForCausalLM, SnapKVConfig),
+    ):
+        model = build(model_class, config_class(decoder_config=llama, compression_ratios=(4,)))
+        origins = slot_origins(model, ids)
+        assert (origins.kind, origins.chunks[0].shape) == ("kept", (25, 98))
+        torch.testing.assert_close(origins.chunks[0].sum(dim=1), torch.ones(25))
+        if model_class is StreamingLLMForCausalLM:
+            values = model.model.language_model(rows, use_cache=True).past_key_values.layers[0].values[0]
+            kept = model.compress(rows).key_values[0][1][0]
+            torch.testing.assert_close(origins.chunks[0] @ values, kept)
+        with pytest.raises(ValueError, match="cannot reconstruct"):
+            reconstruction(model, tokenizer, ids, model.compress(rows))
+
+    # A method that says nothing of all this has no origins.
+    pooling.model.pools_windows = False
+    assert slot_origins(pooling, ids) is None
+
+
+def test_errors_of_a_reconstruction_are_the_models_own_loss_by_token(llama, icae, tokenizer):
+    pooling = build(MeanPoolingForCausalLM, MeanPoolingConfig(decoder_config=llama))
+    ids = tokenizer(12 * TEXT).input_ids
+    request = tokenizer(format_prompt("reconstruction")).input_ids
+    for model, start in ((pooling, [0, *request]), (icae, [icae.config.reconstruction_token_id])):
+        for memory in (model.compress(torch.tensor([ids])), None):
+            found = reconstruction(model, tokenizer, ids, memory)
+            rows = torch.tensor([[*start, *ids]])
+            labels = rows.clone()
+            labels[:, : len(start)] = -100
+            output = model(rows, memory=memory, labels=labels)
+            torch.testing.assert_close(found.errors.mean(), output.loss.detach())
+            hits = output.logits[0, len(start) - 1 : -1].argmax(dim=-1) == torch.tensor(ids)
+            assert found.is_likeliest.tolist() == hits.tolist()
+            assert found.accuracy == pytest.approx(100 * float(hits.float().mean()))
+
+
 def test_documents_that_cannot_be_shown_are_refused(icae, comprexit, tokenizer):
     with pytest.raises(ValueError, match=r"1 to 64 tokens \(one chunk\), got 98"):
         analyse_slots(icae, tokenizer, 2 * TEXT)
@@ -287,14 +359,14 @@ def test_singular_values_start_at_1_and_tell_the_rank(tmp_path, figures):
     assert list(lines["b, effective rank 2.00"].get_xdata()) == [1, 2]
 
 
-@pytest.mark.parametrize("items", [{}, {"a": torch.zeros(0, 3)}])
-def test_pictures_of_nothing_are_refused(tmp_path, items):
+def test_pictures_of_nothing_are_refused(tmp_path):
     path = tmp_path / "picture.png"
-    for plot in (plot_allocation, plot_layer_weights, plot_slot_correlation):
+    for items in ({}, {"a": torch.zeros(0, 3)}):
+        for plot in (plot_allocation, plot_layer_weights, plot_slot_correlation):
+            with pytest.raises(ValueError, match="nothing to draw"):
+                plot(items, path)
         with pytest.raises(ValueError, match="nothing to draw"):
-            plot(items, path)
-    with pytest.raises(ValueError, match="nothing to draw"):
-        plot_singular_values(items, {}, path)
+            plot_singular_values(items, {}, path)
     assert not path.exists()
 
 
