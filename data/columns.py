@@ -10,23 +10,8 @@ import pyarrow
 import pyarrow.compute
 
 from ..configuration.nearest_names import nearest
+from .published_sets import KNOWN_COLUMNS
 
-# Our column -> its name in the published form of some data sets: taken where the first are not there and the last are.
-KNOWN_COLUMNS: tuple[Mapping[str, str], ...] = (
-    {"context": "input", "question": "prompt", "answers": "answer"},  # PwC
-    {"question": "input", "task": "dataset", "id": "_id"},  # LongBench
-    {"context": "article", "summary": "highlights"},  # CNN/DailyMail
-    {"context": "article", "summary": "abstract"},  # arXiv, PubMed
-    {"context": "plot", "id": "question_id"},  # DuoRC: SelfRC, ParaphraseRC
-    {"context": "passage", "answers": "answer"},  # BoolQ
-    {"context": "passage", "answers": "answers_spans.spans"},  # DROP
-    {"context": "document.summary.text", "question": "question.text"},  # NarrativeQA, by its summaries
-    {"answers": "answer"},  # kvpress's RULER, LooGLE and LongBench v2
-    {"id": "qid"},  # MRQA
-)
-# The same, for data sets that have the summary under our name.
-_KNOWN_DOCUMENTS = ("document", "dialogue")  # XSum, MediaSum; SAMSum, DialogSum
-_ANSWER_TEXTS = "text"  # SQuAD, NarrativeQA
 _WRONG_PART = (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, KeyError, TypeError)
 
 
@@ -37,32 +22,28 @@ def with_our_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
 
 
 def with_known_columns(table: pyarrow.Table) -> pyarrow.Table:
-    """Give the columns of well-known data sets our names, see `KNOWN_COLUMNS`, where we have none of that name.
+    """Give the columns of published data sets our names, see `published_sets`, where we have none of that name.
 
     Answers in a struct with a list `text`, as SQuAD has them, or in a list of such structs become lists of texts. Of
-    the options of RACE and QuAIL, the right one is the answer.
+    the options of RACE, QuAIL and QuALITY, the right one is the answer.
     """
     table = _with_right_options(table)
     for known in KNOWN_COLUMNS:
+        renamed = {ours: theirs for ours, theirs in known.items() if ours != theirs}
         # NarrativeQA's question has our name and is a struct.
-        missing = [ours for ours in known if ours not in table.column_names or "." in known[ours]]
-        if len(missing) == len(known) and all(_has(table, theirs) for theirs in known.values()):
-            table = _replaced(table, {ours: _part(table, theirs) for ours, theirs in known.items()})
-    for theirs in _KNOWN_DOCUMENTS:
-        names = table.column_names
-        if theirs in names and "summary" in names and "context" not in names:
-            table = _replaced(table, {"context": table[theirs]})
-    if _has(table, f"answers.{_ANSWER_TEXTS}"):
-        table = _replaced(table, {"answers": _part(table, f"answers.{_ANSWER_TEXTS}")})
+        is_new = all(ours not in table.column_names or "." in theirs for ours, theirs in renamed.items())
+        if is_new and all(has_column(table, theirs) for theirs in known.values()):
+            table = _replaced(table, {ours: _part(table, theirs) for ours, theirs in renamed.items()})
     return table
 
 
 def _with_right_options(table: pyarrow.Table) -> pyarrow.Table:
-    """Answers from options and the letter (RACE) or number (QuAIL) of the right one."""
+    """Answers from options and the letter (RACE) or number (QuALITY, QuAIL) of the right one."""
     names = set(table.column_names)
     if {"article", "options", "answer"} <= names and "answers" not in names:
         rows, marks = table["options"].to_pylist(), table["answer"].to_pylist()
-        answers = [[options["ABCD".index(mark)]] for options, mark in zip(rows, marks, strict=True)]
+        places = ["ABCD".index(mark) if isinstance(mark, str) else mark for mark in marks]
+        answers = [[options[place]] for options, place in zip(rows, places, strict=True)]
         table = _replaced(table, {"context": table["article"]})
     elif {"answers", "correct_answer_id"} <= names:
         rows, places = table["answers"].to_pylist(), table["correct_answer_id"].to_pylist()
@@ -83,18 +64,21 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     Raises:
         ValueError: `supporting_passages` of a source that has none.
     """
-    if not all(_has(table, f"context.{name}") for name in ("title", "sentences")):
+    if not all(has_column(table, f"context.{name}") for name in ("title", "sentences")):
         if source.supporting_passages:
             raise ValueError(f"source {source.label!r} has no passages with `title` and `sentences` as its contexts")
-        if _has(table, "context.contexts"):
+        if has_column(table, "context.contexts"):
             parts = _part(table, "context.contexts")
             return _replaced(table, {"context": pyarrow.compute.binary_join(parts, "\n")})
         return table
     named: list[Any] = [None] * table.num_rows
     if source.supporting_passages:
         named = column_of(table, "supporting_facts.title", source).to_pylist()
-    texts = []
+    texts: list[str | None] = []
     for context, titles in zip(table["context"].to_pylist(), named, strict=True):
+        if context is None:
+            texts.append(None)
+            continue
         pairs = zip(context["title"], context["sentences"], strict=True)
         kept = [(title, sentences) for title, sentences in pairs if titles is None or title in titles]
         texts.append("\n\n".join(f"{title}\n{' '.join(' '.join(sentences).split())}" for title, sentences in kept))
@@ -159,7 +143,8 @@ def _replaced(table: pyarrow.Table, columns: Mapping[str, pyarrow.ChunkedArray])
     return table
 
 
-def _has(table: pyarrow.Table, name: str) -> bool:
+def has_column(table: pyarrow.Table, name: str) -> bool:
+    """Whether a table has a column, or with dots the part of one, of structs or lists of structs."""
     if name not in table.column_names and name.partition(".")[0] not in table.column_names:
         return False
     try:

@@ -7,7 +7,7 @@ A source is three tables, as retrieval benchmarks have them, each a Parquet or J
     queries: {path: queries.parquet}      # id, query
     relevance: {path: qrels.parquet}      # query_id, doc_id, and score where there is one: above 0 is relevant
 
-A folder as BEIR has it (corpus.jsonl, queries.jsonl, qrels/*.tsv) is one, too.
+A folder as BEIR has it (corpus.jsonl, queries.jsonl, qrels/*.tsv) is one, too, see `RetrievalSource.from_folder`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ from .files import with_our_columns
 from .rows import check_texts, read_table
 
 _NEEDED_COLUMNS = {"corpus": ("id", "text"), "queries": ("id", "query"), "relevance": ("query_id", "doc_id")}
+
+# Our column -> BEIR's, in each of its tables.
+BEIR_COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "corpus": {"id": "_id"},
+    "queries": {"id": "_id", "query": "text"},
+    "qrels": {"query_id": "query-id", "doc_id": "corpus-id"},
+}
 
 
 def _from_mapping(kind: type, what: str, mapping: Any) -> Any:
@@ -106,23 +113,30 @@ class RetrievalSource:
         return _from_mapping(cls, "a source of retrieval", mapping)
 
     @classmethod
-    def from_beir(cls, folder: str | os.PathLike[str], split: str = "test") -> RetrievalSource:
-        """The source that a folder of BEIR's form is: `corpus.jsonl`, `queries.jsonl` and `qrels/SPLIT.tsv`.
+    def from_folder(cls, folder: str | os.PathLike[str], split: str = "test") -> RetrievalSource:
+        """The source that a folder is.
+
+        Args:
+            folder: as BEIR has it, `corpus.jsonl`, `queries.jsonl` and `qrels/SPLIT.tsv`, or as `context-compressors
+                data` writes it, `corpus.parquet`, `queries.parquet` and `qrels/SPLIT.parquet`.
+            split: which relevance.
 
         Raises:
             ValueError: a file that is not there, with the splits that are.
         """
-        place = Path(folder)
-        for name in ("corpus.jsonl", "queries.jsonl"):
+        place, kind, pairs = Path(folder), "jsonl", "tsv"
+        names: Mapping[str, Mapping[str, str] | None] = BEIR_COLUMNS
+        if (place / "corpus.parquet").is_file():
+            kind = pairs = "parquet"
+            names = dict.fromkeys(names)
+        for name in (f"corpus.{kind}", f"queries.{kind}"):
             if not (place / name).is_file():
                 raise ValueError(f"{place} is no folder of BEIR's form: there is no {name}")
-        check_choice(f"split of {place}:", split, sorted(path.stem for path in place.glob("qrels/*.tsv")))
+        check_choice(f"split of {place}:", split, sorted(path.stem for path in place.glob(f"qrels/*.{pairs}")))
         return cls(
-            corpus=RetrievalTable(path=str(place / "corpus.jsonl"), columns={"id": "_id"}),
-            queries=RetrievalTable(path=str(place / "queries.jsonl"), columns={"id": "_id", "query": "text"}),
-            relevance=RetrievalTable(
-                path=str(place / "qrels" / f"{split}.tsv"), columns={"query_id": "query-id", "doc_id": "corpus-id"}
-            ),
+            corpus=RetrievalTable(path=str(place / f"corpus.{kind}"), columns=names["corpus"]),
+            queries=RetrievalTable(path=str(place / f"queries.{kind}"), columns=names["queries"]),
+            relevance=RetrievalTable(path=str(place / "qrels" / f"{split}.{pairs}"), columns=names["qrels"]),
         )
 
 

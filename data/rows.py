@@ -52,7 +52,7 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
     if source.streaming:
         table = _streamed(source)
     else:
-        table = with_joined_passages(kept_rows(with_known_columns(read_table(source, data_dir)), source), source)
+        table = in_known_columns(read_table(source, data_dir), source)
         if source.rows is not None:
             table = table.slice(source.rows[0], source.rows[1] - source.rows[0])
     columns = table.column_names
@@ -77,13 +77,18 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
         there += "" if source.where is None else f" where {dict(source.where)}"
         raise ValueError(f"source {source.label!r} has no rows{there}")
     if "question_answering" in source.tasks:
-        table = _with_answer_lists(table, source)
+        table = with_answer_lists(table, source)
     for column in _text_columns(source, columns):
         check_texts(table, column, source)
     if source.max_samples is not None and source.max_samples < table.num_rows:
         kept = sorted(random.Random(f"{seed}/{source.label}").sample(range(table.num_rows), source.max_samples))
         table = _rows_at(table, kept)
     return table
+
+
+def in_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
+    """Give the columns of published data sets our names, keep the rows that a source keeps, and join passages."""
+    return with_joined_passages(kept_rows(with_known_columns(table), source), source)
 
 
 def _streamed(source: DataSource) -> pyarrow.Table:
@@ -94,7 +99,7 @@ def _streamed(source: DataSource) -> pyarrow.Table:
     stream = load_dataset(source.name, source.config, split=source.split, streaming=True).with_format("arrow")
     batches, count = [], 0
     for batch in stream.iter(batch_size=_STREAMED_ROWS):
-        batch = with_joined_passages(kept_rows(with_known_columns(with_our_columns(batch, source)), source), source)
+        batch = in_known_columns(with_our_columns(batch, source), source)
         batches.append(batch.slice(max(0, first - count), max(0, end - max(first, count))))
         count += batch.num_rows
         if count >= end:
@@ -211,8 +216,8 @@ def answer_text(answer: Any) -> str:
     return str(answer)
 
 
-def _with_answer_lists(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
-    """Bring answers, see `answer_text`, into lists of strings, none of them empty."""
+def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
+    """Bring answers, see `answer_text`, into lists of strings, none of them empty; `ValueError` where that fails."""
     answers = table["answers"]
     kind = answers.type
     _refuse_rows(answers.is_null(), "is null", source, "answers", _NO_ANSWER)
@@ -231,7 +236,7 @@ def _with_answer_lists(table: pyarrow.Table, source: DataSource) -> pyarrow.Tabl
     return table.drop_columns(["answers"]).append_column("answers", pyarrow.array(lists))
 
 
-def _check_answer_lists(answers: pyarrow.ChunkedArray, source: DataSource) -> None:
+def _check_answer_lists(answers: pyarrow.ChunkedArray, source: Any) -> None:
     """Every list has an answer, and holds texts only."""
     lengths = pyarrow.compute.list_value_length(answers)
     _refuse_rows(pyarrow.compute.equal(lengths, 0), "is an empty list", source, "answers", _NO_ANSWER)

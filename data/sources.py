@@ -68,7 +68,7 @@ class DataSource:
             example, are joined to one document with blank lines between them, as far as they fit.
         columns: where the source has other names: our column -> its column, with dots into structs, e.g.
             `{context: passage, answers: reply.text}`. Those of well-known data sets are found, see
-            `data.known_columns`.
+            `data.published_sets`.
         licence: the data's licence, for the model card.
         hub_id: the data set's repository on the Hub, for the model card, where `path` is a copy of it.
         title: what reports and the model card call the data set.

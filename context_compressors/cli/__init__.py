@@ -14,6 +14,7 @@ from ..configuration.nearest_names import nearest
 # when its arguments are read.
 _COMMANDS = {
     "train": "train a compressor (or a teacher, or a base model) as a recipe says",
+    "data": "write a published data set as Parquet in the columns that training and evaluation read",
     "evaluate": "score a checkpoint beside no context and full context",
     "evaluate-needles": "ask for one fact in running text, by length and ratio",
     "evaluate-retrieval": "rank the corpus of a folder of BEIR's form: nDCG@10 by ratio",

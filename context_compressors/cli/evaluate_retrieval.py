@@ -22,7 +22,7 @@ context-compressors evaluate-retrieval my-retriever msmarco --split dev --ratios
     "Rank the corpus of a folder of BEIR's form with a retrieval checkpoint: nDCG@10 from graded relevance, and what "
     "the vectors take and save.",
     argument("model", help="Hub id or folder of the retrieval checkpoint"),
-    argument("data", help="folder with corpus.jsonl, queries.jsonl and qrels/*.tsv"),
+    argument("data", help="folder with corpus.jsonl, queries.jsonl and qrels/*.tsv, or of `context-compressors data`"),
     argument("--split", default="test", metavar="NAME", help="of qrels: NAME.tsv (default: test)"),
     argument("--ratios", nargs="+", type=positive_int, metavar="R", help="ratios (default: the checkpoint's own)"),
     argument("--bm25", action="store_true", help="also rank with BM25, whose index holds the corpus in memory"),
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ..reporting.result_files import write_results
     from .loading import load_retriever
 
-    judged = JudgedQueries(RetrievalSource.from_beir(arguments.data, arguments.split))
+    judged = JudgedQueries(RetrievalSource.from_folder(arguments.data, arguments.split))
     model = load_retriever(arguments.model, arguments.dtype, arguments.device)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     names = ("max_query_tokens", "max_document_tokens", "batch_size")

@@ -78,7 +78,7 @@ def test_the_best_of_a_stream_are_the_best_of_all_with_ties_in_the_corpus_order(
 @torch.no_grad()
 def test_scores_of_an_index_are_those_of_single_texts(retriever, tokenizer, beir):
     encode = TextEncoder(tokenizer, 40)
-    judged = JudgedQueries(RetrievalSource.from_beir(beir))
+    judged = JudgedQueries(RetrievalSource.from_folder(beir))
     texts = (judged.queries, [text for _, text in judged.documents()])
     rows = [[encode(text)[0] for text in side] for side in texts]
     vectors = [encode_texts(retriever, side, 4, batch_size=3) for side in rows]
@@ -91,7 +91,7 @@ def test_scores_of_an_index_are_those_of_single_texts(retriever, tokenizer, beir
 
 
 def test_a_folder_of_beirs_form_is_read_and_its_corpus_as_a_stream(beir):
-    source = RetrievalSource.from_beir(beir)
+    source = RetrievalSource.from_folder(beir)
     judged, collection = JudgedQueries(source), RetrievalCollection(source)
     assert judged.query_ids == ["2020-01-00", "2020-01-05"]
     assert judged.queries == ["Where sleeps the otter?", "Where sleeps the raven?"]
@@ -101,9 +101,9 @@ def test_a_folder_of_beirs_form_is_read_and_its_corpus_as_a_stream(beir):
     assert documents["001"] == "The heron A heron sleeps.A heron sleeps."
     assert collection.pairs == [(0, 0), (0, 1), (5, 5)]
     with pytest.raises(ValueError, match=r"split of .*: 'dev'; .*test"):
-        RetrievalSource.from_beir(beir, "dev")
+        RetrievalSource.from_folder(beir, "dev")
     with pytest.raises(ValueError, match=r"no folder of BEIR's form: there is no corpus\.jsonl"):
-        RetrievalSource.from_beir(beir / "qrels")
+        RetrievalSource.from_folder(beir / "qrels")
     with (beir / "corpus.jsonl").open("a") as file:
         # Metadata may be anything.
         for row in ({"_id": "9", "text": "", "metadata": {"a": 1}}, {"_id": "x", "txt": "y", "metadata": {"a": "b"}}):
@@ -113,7 +113,7 @@ def test_a_folder_of_beirs_form_is_read_and_its_corpus_as_a_stream(beir):
 
 
 def test_a_corpus_in_parts_has_the_scores_of_one_in_memory(retriever, tokenizer, beir, monkeypatch):
-    judged = JudgedQueries(RetrievalSource.from_beir(beir))
+    judged = JudgedQueries(RetrievalSource.from_folder(beir))
     whole = evaluate_retrieval(retriever, tokenizer, judged, 2, max_document_tokens=24)
     monkeypatch.setattr(retrieval, "CHUNK_SIZE", 3)
     assert evaluate_retrieval(retriever, tokenizer, judged, 2, max_document_tokens=24) == whole

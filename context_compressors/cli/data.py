@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context-compressors data NAME OUT`: a published data set as Parquet in our columns."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .command import argument, command, positive_int
+
+_EXAMPLES = """
+context-compressors data --list
+context-compressors data hotpotqa hotpotqa_train.parquet --supporting-passages
+context-compressors data mrqa mrqa_news.parquet --split validation --where "{subset: NewsQA}"
+
+# Files as their authors publish them, in place of the Hub:
+context-compressors data quac quac_train.parquet --source train_v0.2.json
+context-compressors data mediasum mediasum_test.parquet --split test --source MediaSum/data
+
+# A folder for evaluate-retrieval:
+context-compressors data fiqa fiqa --split test
+"""
+
+
+@command(
+    "data",
+    "Write a published data set as Parquet in the columns that training and evaluation read.",
+    argument("name", nargs="?", help="of the list"),
+    argument("output", nargs="?", help="Parquet file; of a retrieval collection, a folder"),
+    argument("--list", action="store_true", help="tell names, licences and which tables of the papers need them"),
+    argument("--split", default="train", help="train (default), validation, test, or as the data set calls it"),
+    argument("--source", metavar="PLACE", help="file, pattern or folder of what was published (default: the Hub)"),
+    argument("--config", metavar="NAME", help="the Hub data set's configuration (default: as the list says)"),
+    argument("--where", metavar="YAML", help="only rows with these values, such as '{subset: [NewsQA, HotpotQA]}'"),
+    argument("--supporting-passages", action="store_true", help="leave out the distractors of multi-hop questions"),
+    argument("--max-rows", type=positive_int, metavar="N", help="write the first N rows (default: all)"),
+    argument("--force", action="store_true", help="overwrite the output"),
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors data`.
+
+    Raises:
+        ValueError, OSError: see `convert`.
+    """
+    from tqdm.auto import tqdm
+
+    from ..data.converters import convert
+    from ..data.published_sets import PUBLISHED_SETS
+    from ..data.yaml_text import parse_yaml
+    from ..reporting.tables import markdown_table
+
+    if arguments.list:
+        rows = [
+            (name, entry.title, entry.task, entry.place, ", ".join(entry.splits), entry.licence, entry.tables)
+            for name, entry in PUBLISHED_SETS.items()
+        ]
+        print(markdown_table(("name", "data set", "task", "from", "splits", "licence", "tables"), rows))
+        return
+    if arguments.output is None:
+        raise ValueError("name a data set and the file to write, or pass --list")
+    where = None if arguments.where is None else parse_yaml(arguments.where, f"--where {arguments.where!r}")
+    with tqdm(unit="row", desc=arguments.name, disable=not sys.stderr.isatty()) as progress:
+        done = convert(
+            arguments.name,
+            arguments.output,
+            split=arguments.split,
+            source=arguments.source,
+            config=arguments.config,
+            where=where,
+            supporting_passages=arguments.supporting_passages,
+            max_rows=arguments.max_rows,
+            overwrite=arguments.force,
+            on_rows=progress.update,
+        )
+    print(done)
+    print(f"licence: {PUBLISHED_SETS[arguments.name].licence}")

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The register of published data sets: where each is, under which licence, and which column is which of ours.
+
+It is `published_sets.yaml`. Training and evaluation read a source in these columns as it stands (`data.columns`), and
+`context-compressors data` makes files of what they do not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import published_rows
+from .yaml_text import read_yaml
+
+RETRIEVAL = "retrieval"
+# What a converted file has; a row without one of these, the id apart, is left out.
+TASK_COLUMNS = {
+    "question_answering": ("id", "context", "question", "answers"),
+    "summarisation": ("id", "context", "summary"),
+}
+
+MakeRows = Callable[[Iterable[Mapping[str, Any]], Path | None, str], Iterator[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class PublishedSet:
+    """A data set as it is published.
+
+    Args:
+        title: what reports and cards call it.
+        licence: as its publisher states it.
+        hub: its repository on the Hub; `None` where it lies elsewhere, or as a script that `datasets` no longer runs.
+        config: the Hub data set's configuration.
+        splits: those that it has.
+        task: "question_answering", "summarisation" or "retrieval".
+        columns: our column -> its own, with dots into structs.
+        file_rows: function of `published_rows` for its JSON and CSV files, where their form is not the Hub's.
+        table_rows: the same for the Hub's data set and Parquet files, where a record of theirs is not a row.
+        files: in a folder, the file that has all splits; else a split's files have it in their path.
+        keeps: further columns of a converted file.
+        home: where its files are published.
+        tables: the tables of the papers that need it.
+    """
+
+    title: str
+    licence: str
+    hub: str | None = None
+    config: str | None = None
+    splits: tuple[str, ...] = ("train", "validation", "test")
+    task: str = "question_answering"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    file_rows: str | None = None
+    table_rows: str | None = None
+    files: str | None = None
+    keeps: tuple[str, ...] = ()
+    home: str | None = None
+    tables: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it comes from: its repository on the Hub with its configuration, or its home."""
+        return ":".join(filter(None, (self.hub, self.config))) or str(self.home)
+
+    def rows_of(self, is_table: bool) -> MakeRows | None:
+        """What makes rows of its records, in tables or in other files; `None` where these are rows."""
+        name = self.table_rows if is_table else self.file_rows
+        return None if name is None else getattr(published_rows, name)
+
+
+PUBLISHED_SETS: Mapping[str, PublishedSet] = {
+    name: PublishedSet(**fields) for name, fields in read_yaml(Path(__file__).with_suffix(".yaml")).items()
+}
+
+# Our column -> its name in the published form of some data sets: taken where the first are not there and the last are.
+KNOWN_COLUMNS = tuple(dict(known) for known in {tuple(entry.columns.items()): 0 for entry in PUBLISHED_SETS.values()})
