@@ -6,7 +6,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from .report import EvaluationReport, SampleAnswers
+from .report import EvaluationReport
+from .rows import SampleAnswers
 
 
 class AnswersFile:

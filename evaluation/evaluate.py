@@ -24,12 +24,14 @@ from .bert_score import BertScorer
 from .context_limits import context_limit, within_encoder_tokens
 from .held_out import check_held_out
 from .progress_file import ProgressFile
-from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, alternative_condition, ratio_condition
+from .report import EvaluationReport
 from .results import add_results, samples_digest
+from .rows import FULL_CONTEXT, NO_CONTEXT, alternative_condition, ratio_condition
 from .samples import EvaluationDataset, Sample, SampleBuilder
-from .scoring import Condition, Scorer, Tally
+from .scoring import Condition, Scorer
 from .seq2seq_scoring import Seq2SeqScorer
 from .settings import EvaluationSettings
+from .tallies import Tally
 
 
 def evaluate_model(

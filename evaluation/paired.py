@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .bootstrap import is_lower_better, percentile_interval, verdict
-from .report import SampleAnswers
+from .rows import SampleAnswers
 from .settings import NUM_RESAMPLES
 
 Run = Sequence[SampleAnswers]

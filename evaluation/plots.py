@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from .figures import COLOURS, MARKERS, blank_figure, line_figure, save_figure, save_with_legend
-from .report import FULL_CONTEXT, NO_CONTEXT, EvaluationReport, ratio_condition, ratio_of
+from .report import EvaluationReport
+from .rows import FULL_CONTEXT, NO_CONTEXT, ratio_condition, ratio_of
 
 if TYPE_CHECKING:
     from .curves import Curve

@@ -16,11 +16,20 @@ from .answer_kinds import ANSWER_KINDS
 from .benchmark_metrics import BENCHMARK_SCORE
 from .bootstrap import verdict
 from .metrics import teacher_normalized
+from .rows import (
+    DOMAINS,
+    FULL_CONTEXT,
+    NO_CONTEXT,
+    RETENTION,
+    EvaluationRow,
+    SampleAnswers,
+    plain_json,
+    ratio_condition,
+    ratio_of,
+    row_from,
+)
 
-DOMAINS = ("in", "out")
 BOUNDS = ("teacher", "own_decoder")
-NO_CONTEXT = "no_context"
-FULL_CONTEXT = "full_context"
 # One metric per task stands for it where there is room for only one, in tables of averages and in plots; a benchmark's
 # own score comes first.
 MAIN_METRICS = {
@@ -29,126 +38,15 @@ MAIN_METRICS = {
     "reconstruction": "token_accuracy",
     "continuation": "perplexity",
 }
-RETENTION = "retention"
 # Name in the rows -> title in tables.
 _COSTS = {"slots": "slots", "memory_bytes": "bytes", "decoder_positions": "positions"}
 _SECONDS = {"compress": "seconds to compress", "answer": "seconds to answer"}
 _FORMAT_VERSION = 1
 
 
-def ratio_condition(ratio: int) -> str:
-    """Name of the condition "compressed `ratio` times", such as `ratio=4`."""
-    return f"ratio={ratio}"
-
-
-def ratio_of(condition: str) -> int | None:
-    """The ratio in a condition's name, or `None` for the conditions without compression, "cut=4" among them."""
-    name, _, number = condition.partition("=")
-    return int(number) if name == "ratio" and number.isdecimal() else None
-
-
-def alternative_condition(selection: str, ratio: int) -> str:
-    """Name of the condition "as many tokens of the text as slots at a ratio", such as `cut=4` or `bm25=4`."""
-    return f"{selection}={ratio}"
-
-
 def _place_of(condition: str, kinds: Sequence[str]) -> tuple[int, int]:
     kind, _, number = condition.partition("=")
     return (kinds.index(kind), int(number)) if number.isdecimal() else (-1, 0)
-
-
-@dataclass(frozen=True)
-class EvaluationRow:
-    """Scores of one task on one data set under one condition.
-
-    Args:
-        dataset: name of the data set.
-        domain: "in" when the compressor was trained on the data set's training part, "out" otherwise.
-        task: what was asked, such as "question_answering".
-        condition: "no_context", "full_context", "ratio=4" and so on.
-        metrics: name -> score, as `metrics.py` defines them.
-        num_samples: number of samples behind the scores.
-        seed: the seed that drew the samples.
-        num_truncated: samples whose context was cut to fit the model.
-        num_documents: number of different contexts; `None` where it is not known.
-        intervals: metric, or "retention", -> both ends of its 95 % bootstrap interval over documents; NaN where there
-            is only one document.
-        retention: `metrics.teacher_normalized` of the task's main metric, in percent; `None` of the bounds themselves
-            and where they were not scored.
-        costs: means of `slots` and `memory_bytes` of a document's memory, and of `decoder_positions`, all that the
-            decoder has read when it starts to write.
-        seconds: means of the wall-clock time to `compress` a document, at all ratios of the evaluation at once, and to
-            `answer` a question, a batch's time shared among its questions.
-        by_kind: kind of answer, see `answer_kind` -> its `num_samples` and `num_documents`, the task's main metric
-            over them, and its 95 % `interval`.
-        differences: alternative at the same number of positions, such as "cut=4" -> how much this row's `metric` is
-            above its on the same questions: `difference`, and its 95 % `interval`.
-
-    Raises:
-        ValueError: a domain that is not allowed, no samples, or more truncated ones than there are.
-    """
-
-    dataset: str
-    domain: str
-    task: str
-    condition: str
-    metrics: dict[str, float]
-    num_samples: int
-    seed: int = 0
-    num_truncated: int = 0
-    num_documents: int | None = None
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
-    retention: float | None = None
-    costs: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
-    differences: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.domain not in DOMAINS:
-            raise ValueError(f"domain must be one of {DOMAINS}, got {self.domain!r}")
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
-        if not 0 <= self.num_truncated <= self.num_samples:
-            raise ValueError(f"num_truncated must be 0 to {self.num_samples}, got {self.num_truncated}")
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as JSON holds it: undefined scores are `None`, infinite ones texts."""
-        return _plain(asdict(self))
-
-    @property
-    def key(self) -> tuple[str, str, str, int]:
-        """What makes a row unique in a report."""
-        return self.dataset, self.task, self.condition, self.seed
-
-
-@dataclass(frozen=True)
-class SampleAnswers:
-    """What one sample got under all conditions.
-
-    Args:
-        dataset: name of the data set.
-        task: what was asked.
-        id: the sample's own name in its data set, or its row.
-        document: number of the sample's context in the data set.
-        question: the question, if there is one.
-        references: the accepted texts.
-        answers: condition -> what was written, where anything was.
-        scores: condition -> metric -> the sample's own score.
-    """
-
-    dataset: str
-    task: str
-    id: str
-    document: int
-    question: str
-    references: list[str]
-    answers: dict[str, str]
-    scores: dict[str, dict[str, float]]
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(_plain(asdict(self)), ensure_ascii=False, allow_nan=False)
 
 
 @dataclass
@@ -355,7 +253,7 @@ class EvaluationReport:
             "documents": self.documents,
             "rows": [asdict(row) for row in self.rows],
         }
-        return _plain(content)
+        return plain_json(content)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as a JSON file with four significant digits, folders included, and return its path."""
@@ -368,7 +266,7 @@ class EvaluationReport:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content["format_version"] != _FORMAT_VERSION:
                 raise ValueError(f"format_version must be {_FORMAT_VERSION}, got {content['format_version']!r}")
-            rows = [_row_from(row) for row in content["rows"]]
+            rows = [row_from(row) for row in content["rows"]]
             names = ("model", "bounds", "num_parameters", "settings", "environment")
             later = {name: content.get(name, {}) for name in ("held_out", "documents")}
             return cls(rows=rows, **{name: content[name] for name in names}, **later)
@@ -469,24 +367,6 @@ class EvaluationReport:
         return "\n".join([*lines, "", markdown_table(["condition", *(titles[name] for name in averages)], body)])
 
 
-def _row_from(content: dict[str, Any]) -> EvaluationRow:
-    """A row from its plain JSON values; files of earlier versions lack what has a default."""
-    read = {
-        "metrics": {name: _number(value) for name, value in content["metrics"].items()},
-        "intervals": {
-            name: (_number(low), _number(high)) for name, (low, high) in content.get("intervals", {}).items()
-        },
-    }
-    if content.get("retention") is not None:
-        read["retention"] = _number(content["retention"])
-    for name in ("by_kind", "differences"):
-        read[name] = {
-            other: {key: _read_value(key, value) for key, value in found.items()}
-            for other, found in content.get(name, {}).items()
-        }
-    return EvaluationRow(**content | read)
-
-
 def _held_out_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What `check_held_out` found, for people: a sentence for each model."""
     lines = []
@@ -511,12 +391,6 @@ def _held_out_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _read_value(name: str, value: Any) -> Any:
-    if name == "interval":
-        return _number(value[0]), _number(value[1])
-    return math.nan if value is None else value
-
-
 def _with_interval(value: float | None, row: EvaluationRow, metric: str) -> str:
     text = _text(value)
     return text if text == "-" else text + _brackets(row.intervals.get(metric))
@@ -534,17 +408,3 @@ def _text(value: float | None) -> str:
     if abs(value) >= 10_000:
         return f"{value:,.0f}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.2f}"
-
-
-def _number(value: float | str | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value

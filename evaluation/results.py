@@ -12,20 +12,11 @@ from .benchmark_metrics import BENCHMARK_SCORE
 from .bert_score import BertScorer
 from .bootstrap import Statistic, percentile_interval, resampled_scores
 from .metrics import teacher_normalized
-from .report import (
-    FULL_CONTEXT,
-    MAIN_METRICS,
-    NO_CONTEXT,
-    RETENTION,
-    EvaluationReport,
-    EvaluationRow,
-    SampleAnswers,
-    alternative_condition,
-    ratio_of,
-)
+from .report import MAIN_METRICS, EvaluationReport
+from .rows import FULL_CONTEXT, NO_CONTEXT, RETENTION, EvaluationRow, SampleAnswers, alternative_condition, ratio_of
 from .samples import EvaluationDataset, Sample
-from .scoring import Tally
 from .settings import ALTERNATIVES, NUM_RESAMPLES
+from .tallies import Tally
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:

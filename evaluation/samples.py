@@ -17,7 +17,7 @@ from ..data.rows import answer_text
 from ..modeling.parts.prompting import before_answer, encode, prefix_ids
 from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
 from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
-from .report import DOMAINS
+from .rows import DOMAINS
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,10 @@
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
@@ -16,25 +15,12 @@ from ..configuration.nearest_names import check_choice
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ..modeling.parts.prompting import context_start_ids, restored_ids
 from .alternatives import BM25, TASKS_OF_ALTERNATIVE, bm25_context, cut_context
-from .benchmark_metrics import BENCHMARK_SCORE, BenchmarkMetric
 from .bert_score import BertScorer
-from .bootstrap import Statistic, mean_statistic, perplexity_statistic
-from .metrics import (
-    bleu_counts,
-    bleu_of_counts,
-    prefix_exact_match,
-    rouge_lsum,
-    rouge_scores,
-    squad_scores,
-    substring_accuracy,
-    summed_nll,
-)
+from .metrics import summed_nll
 from .samples import Sample
+from .tallies import GivenTokens, Tally, empty_tally, note_costs
 
 _IGNORED = -100
-# By sample, in the order of a tally's rows.
-_COSTS = ("slots", "memory_bytes", "decoder_positions")
-_SECONDS = ("compress", "answer")
 # What a model's own files say, and what the evaluation itself decides.
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 _DECIDED = ("max_new_tokens", "max_length", "min_length", "num_return_sequences", "return_dict_in_generate")
@@ -84,146 +70,6 @@ class Condition:
     def serves(self, task: str) -> bool:
         """Whether the condition says anything about a task."""
         return self.selection is None or task in TASKS_OF_ALTERNATIVE[self.selection]
-
-
-class GivenTokens:
-    """What a condition makes of tokens that it is given one after another, by sample.
-
-    Args:
-        num_samples: how many there are.
-    """
-
-    def __init__(self, num_samples: int):
-        self.nll, self.hits, self.counts = np.zeros((3, num_samples))
-
-    def state(self, row: int) -> list[float]:
-        """What is known of a sample."""
-        return [float(values[row]) for values in (self.nll, self.hits, self.counts)]
-
-    def restore(self, row: int, state: Sequence[float]) -> None:
-        """Take over what `state` gave."""
-        self.nll[row], self.hits[row], self.counts[row] = state
-
-    def token_accuracy(self) -> Statistic:
-        """Share of the tokens that were the likeliest in their place, 0 to 100."""
-        return mean_statistic(100 * self.hits / self.counts, self.counts)
-
-    def perplexity(self) -> Statistic:
-        """Perplexity of the tokens."""
-        return perplexity_statistic(self.nll, self.counts)
-
-
-@dataclass
-class Tally:
-    """What a condition has scored on one task of one data set; every list has an entry for each sample, in order.
-
-    Args:
-        references: the accepted texts of each sample.
-        predictions: what was written, if anything was.
-        targets: scores of the given targets.
-        recovered: scores of what was written, given once more.
-        written_ids: token ids of what was written.
-        target_ids: token ids of what should have been.
-        used: by sample, `(5, num_samples)`: number of slots and their bytes, NaN where nothing was compressed; what
-            the decoder has read when it starts to write, slots included; seconds to compress the document, at all
-            ratios of the evaluation at once; and seconds to read and write, its share of the batch's.
-        metrics: how a benchmark scores each sample, `None` where none does.
-    """
-
-    references: list[list[str]]
-    predictions: list[str] = field(default_factory=list)
-    targets: Any = None
-    recovered: Any = None
-    written_ids: list[list[int]] = field(default_factory=list)
-    target_ids: list[list[int]] = field(default_factory=list)
-    used: np.ndarray = field(default_factory=lambda: np.zeros((5, 0)))
-    metrics: list[BenchmarkMetric | None] = field(default_factory=list)
-
-    def statistics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, Statistic]:
-        """The task's metrics."""
-        found: dict[str, Statistic] = {}
-        if task == "question_answering":
-            metrics = [metric for metric in self.metrics if metric is not None]
-            if metrics and len(metrics) == len(self.metrics):
-                rows = zip(metrics, self.predictions, self.references, strict=True)
-                found[BENCHMARK_SCORE] = mean_statistic([metric.score(text, wanted) for metric, text, wanted in rows])
-            found |= self._means(squad_scores)
-            found |= self._means(lambda *texts: {"substring_accuracy": substring_accuracy(*texts)})
-            found |= self._means(rouge_scores)
-            if self.targets is not None:
-                found["answer_perplexity"] = self.targets.perplexity()
-        elif task == "summarisation":
-            found |= self._means(rouge_scores)
-            found |= self._means(lambda *texts: {"rougeLsum": rouge_lsum(*texts)})
-        else:
-            found |= {"token_accuracy": self.targets.token_accuracy(), "perplexity": self.targets.perplexity()}
-            if self.predictions:
-                found |= self._restoration()
-        if bert_scorer is not None and self.predictions:
-            found |= self._means(lambda *texts: {"bert_score_f1": bert_scorer.score(*texts)})
-        return found
-
-    def _restoration(self) -> dict[str, Statistic]:
-        pairs = zip(self.predictions, self.references, strict=True)
-        ids = zip(self.written_ids, self.target_ids, strict=True)
-        return {
-            "bleu": Statistic(np.array([bleu_counts(*pair) for pair in pairs], dtype=np.float64), bleu_of_counts),
-            **self._means(rouge_scores),
-            "prefix_exact_match": mean_statistic([prefix_exact_match([wrote], [target]) for wrote, target in ids]),
-            "recovered_perplexity": self.recovered.perplexity(),
-        }
-
-    def _means(self, score: Callable[[list[str], list[list[str]]], dict[str, float]]) -> dict[str, Statistic]:
-        """Statistics of scores that are means over samples, from a function of a list of samples."""
-        texts = zip(self.predictions, self.references, strict=True)
-        by_sample = [score([prediction], [references]) for prediction, references in texts]
-        return {name: mean_statistic([scores[name] for scores in by_sample]) for name in by_sample[0]}
-
-    def costs(self, documents: Sequence[int]) -> dict[str, float]:
-        """Mean slots and bytes of a document's memory, and decoder positions of a question; without those unknown.
-
-        Args:
-            documents: each sample's document; one that is asked several times counts once.
-        """
-        slots, memory_bytes, positions, *_ = self.used
-        return _known_means(_COSTS, _of_documents(slots, documents), _of_documents(memory_bytes, documents), positions)
-
-    def seconds(self, documents: Sequence[int]) -> dict[str, float]:
-        """Mean seconds to `compress` a document, where it was, and to `answer` a question.
-
-        Args:
-            documents: as in `costs`.
-        """
-        return _known_means(_SECONDS, _of_documents(self.used[3], documents), self.used[4])
-
-    def state(self, row: int) -> dict[str, Any]:
-        """All that is known of a sample, as JSON holds it."""
-        found: dict[str, Any] = {"used": self.used[:, row].tolist()}
-        if self.predictions:
-            found |= {"prediction": self.predictions[row], "written": self.written_ids[row]}
-        for name in ("targets", "recovered"):
-            if getattr(self, name) is not None:
-                found[name] = getattr(self, name).state(row)
-        return found
-
-    def restore(self, row: int, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave."""
-        self.used[:, row] = state["used"]
-        if self.predictions:
-            self.predictions[row], self.written_ids[row] = state["prediction"], state["written"]
-        for name in ("targets", "recovered"):
-            if getattr(self, name) is not None:
-                getattr(self, name).restore(row, state[name])
-
-
-def _of_documents(values: np.ndarray, documents: Sequence[int]) -> np.ndarray:
-    """Of each document the value of its first sample."""
-    return values[[documents.index(document) for document in dict.fromkeys(documents)]]
-
-
-def _known_means(names: Sequence[str], *values: np.ndarray) -> dict[str, float]:
-    means = {name: float(numbers.mean()) for name, numbers in zip(names, values, strict=True)}
-    return {name: mean for name, mean in means.items() if not np.isnan(mean)}
 
 
 class Scorer:
@@ -322,7 +168,7 @@ class Scorer:
         writes = written or (task == "reconstruction" and reconstruction_bleu)
         conditions = [condition for condition in self.conditions if condition.serves(task)]
         tallies = {
-            condition.name: _empty_tally(samples, given, writes, recovers=writes and not written)
+            condition.name: empty_tally(samples, given, writes, recovers=writes and not written)
             for condition in conditions
         }
         done = done or {}
@@ -337,7 +183,7 @@ class Scorer:
                 began = _now(condition.model.device)
                 readings = self._readings(condition, batch, memories)
                 prompts = [self._prompt(condition, task, sample) for sample in readings]
-                _note_costs(tally, rows, prompts, memory, None if condition.ratio is None else seconds)
+                note_costs(tally, rows, prompts, memory, None if condition.ratio is None else seconds)
                 with condition.active():
                     if writes:
                         own = [sample.max_new_tokens or max_new_tokens for sample in batch]
@@ -532,30 +378,6 @@ class Scorer:
         rows = output[:, input_ids.shape[1] :].tolist()
         rows = [ids[:limit] for ids, limit in zip(rows, limits, strict=True)]
         return [ids[: ids.index(eos) + 1] if eos in ids else ids for ids in rows]
-
-
-def _empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers: bool) -> Tally:
-    size = len(samples)
-    return Tally(
-        [sample.references for sample in samples],
-        [""] * size if writes else [],
-        GivenTokens(size) if given else None,
-        GivenTokens(size) if recovers else None,
-        [[] for _ in samples],
-        [sample.target_ids for sample in samples] if recovers else [],
-        np.full((5, size), np.nan),
-        [sample.metric for sample in samples],
-    )
-
-
-def _note_costs(tally: Tally, rows: list[int], prompts: list[list[int]], memory: Any, seconds: float | None) -> None:
-    lengths = np.array([len(prompt) for prompt in prompts])
-    slots: Any = 0 if memory is None else memory.num_slots.cpu().numpy()
-    tally.used[2, rows] = lengths + slots
-    if seconds is not None:
-        tally.used[0, rows] = slots
-        tally.used[1, rows] = slots * (memory.nbytes / max(1, int(slots.sum())))
-        tally.used[3, rows] = seconds
 
 
 def _now(device: torch.device) -> float:

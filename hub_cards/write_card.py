@@ -18,7 +18,8 @@ from ..configuration.configuration_compressor import RETRIEVAL_LOADER, Compresso
 from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
 from ..evaluation.plots import plot_quality_by_ratio
-from ..evaluation.report import FULL_CONTEXT, MAIN_METRICS, NO_CONTEXT, EvaluationReport, ratio_condition
+from ..evaluation.report import MAIN_METRICS, EvaluationReport
+from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ratio_condition
 from ..modeling.checkpoint.checkpoint_card import public_name
 from ..training.arguments import read_recipe
 from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingData, TrainingRecord

@@ -19,7 +19,7 @@ from context_compressors.evaluation.answers_file import read_answers
 from context_compressors.evaluation.bootstrap import percentile_interval
 from context_compressors.evaluation.metrics import rouge_scores, squad_scores, substring_accuracy
 from context_compressors.evaluation.paired import resampled_means
-from context_compressors.evaluation.report import FULL_CONTEXT, NO_CONTEXT, SampleAnswers
+from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT, SampleAnswers
 from context_compressors.reporting.environment import environment
 
 METRICS = {

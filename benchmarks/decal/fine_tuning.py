@@ -41,7 +41,7 @@ from context_compressors import DeCALForConditionalGeneration
 from context_compressors.configuration.nearest_names import check_choice
 from context_compressors.data.task_tokens import task_start_ids
 from context_compressors.evaluation.evaluate import evaluate_model
-from context_compressors.evaluation.report import NO_CONTEXT
+from context_compressors.evaluation.rows import NO_CONTEXT
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.parts.prompting import context_end_ids

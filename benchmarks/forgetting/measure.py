@@ -35,7 +35,7 @@ from context_compressors.data.rows import read_table
 from context_compressors.data.sources import parse_sources
 from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.evaluate import can_compress, model_label
-from context_compressors.evaluation.report import FULL_CONTEXT
+from context_compressors.evaluation.rows import FULL_CONTEXT
 from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.modeling.parts.prompting import encode, start_token_id, text_tokenizer

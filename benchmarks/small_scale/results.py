@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common.runs import cell, mean_and_std
 from benchmarks.common.tools import positive_int
 from benchmarks.small_scale.arguments import RESULTS
-from context_compressors.evaluation.report import ratio_condition
+from context_compressors.evaluation.rows import ratio_condition
 from context_compressors.reporting.tables import markdown_table
 
 # What the bounds of the packaged prompts stand under in a result file.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from context_compressors.data.task_tokens import task_start_ids
 from context_compressors.evaluation.evaluate import evaluate_model
-from context_compressors.evaluation.report import FULL_CONTEXT, NO_CONTEXT, ratio_condition
+from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ratio_condition
 from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.evaluation.settings import EvaluationSettings

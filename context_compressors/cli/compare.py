@@ -12,7 +12,7 @@ from ..evaluation.settings import NUM_RESAMPLES
 from .command import argument, command, positive_int
 
 if TYPE_CHECKING:
-    from ..evaluation.report import SampleAnswers
+    from ..evaluation.rows import SampleAnswers
 
 _EXAMPLES = """
 # Slots at 4x beside cut text, BM25's sentences and the full text, on the same questions:

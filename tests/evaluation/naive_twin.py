@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from context_compressors.evaluation.evaluate import evaluate_model
-from context_compressors.evaluation.report import SampleAnswers
+from context_compressors.evaluation.rows import SampleAnswers
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 

@@ -30,8 +30,9 @@ from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.paired import paired_difference
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.samples import EvaluationDataset
-from context_compressors.evaluation.scoring import Scorer, Tally
+from context_compressors.evaluation.scoring import Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.evaluation.tallies import Tally
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.prompting import text_tokenizer
 from context_compressors.reporting.result_files import rounded

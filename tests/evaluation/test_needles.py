@@ -22,7 +22,8 @@ from context_compressors.evaluation.needles import (
     wilson_interval,
 )
 from context_compressors.evaluation.plots import plot_needles
-from context_compressors.evaluation.report import EvaluationReport, SampleAnswers
+from context_compressors.evaluation.report import EvaluationReport
+from context_compressors.evaluation.rows import SampleAnswers
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.reporting.result_files import rounded

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from context_compressors.evaluation.plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
-from context_compressors.evaluation.report import EvaluationReport, EvaluationRow
+from context_compressors.evaluation.report import EvaluationReport
+from context_compressors.evaluation.rows import EvaluationRow
 
 QA = "question_answering"
 PLOTS = (plot_quality_by_ratio, plot_quality_by_model_size, plot_domain_gap)

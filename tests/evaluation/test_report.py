@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from context_compressors.evaluation.report import EvaluationReport, EvaluationRow, ratio_of
+from context_compressors.evaluation.report import EvaluationReport
+from context_compressors.evaluation.rows import EvaluationRow, ratio_of
 from context_compressors.reporting.result_files import rounded
 
 # Mean-pooling paper, tables 11 to 16, Qwen3-8B, 4x single: (4x, full context, no context).

@@ -13,7 +13,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from context_compressors import cli
-from context_compressors.evaluation.report import EvaluationReport, EvaluationRow
+from context_compressors.evaluation.report import EvaluationReport
+from context_compressors.evaluation.rows import EvaluationRow
 from context_compressors.hub_cards.write_card import write_card
 from context_compressors.training.train import main as train
 

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of an evaluation: what one task on one data set scored under one condition, and what each sample got."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+DOMAINS = ("in", "out")
+NO_CONTEXT = "no_context"
+FULL_CONTEXT = "full_context"
+RETENTION = "retention"
+
+
+def ratio_condition(ratio: int) -> str:
+    """Name of the condition "compressed `ratio` times", such as `ratio=4`."""
+    return f"ratio={ratio}"
+
+
+def ratio_of(condition: str) -> int | None:
+    """The ratio in a condition's name, or `None` for the conditions without compression, "cut=4" among them."""
+    name, _, number = condition.partition("=")
+    return int(number) if name == "ratio" and number.isdecimal() else None
+
+
+def alternative_condition(selection: str, ratio: int) -> str:
+    """Name of the condition "as many tokens of the text as slots at a ratio", such as `cut=4` or `bm25=4`."""
+    return f"{selection}={ratio}"
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """Scores of one task on one data set under one condition.
+
+    Args:
+        dataset: name of the data set.
+        domain: "in" when the compressor was trained on the data set's training part, "out" otherwise.
+        task: what was asked, such as "question_answering".
+        condition: "no_context", "full_context", "ratio=4" and so on.
+        metrics: name -> score, as `metrics.py` defines them.
+        num_samples: number of samples behind the scores.
+        seed: the seed that drew the samples.
+        num_truncated: samples whose context was cut to fit the model.
+        num_documents: number of different contexts; `None` where it is not known.
+        intervals: metric, or "retention", -> both ends of its 95 % bootstrap interval over documents; NaN where there
+            is only one document.
+        retention: `metrics.teacher_normalized` of the task's main metric, in percent; `None` of the bounds themselves
+            and where they were not scored.
+        costs: means of `slots` and `memory_bytes` of a document's memory, and of `decoder_positions`, all that the
+            decoder has read when it starts to write.
+        seconds: means of the wall-clock time to `compress` a document, at all ratios of the evaluation at once, and to
+            `answer` a question, a batch's time shared among its questions.
+        by_kind: kind of answer, see `answer_kind` -> its `num_samples` and `num_documents`, the task's main metric
+            over them, and its 95 % `interval`.
+        differences: alternative at the same number of positions, such as "cut=4" -> how much this row's `metric` is
+            above its on the same questions: `difference`, and its 95 % `interval`.
+
+    Raises:
+        ValueError: a domain that is not allowed, no samples, or more truncated ones than there are.
+    """
+
+    dataset: str
+    domain: str
+    task: str
+    condition: str
+    metrics: dict[str, float]
+    num_samples: int
+    seed: int = 0
+    num_truncated: int = 0
+    num_documents: int | None = None
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    retention: float | None = None
+    costs: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
+    differences: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.domain not in DOMAINS:
+            raise ValueError(f"domain must be one of {DOMAINS}, got {self.domain!r}")
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
+        if not 0 <= self.num_truncated <= self.num_samples:
+            raise ValueError(f"num_truncated must be 0 to {self.num_samples}, got {self.num_truncated}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON holds it: undefined scores are `None`, infinite ones texts."""
+        return plain_json(asdict(self))
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What makes a row unique in a report."""
+        return self.dataset, self.task, self.condition, self.seed
+
+
+@dataclass(frozen=True)
+class SampleAnswers:
+    """What one sample got under all conditions.
+
+    Args:
+        dataset: name of the data set.
+        task: what was asked.
+        id: the sample's own name in its data set, or its row.
+        document: number of the sample's context in the data set.
+        question: the question, if there is one.
+        references: the accepted texts.
+        answers: condition -> what was written, where anything was.
+        scores: condition -> metric -> the sample's own score.
+    """
+
+    dataset: str
+    task: str
+    id: str
+    document: int
+    question: str
+    references: list[str]
+    answers: dict[str, str]
+    scores: dict[str, dict[str, float]]
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(plain_json(asdict(self)), ensure_ascii=False, allow_nan=False)
+
+
+def row_from(content: dict[str, Any]) -> EvaluationRow:
+    """A row from its plain JSON values; files of earlier versions lack what has a default."""
+    read = {
+        "metrics": {name: number_of(value) for name, value in content["metrics"].items()},
+        "intervals": {
+            name: (number_of(low), number_of(high)) for name, (low, high) in content.get("intervals", {}).items()
+        },
+    }
+    if content.get("retention") is not None:
+        read["retention"] = number_of(content["retention"])
+    for name in ("by_kind", "differences"):
+        read[name] = {
+            other: {key: _read_value(key, value) for key, value in found.items()}
+            for other, found in content.get(name, {}).items()
+        }
+    return EvaluationRow(**content | read)
+
+
+def _read_value(name: str, value: Any) -> Any:
+    if name == "interval":
+        return number_of(value[0]), number_of(value[1])
+    return math.nan if value is None else value
+
+
+def number_of(value: float | str | None) -> float:
+    """A number as JSON holds it: `None` is NaN, "inf" infinite."""
+    return math.nan if value is None else float(value)
+
+
+def plain_json(value: Any) -> Any:
+    """A value as JSON holds it: NaN is `None`, an infinite number a text."""
+    if isinstance(value, dict):
+        return {name: plain_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
