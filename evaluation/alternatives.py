@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people do without a compressor: a context cut to its beginning, or to the sentences that BM25 picks."""
+"""What people do without a compressor: a context cut to its beginning, BM25's sentences, or surprising tokens."""
 
 import re
 from collections.abc import Sequence
@@ -7,14 +7,18 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.parts.prompting import encode
 from .settings import ALTERNATIVES
 
-CUT, BM25 = ALTERNATIVES
+CUT, BM25, SELF_INFORMATION = ALTERNATIVES
+_ANSWERED = ("question_answering", "summarisation")
 # BM25 needs a question to pick by; a text is continued from its end, and repeated from all of it.
-TASKS_OF_ALTERNATIVE = {CUT: ("question_answering", "summarisation"), BM25: ("question_answering",)}
+TASKS_OF_ALTERNATIVE = {CUT: _ANSWERED, BM25: ("question_answering",), SELF_INFORMATION: _ANSWERED}
+_LOGITS_AT_ONCE = 512
 _SENTENCE_END = re.compile(
     r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|Jr|Sr|No|vs|cf)\.)(?<!\b(?:Mrs|Gen|Col|Rev|Hon)\.)(?<!\bProf\.)"
     r"(?<=[.!?])[\"'”’)\]]*(?=\s)|(?=\n)"
@@ -41,6 +45,40 @@ def split_sentences(text: str) -> list[str]:
 def cut_context(context_ids: Sequence[int], budget: int) -> list[int]:
     """The first `budget` tokens of a context."""
     return list(context_ids[:budget])
+
+
+def informative_context(context_ids: Sequence[int], information: Sequence[float], budget: int) -> list[int]:
+    """The `budget` tokens of a context with the most self-information, in the order of the text.
+
+    Args:
+        context_ids: the context's tokens.
+        information: of each of them, see `self_information`; of equal ones, the earlier stays.
+        budget: most tokens to keep.
+    """
+    places = np.argsort(-np.asarray(information), kind="stable")[:budget]
+    return [context_ids[place] for place in sorted(places)]
+
+
+@torch.inference_mode()
+def self_information(model: PreTrainedModel, start_token_id: int, context_ids: Sequence[int]) -> list[float]:
+    """How little a compressor's base expects each token of a context behind those before it, in nats.
+
+    What LLMLingua drops tokens by (Jiang et al., 2023), without its budget by passage and its windows: all tokens of
+    the context compete.
+
+    Args:
+        model: a compressor, whose adapters are off meanwhile.
+        start_token_id: the id in front of the context.
+        context_ids: the context's tokens.
+    """
+    ids = torch.tensor([[start_token_id, *context_ids]], device=model.device)
+    with model.base_language_model():
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    found = []
+    # The logits of a long context would be the largest tensor of the evaluation.
+    for part, labels in zip(states.split(_LOGITS_AT_ONCE, 1), ids[:, 1:].split(_LOGITS_AT_ONCE, 1), strict=True):
+        found += cross_entropy(model.text_logits(part)[0].float(), labels[0], reduction="none").tolist()
+    return found
 
 
 def bm25_context(

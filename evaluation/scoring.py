@@ -14,13 +14,22 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..configuration.nearest_names import check_choice
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ..modeling.parts.prompting import context_start_ids, restored_ids
-from .alternatives import BM25, TASKS_OF_ALTERNATIVE, bm25_context, cut_context
+from .alternatives import (
+    BM25,
+    SELF_INFORMATION,
+    TASKS_OF_ALTERNATIVE,
+    bm25_context,
+    cut_context,
+    informative_context,
+    self_information,
+)
 from .bert_score import BertScorer
 from .metrics import summed_nll
 from .samples import Sample
 from .tallies import GivenTokens, Tally, empty_tally, note_costs
 
 _IGNORED = -100
+_KEPT_CONTEXTS = 64
 # What a model's own files say, and what the evaluation itself decides.
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 _DECIDED = ("max_new_tokens", "max_length", "min_length", "num_return_sequences", "return_dict_in_generate")
@@ -110,6 +119,7 @@ class Scorer:
         self.bert_scorer = bert_scorer
         self.repetition_penalty = repetition_penalty
         self.generation, self.seed = generation_fields(generation or {}), seed
+        self._information: dict[tuple[int, ...], list[float]] = {}
         eos = tokenizer.eos_token_id
         self.pad_token_id = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
@@ -266,10 +276,21 @@ class Scorer:
         for sample, budget in zip(batch, budgets, strict=True):
             if condition.selection == BM25:
                 kept = bm25_context(self.tokenizer, sample.context_ids, sample.question, budget)
+            elif condition.selection == SELF_INFORMATION:
+                kept = informative_context(sample.context_ids, self._self_information(sample), budget)
             else:
                 kept = cut_context(sample.context_ids, budget)
             readings.append(replace(sample, context_ids=kept))
         return readings
+
+    def _self_information(self, sample: Sample) -> list[float]:
+        """Of each token of a context; the last contexts' are kept for their other ratios and questions."""
+        key = tuple(sample.context_ids)
+        if key not in self._information:
+            if len(self._information) >= _KEPT_CONTEXTS:
+                self._information.clear()
+            self._information[key] = self_information(self.compressor, self.start_token_id, sample.context_ids)
+        return self._information[key]
 
     def _compress(self, batch: Sequence[Sample]) -> dict[int | None, Any]:
         contexts = [sample.context_ids for sample in batch]

@@ -10,7 +10,7 @@ from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS
 
 # The command line reads these before any model is wanted, so they come from nowhere that loads torch.
-ALTERNATIVES = ("cut", "bm25")
+ALTERNATIVES = ("cut", "bm25", "self_information")
 NUM_RESAMPLES = 2000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 TRUNCATION_SIDES = ("right", "left")
@@ -28,7 +28,8 @@ class EvaluationSettings:
         batch_size: samples per batch.
         seed: draws samples, windows of text, generated documents and bootstrap resamples.
         alternatives: what is scored beside every ratio at as many decoder positions, read by the model of the bounds:
-            "cut", the beginning of the context, and "bm25", the sentences that BM25 picks by the question.
+            "cut", the beginning of the context; "bm25", the sentences that BM25 picks by the question; and
+            "self_information", the tokens that the base, adapters off, expects least where they stand.
         num_resamples: bootstrap resamples behind the intervals.
         max_new_tokens: most tokens of an answer or summary, per task.
         context_tokens: length of the windows that reconstruction and continuation take from a text.

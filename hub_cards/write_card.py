@@ -35,7 +35,7 @@ _METRICS = {
     "continuation": {"perplexity": "perplexity"},
 }
 # Condition of the evaluation -> how the card calls what the decoder's places hold instead of slots.
-_ALTERNATIVES = {"cut": "cut text", "bm25": "BM25's sentences"}
+_ALTERNATIVES = {"cut": "cut text", "bm25": "BM25's sentences", "self_information": "surprising tokens"}
 _NOT_STATED = "not stated"
 # What benchmarks/decal/retrieval.py ranks, whose files do not name it.
 _COLLECTION = "SciFact"

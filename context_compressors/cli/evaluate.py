@@ -247,7 +247,8 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         nargs="+",
         default=[],
         metavar="KIND",
-        help="beside each ratio, as many tokens of the text: its beginning (cut), or BM25's sentences (bm25)",
+        help="beside each ratio, as many tokens of the text: its beginning (cut), BM25's sentences (bm25), or those "
+        "that the base expects least (self_information)",
     ),
     argument("--zero-shot", action="store_true", help="also score the base language model with the adapters off"),
     argument("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)"),

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read in place of slots: the beginning of a text, or the sentences that BM25 picks."""
+"""What is read in place of slots: the beginning of a text, BM25's sentences, or its surprising tokens."""
 
 import math
 from collections import Counter
 
 import pytest
+import torch
 from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode, naive_answers, run
 
-from context_compressors.evaluation.alternatives import bm25_context, cut_context, split_sentences
+from context_compressors.evaluation.alternatives import (
+    bm25_context,
+    cut_context,
+    informative_context,
+    self_information,
+    split_sentences,
+)
 
 TEXT = (
     "Alice was born in Rome. Bob likes cheese. The cat of Carl is red, and sleeps. "
     'Dr. J. Smith asked: "Is it late?" It was not.\nA new line'
 )
+
+KINDS = ("cut", "bm25", "self_information")
 
 
 def words_of(text):
@@ -42,15 +51,38 @@ def naive_bm25(tokenizer, text, question, budget):
     return [token for place in sorted(kept) for token in kept[place]]
 
 
-@pytest.mark.parametrize(
-    "question", ["Who likes cheese?", "Where does Carl's red cat live?", "Zanzibar?", "Is it?", ""]
-)
-def test_bm25_fills_its_budget_with_the_best_sentences_in_the_order_of_the_text(tokenizer, question):
+@torch.no_grad()
+def naive_informative(model, tokenizer, ids, budget):
+    """Each token's surprise from a pass of the base over all before it; the least surprising go one by one."""
+    surprise = {}
+    for place, token in enumerate(ids):
+        with model.base_language_model():
+            logits = model(input_ids=torch.tensor([[tokenizer.bos_token_id, *ids[:place]]])).logits[0, -1]
+        surprise[place] = -float(logits.double().log_softmax(-1)[token])
+    while len(surprise) > budget:
+        del surprise[min(surprise, key=lambda place: (surprise[place], -place))]
+    return [ids[place] for place in surprise]
+
+
+def test_bm25_fills_its_budget_with_the_best_sentences_in_the_order_of_the_text(tokenizer):
     ids = encode(tokenizer, TEXT)
-    for budget in (1, 10, 17, 40, 77, 10_000):
-        found = bm25_context(tokenizer, ids, question, budget)
-        assert len(found) == min(budget, len(ids)), budget
-        assert found == naive_bm25(tokenizer, TEXT, question, budget), budget
+    for question in ("Who likes cheese?", "Where does Carl's red cat live?", "Zanzibar?", "Is it?", ""):
+        for budget in (1, 10, 17, 40, 77, 10_000):
+            found = bm25_context(tokenizer, ids, question, budget)
+            assert len(found) == min(budget, len(ids)), (question, budget)
+            assert found == naive_bm25(tokenizer, TEXT, question, budget), (question, budget)
+
+
+def test_self_information_keeps_the_tokens_that_the_base_expects_least(model, tokenizer, monkeypatch):
+    monkeypatch.setattr("context_compressors.evaluation.alternatives._LOGITS_AT_ONCE", 7)
+    ids = encode(tokenizer, TEXT)[:40]
+    information = self_information(model, tokenizer.bos_token_id, ids)
+    for budget in (1, 10, 27, 39, 40, 10_000):
+        found = informative_context(ids, information, budget)
+        assert found == naive_informative(model, tokenizer, ids, budget), budget
+        assert len(found) == min(budget, len(ids))
+    # What the base expects stays out, wherever it stands; of equals, the earlier stays.
+    assert informative_context([5, 6, 7, 8, 9], [0.1, 9.0, 0.5, 0.5, 3.0], 3) == [6, 7, 9]
 
 
 def test_bm25_answers_where_the_beginning_does_not(tokenizer):
@@ -77,18 +109,18 @@ def test_sentences_joined_are_the_text():
 
 
 def test_alternatives_have_the_positions_of_the_slots_and_the_reader_of_the_full_text(model, teacher, tokenizer):
-    report = run(model, tokenizer, teacher=teacher, tasks=(QA,), alternatives=("cut", "bm25"))
+    report = run(model, tokenizer, teacher=teacher, tasks=(QA,), alternatives=KINDS)
     assert report.conditions(QA) == [
         "no_context",
         "full_context",
-        *(f"{kind}={ratio}" for kind in ("ratio", "cut", "bm25") for ratio in (2, 4)),
+        *(f"{kind}={ratio}" for kind in ("ratio", *KINDS) for ratio in (2, 4)),
     ]
     costs = {row.condition: row.costs for row in report.rows}
     for ratio in (2, 4):
         slots = [math.ceil(len(row["context"]) / ratio) for row in ROWS]
         positions = costs[f"ratio={ratio}"]["decoder_positions"]
         assert costs[f"ratio={ratio}"]["slots"] == pytest.approx(sum(slots) / 3)
-        for kind in ("cut", "bm25"):
+        for kind in KINDS:
             assert costs[f"{kind}={ratio}"] == {"decoder_positions": positions}
         shortened = [{**row, "context": row["context"][:n]} for row, n in zip(ROWS, slots, strict=True)]
         expected = naive_answers(teacher, tokenizer, "full_context", shortened, 6)
@@ -104,6 +136,13 @@ def test_alternatives_have_the_positions_of_the_slots_and_the_reader_of_the_full
         ]
         expected = naive_answers(teacher, tokenizer, "full_context", picked, 6)
         assert [sample.answers[f"bm25={ratio}"] for sample in report.answers] == expected
+        surprising = []
+        for row, n in zip(ROWS, slots, strict=True):
+            ids = encode(tokenizer, row["context"])
+            surprising.append({**row, "context": tokenizer.decode(naive_informative(model, tokenizer, ids, n))})
+        # A teacher reads what the compressor's own base picks.
+        expected = naive_answers(teacher, tokenizer, "full_context", surprising, 6)
+        assert [sample.answers[f"self_information={ratio}"] for sample in report.answers] == expected
     # Without a teacher the compressor's own decoder reads.
     own = run(model, tokenizer, tasks=(QA,), alternatives=("cut",))
     expected = naive_answers(model, tokenizer, "full_context", shortened, 6)
@@ -112,10 +151,9 @@ def test_alternatives_have_the_positions_of_the_slots_and_the_reader_of_the_full
 
 def test_alternatives_stand_beside_the_tasks_that_they_serve(model, tokenizer):
     rows = [{**row, "summary": "Something."} for row in ROWS]
-    report = run(
-        model, tokenizer, rows, tasks=(SUMMARISATION, RECONSTRUCTION), alternatives=("cut", "bm25"), ratios=(4,)
-    )
-    assert report.conditions(SUMMARISATION) == ["no_context", "full_context", "ratio=4", "cut=4"]
+    report = run(model, tokenizer, rows, tasks=(SUMMARISATION, RECONSTRUCTION), alternatives=KINDS, ratios=(4,))
+    answered = ["no_context", "full_context", "ratio=4", "cut=4", "self_information=4"]
+    assert report.conditions(SUMMARISATION) == answered
     assert report.conditions(RECONSTRUCTION) == ["no_context", "full_context", "ratio=4"]
 
 
