@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page to try a checkpoint on: `context-compressors demo CHECKPOINT` (extra `demo`)."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..evaluation.metrics import normalize_answer
+from ..evaluation.needles import KINDS, draw_needle
+from . import page_view as view
+from .page_answers import PageModel
+
+_FILE_TYPES = (".txt", ".md")
+_BYTES_PER_TOKEN = 64
+# Users who may wait for the model, which answers one at a time.
+_WAITING = 64
+_HOUR = 3600
+# Those of the reader's own machine.
+_FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "sans-serif")
+_MONO_FONTS = ("ui-monospace", "Menlo", "Consolas", "monospace")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document to start with.
+
+    Args:
+        title: what it is.
+        text: the whole text.
+        questions: what can be asked.
+        answers: for each question those that count as right; the first one stands in the text.
+    """
+
+    title: str
+    text: str
+    questions: Sequence[str] = ()
+    answers: Sequence[Sequence[str]] = ()
+
+
+def hide(document: str, sentence: str, depth: float) -> str:
+    """A document with a sentence more, between two of its own.
+
+    Args:
+        document: the text.
+        sentence: what is hidden.
+        depth: where, 0 for the start and 1 for the end; the nearest end of a sentence is taken.
+    """
+    ends = [0, *(match.end() for match in re.finditer(r"(?<=[.!?])\s+", document)), len(document)]
+    place = min(ends, key=lambda end: abs(end - depth * len(document)))
+    if place == len(document):
+        return f"{document.rstrip()} {sentence}"
+    return f"{document[:place]}{sentence} {document[place:]}"
+
+
+def take_out(document: str, sentence: str) -> str:
+    """The document as it was before `hide`."""
+    for found in (f"{sentence} ", f" {sentence}"):
+        if sentence and found in document:
+            return document.replace(found, "", 1)
+    return document
+
+
+def read_file(path: str | os.PathLike[str], most_bytes: int) -> str:
+    """The text of a file that somebody loads.
+
+    Raises:
+        ValueError: another kind of file, one that is too large, or no text in UTF-8; the message is for that person.
+    """
+    file = Path(path)
+    if file.suffix.lower() not in _FILE_TYPES:
+        raise ValueError(f"{file.name} is not a text file: load one that ends in {' or '.join(_FILE_TYPES)}.")
+    if (size := file.stat().st_size) > most_bytes:
+        raise ValueError(f"{file.name} is too long: it has {size:,} bytes, and at most {most_bytes:,} are read.")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise ValueError(f"{file.name} is not a text file in UTF-8.")
+    return text.strip()
+
+
+def import_gradio() -> ModuleType:
+    """Gradio, which sends nothing about its use; `ImportError` where it is not installed."""
+    # Read when it is imported.
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    try:
+        import gradio
+    except ImportError as error:
+        raise ImportError("the page needs Gradio: pip install 'context-compressors[demo]'") from error
+    return gradio
+
+
+class Page:
+    """The page: what is on it, and what it answers. It keeps nothing of a user: that is in the arguments.
+
+    Args:
+        model: what answers.
+        name: of the checkpoint.
+        facts: about it, a few words each.
+        examples: documents to start with, one or more; the first one is on the page when it opens.
+
+    Raises:
+        ImportError: Gradio is not installed.
+    """
+
+    def __init__(self, model: PageModel, name: str, facts: Sequence[str], examples: Sequence[Example]):
+        self._gr = import_gradio()
+        self.model, self.examples = model, {example.title: example for example in examples}
+        self._name = name
+        self.blocks = self._build(facts, examples[0])
+
+    def open(self, host: str = "127.0.0.1", port: int | None = None) -> str:
+        """Serve the page, on this machine alone if not told otherwise, and give its address.
+
+        Args:
+            host: the address that is listened to.
+            port: the first free one from 7860 on when `None`.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        here, gr = Path(__file__).parent, self._gr
+        theme = gr.themes.Base(
+            primary_hue=gr.themes.colors.teal, neutral_hue=gr.themes.colors.slate, font=_FONTS, font_mono=_MONO_FONTS
+        )
+        colours = {"fill": "*primary_700", "fill_hover": "*primary_800", "fill_dark": "*primary_700"}
+        theme.set(
+            button_primary_text_color="white", **{f"button_primary_background_{k}": v for k, v in colours.items()}
+        )
+        _, address, _ = self.blocks.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            theme=theme,
+            css_paths=here / "page.css",
+            head=f"<script>{(here / 'page.js').read_text(encoding='utf-8')}</script>",
+            footer_links=[],
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            max_file_size=_BYTES_PER_TOKEN * self.model.max_tokens,
+        )
+        return address
+
+    # --- what it answers ---
+
+    def accepted(self, document: str, question: str, needle: Sequence[str]) -> Sequence[str]:
+        """What counts as right, where that is known: of a question of an example, or of the needle.
+
+        Args:
+            document: the text.
+            question: what is asked.
+            needle: sentence, question and answer.
+        """
+        sentence, asked, answer = (text.strip() for text in needle)
+        if answer and sentence and sentence in document and question.strip() == asked:
+            return (answer,)
+        for example in self.examples.values():
+            for known, answers in zip(example.questions, example.answers, strict=True):
+                if known == question.strip() and normalize_answer(answers[0]) in normalize_answer(document):
+                    return answers
+        return ()
+
+    def ask(
+        self, document: str, question: str, step: float, seen: tuple[str, int] | None, *needle: str
+    ) -> Iterator[tuple[Any, ...]]:
+        """Answer a question from the slots and from the full text, then look into the slots.
+
+        Args:
+            document, question: the texts.
+            step: of the slider.
+            seen: document and ratio that the user's view into the slots is of.
+            needle: sentence, question and answer.
+
+        Yields:
+            Both answers as far as they are, the view into the slots where it changes, and what it then is of.
+        """
+        same = self._gr.skip()
+        try:
+            self.model.check(document, question)
+        except ValueError as error:
+            yield view.message(str(error)), same, seen
+            return
+        ratio, accepted = self.model.ratios[int(step)], self.accepted(document, question, needle)
+        yield view.answers(None, None, ratio), same, seen
+        memory, cost = self.model.compress(document, ratio)
+        text = slots = None
+        for slots in self.model.from_slots(memory, cost, question):
+            yield view.answers(text, slots, ratio, accepted), same, seen
+        for text in self.model.from_text(document, question):
+            yield view.answers(text, slots, ratio, accepted), same, seen
+        if seen != (document, ratio):
+            inside = view.inside(self.model.inside(document, memory), ratio)
+            yield view.answers(text, slots, ratio, accepted), inside, (document, ratio)
+
+    def hide_and_ask(
+        self, document: str, step: float, seen: tuple[str, int] | None, hidden: str, depth: float, *needle: str
+    ) -> Iterator[tuple[Any, ...]]:
+        """Put the needle into the document, in place of the last one, and ask for it; arguments as `ask`."""
+        same, (sentence, question, _) = self._gr.skip(), (text.strip() for text in needle)
+        if not sentence or not document.strip():
+            missing = "sentence to hide" if document.strip() else "document to hide a sentence in"
+            yield same, same, hidden, view.message(f"There is no {missing}."), same, seen
+            return
+        document = hide(take_out(document, hidden), sentence, depth / 100)
+        for shown in self.ask(document, question, step, seen, *needle):
+            yield document, question, sentence, *shown
+
+    def note(self, document: str, step: float) -> tuple[str, str]:
+        """How long a document is and how many slots it gives, and the marks below the slider."""
+        number, most, ratio = self.model.num_tokens(document), self.model.max_tokens, self.model.ratios[int(step)]
+        if number > most:
+            text = view.message(f"Too long: at least {number:,} tokens, and at most {most:,} can be read.")
+        else:
+            slots = self.model.model.config.num_slots(number, ratio) if document.strip() else 0
+            text = f'<div class="cc-note">{number:,} of at most {most:,} tokens, {slots:,} slots at {ratio}x</div>'
+        return text, view.marks(self.model.ratios, ratio)
+
+    def load(self, path: str) -> tuple[Any, Any, Any]:
+        """The text of a file, or what is wrong with it."""
+        same = self._gr.skip()
+        try:
+            return read_file(path, _BYTES_PER_TOKEN * self.model.max_tokens), self._gr.Radio(visible=False), same
+        except (ValueError, OSError) as error:
+            return same, same, view.message(str(error))
+
+    def choose(self, title: str) -> tuple[str, Any, str]:
+        """An example with its questions."""
+        example = self.examples[title]
+        return example.text, self._gr.Radio(choices=list(example.questions), value=None, visible=True), ""
+
+    @staticmethod
+    def draw() -> tuple[str, str, str]:
+        """A needle: sentence, question and answer."""
+        needle = draw_needle(random.choice(KINDS), random.Random())
+        return needle.sentence, needle.question, needle.answers[0]
+
+    # --- what is on it ---
+
+    def _build(self, facts: Sequence[str], first: Example) -> Any:
+        gr = self._gr
+        with gr.Blocks(
+            analytics_enabled=False, title=f"{self._name} · context-compressors", delete_cache=(_HOUR, _HOUR)
+        ) as blocks:
+            gr.HTML(view.header(self._name, facts))
+            with gr.Row():
+                with gr.Column(scale=5, min_width=300):
+                    document, note, example, file = self._document(first)
+                    *needle, depth, another, hides = self._needle()
+                with gr.Column(scale=7, min_width=300):
+                    question, chips, step, marks, asks = self._question(first)
+                    shown = gr.HTML(
+                        view.answers(None, None, self.model.ratios[0], waiting="Ask a question."), elem_id="cc-answers"
+                    )
+            inside = gr.HTML("")
+            seen, hidden = gr.State(None), gr.State("")
+            # Only what asks the model waits its turn: seconds are of an answer that has the machine for itself.
+            alone: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "minimal"}
+            quick: dict[str, Any] = {"show_progress": "hidden"}
+            results = [shown, inside, seen]
+            for trigger, function, inputs, outputs, how in (
+                (asks.click, self.ask, [document, question, step, seen, *needle], results, alone),
+                (question.submit, self.ask, [document, question, step, seen, *needle], results, alone),
+                (
+                    hides.click,
+                    self.hide_and_ask,
+                    [document, step, seen, hidden, depth, *needle],
+                    [document, question, hidden, *results],
+                    alone,
+                ),
+                (document.change, self.note, [document, step], [note, marks], quick),
+                (step.change, self.note, [document, step], [note, marks], quick),
+                (example.input, self.choose, example, [document, chips, question], quick),
+                (chips.input, lambda text: text, chips, question, quick),
+                (file.upload, self.load, file, [document, chips, note], quick),
+                (another.click, self.draw, None, needle, quick),
+            ):
+                trigger(function, inputs, outputs, api_visibility="private", **how)
+        return blocks.queue(max_size=_WAITING, api_open=False)
+
+    def _document(self, first: Example) -> tuple[Any, ...]:
+        gr = self._gr
+        text = gr.Textbox(
+            first.text, label="Document", lines=11, max_lines=11, placeholder="Paste a text …", elem_id="cc-document"
+        )
+        note = gr.HTML(self.note(first.text, 0)[0], elem_id="cc-length")
+        with gr.Row(equal_height=True):
+            titles = list(self.examples)
+            example = gr.Dropdown(titles, value=first.title, label="Examples", scale=3, min_width=200)
+            file = gr.UploadButton(
+                "Load a file", file_types=list(_FILE_TYPES), size="md", scale=1, min_width=120, elem_id="cc-file"
+            )
+        return text, note, example, file
+
+    def _needle(self) -> tuple[Any, ...]:
+        gr = self._gr
+        with gr.Accordion("Hide a needle in the document", open=False, elem_id="cc-needle"):
+            labels = ("Sentence", "Question about it", "Answer")
+            texts = [
+                gr.Textbox(text, label=label, max_length=500) for text, label in zip(self.draw(), labels, strict=True)
+            ]
+            depth = gr.Slider(
+                0, 100, 50, step=5, label="Depth, in percent of the document", buttons=[], elem_id="cc-depth"
+            )
+            with gr.Row():
+                another = gr.Button("Draw another", size="md", min_width=120)
+                hides = gr.Button("Hide it and ask", size="md", min_width=120, elem_id="cc-hide")
+        return *texts, depth, another, hides
+
+    def _question(self, first: Example) -> tuple[Any, ...]:
+        gr, ratios = self._gr, self.model.ratios
+        with gr.Row(equal_height=False):
+            text = gr.Textbox(
+                next(iter(first.questions), ""),
+                label="Question",
+                lines=1,
+                max_lines=3,
+                scale=5,
+                min_width=260,
+                elem_id="cc-question",
+            )
+            asks = gr.Button("Ask", variant="primary", scale=1, min_width=110, elem_id="cc-ask")
+        chips = gr.Radio(list(first.questions), show_label=False, container=False, elem_id="cc-questions")
+        with gr.Column(elem_id="cc-compression"):
+            steps = {"step": 1, "label": "Compression: tokens per slot", "visible": len(ratios) > 1}
+            step = gr.Slider(0, max(1, len(ratios) - 1), 0, buttons=[], elem_id="cc-ratio", **steps)
+            marks = gr.HTML(view.marks(ratios, ratios[0]))
+        return text, chips, step, marks, asks

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page asks of a model: answers as they are written, and what the slots of a document are made of."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+
+from ..evaluation.analysis.slot_origins import can_reconstruct, reconstruction, slot_origins
+from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
+from ..modeling.memory.compressed_context import CompressedContext
+from ..modeling.parts.prompting import context_opening, document_ids, full_context_ids, question_ids, text_tokenizer
+
+MAX_TOKENS, MAX_NEW_TOKENS = 4096, 64
+_QUESTION_TOKENS = 256
+# A chat template and what separates its parts.
+_TEMPLATE_TOKENS = 64
+# Longer texts are refused before they are tokenized.
+_CHARACTERS_PER_TOKEN = 32
+_TOKENS_OF_A_SLOT = 48
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as far as it is written, and what it cost.
+
+    Args:
+        num_places: tokens or slots that stand for the document in the language model's context.
+        num_bytes: what is kept of the document between questions: its tokens' keys and values, or its slots.
+        read_seconds: time to read the document.
+        text: the answer.
+        answer_seconds: time since then.
+        is_done: whether this is all of it.
+    """
+
+    num_places: int
+    num_bytes: int
+    read_seconds: float
+    text: str = ""
+    answer_seconds: float = 0.0
+    is_done: bool = False
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What the slots of a document are made of, and how likely its tokens are to the decoder that is to repeat it.
+
+    Args:
+        pieces: the text of each token that was compressed.
+        num_opening: how many of them open the text, and are no part of the document.
+        kind: see `SlotOrigins`; `None` where a method has no such weights.
+        slots: of each slot its tokens and their weights, see `SlotOrigins.strongest`.
+        restored: the pieces of the document in the decoder's tokens.
+        errors: of each of these the negative log-likelihood, in nats; none where the checkpoint cannot reconstruct.
+        accuracy: share of these that are the likeliest in their place, 0 to 100.
+        accuracy_without: the same for the decoder alone, which has the tokens before but no slots.
+        reason: why there are no errors.
+    """
+
+    pieces: Sequence[str]
+    num_opening: int
+    kind: str | None
+    slots: Sequence[Sequence[tuple[int, float]]]
+    restored: Sequence[str] = ()
+    errors: Sequence[float] = ()
+    accuracy: float = 0.0
+    accuracy_without: float = 0.0
+    reason: str = ""
+
+
+class _Stop(StoppingCriteria):
+    def __init__(self, event: threading.Event):
+        self.event = event
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
+
+
+class PageModel:
+    """Answers questions about documents, from their text and from slots.
+
+    Args:
+        pipe: a compressor's, see `question_answering`.
+        max_tokens: of a document, at most; fewer where the decoder has no positions for so many.
+        max_new_tokens: of an answer, at most.
+
+    Raises:
+        ValueError: a checkpoint whose decoder reads no text, or that compresses a document together with its question.
+    """
+
+    def __init__(
+        self, pipe: ContextCompressionQAPipeline, max_tokens: int = MAX_TOKENS, max_new_tokens: int = MAX_NEW_TOKENS
+    ):
+        config = pipe.model.config
+        if config.is_encoder_decoder:
+            raise ValueError(
+                f"the page compares slots with the full text, which the decoder of a {type(pipe.model).__name__} does "
+                "not read: give a compressor of a decoder-only language model"
+            )
+        pipe.check_serves_memories("and the page asks memories: give another one")
+        self.pipe, self.model, self.max_new_tokens = pipe, pipe.model, max_new_tokens
+        self._tokenizer = text_tokenizer(pipe.tokenizer)
+        positions = config.max_position_embeddings or 2**40
+        self.max_tokens = max(1, min(max_tokens, positions - _QUESTION_TOKENS - _TEMPLATE_TOKENS - max_new_tokens))
+
+    @property
+    def ratios(self) -> list[int]:
+        """Those of the checkpoint, ascending."""
+        return sorted(self.model.config.compression_ratios)
+
+    def warm_up(self) -> None:
+        """Answer once, so that the first user's seconds are those of all others."""
+        memory, cost = self.compress(".", self.ratios[0])
+        for answers in (self.from_slots(memory, cost, "?"), self.from_text(".", "?")):
+            next(answers)
+            answers.close()
+
+    def num_tokens(self, document: str) -> int:
+        """Tokens of a document; of one that is far too long an estimate, which is too low."""
+        if len(document) > _CHARACTERS_PER_TOKEN * self.max_tokens:
+            return len(document) // _CHARACTERS_PER_TOKEN
+        return len(self._own_ids(document))
+
+    def check(self, document: str, question: str) -> None:
+        """Raise `ValueError` with a sentence for the user unless a question about a document can be asked."""
+        if not document.strip():
+            raise ValueError("There is no document: paste a text, load a file or choose an example.")
+        if (number := self.num_tokens(document)) > self.max_tokens:
+            raise ValueError(
+                f"The document is too long: it has {number:,} tokens or more, and this page takes {self.max_tokens:,}."
+            )
+        if not question.strip():
+            raise ValueError("There is no question: write one, or choose one of the example's.")
+        if len(question) > _CHARACTERS_PER_TOKEN * _QUESTION_TOKENS or (
+            len(self._tokenizer(question, add_special_tokens=False).input_ids) > _QUESTION_TOKENS
+        ):
+            raise ValueError(f"The question is too long: it may have {_QUESTION_TOKENS} tokens.")
+
+    def compress(self, document: str, ratio: int) -> tuple[CompressedContext, Answer]:
+        """The memory of a document, and what it costs."""
+        start = time.perf_counter()
+        # A single ratio gives a single memory.
+        memory: CompressedContext = self.pipe.compress(document, ratio=ratio)  # type: ignore[assignment]
+        return memory, Answer(int(memory.num_slots[0]), memory.nbytes, time.perf_counter() - start)
+
+    def from_slots(self, memory: CompressedContext, cost: Answer, question: str) -> Generator[Answer, None, None]:
+        """An answer from a memory; arguments as `compress` returns them."""
+        ids = question_ids(self.model.config, self._tokenizer, question)
+        yield from self._written(cost, ids, memory=memory)
+
+    def from_text(self, document: str, question: str) -> Generator[Answer, None, None]:
+        """An answer of the checkpoint's own decoder, which has the whole text in front of the question."""
+        text = self._text_ids(document)
+        ids = full_context_ids(self.model.config, self._tokenizer, text, question)
+        first = next(start for start in range(len(ids)) if ids[start : start + len(text)] == text)
+        start = time.perf_counter()
+        with torch.no_grad():
+            row = torch.tensor([ids[: min(first + len(text), len(ids) - 1)]], device=self.pipe.device)
+            cache = self.model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
+        num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        cost = Answer(len(text), num_bytes, time.perf_counter() - start)
+        yield from self._written(cost, ids, past_key_values=cache)
+
+    def inside(self, document: str, memory: CompressedContext) -> Inside:
+        """What the slots of a document are made of; `memory` as `compress` gave it."""
+        own = self.model.encoder_tokenizer or self._tokenizer
+        ids = self._own_ids(document)
+        pieces = _pieces(own, ids, document)
+        # One ratio for the whole memory.
+        origins = slot_origins(self.model, ids, int(memory.ratio))
+        inside = Inside(
+            pieces=pieces,
+            num_opening=len(ids) - len(_pieces(own, [], document)),
+            kind=None if origins is None else origins.kind,
+            slots=[] if origins is None else origins.strongest(_TOKENS_OF_A_SLOT),
+        )
+        if not can_reconstruct(self.model.config):
+            return replace(
+                inside, reason="This checkpoint cannot write a document back from its slots: nothing was trained to."
+            )
+        text = self._tokenizer(document, add_special_tokens=False).input_ids
+        positions = self.model.config.max_position_embeddings
+        if positions and len(text) + int(memory.num_slots[0]) + _TEMPLATE_TOKENS > positions:
+            return replace(inside, reason="Slots and document together are longer than the decoder's positions.")
+        found, alone = (reconstruction(self.model, self._tokenizer, text, read) for read in (memory, None))
+        return replace(
+            inside,
+            restored=_pieces(self._tokenizer, [], document),
+            errors=found.errors.tolist(),
+            accuracy=found.accuracy,
+            accuracy_without=alone.accuracy,
+        )
+
+    def _own_ids(self, document: str) -> list[int]:
+        """As the encoder reads it."""
+        return self.pipe.document_ids(document)[0]
+
+    def _text_ids(self, document: str) -> list[int]:
+        """As the decoder reads it without a memory; what opens a text is the prompt's, or a task token follows."""
+        config = self.model.config
+        ids = document_ids(config, self._tokenizer, document)
+        return ids if config.task_token_ids else ids[len(context_opening(config, self._tokenizer)) :]
+
+    def _written(self, cost: Answer, ids: Sequence[int], **inputs: Any) -> Generator[Answer, None, None]:
+        """An answer behind token ids, piece by piece; nobody waits for what is no longer asked for."""
+        row = torch.tensor([list(ids)], device=self.pipe.device)
+        streamer = TextIteratorStreamer(self.pipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        gone = threading.Event()
+
+        def write() -> None:
+            try:
+                self.model.generate(
+                    input_ids=row,
+                    attention_mask=torch.ones_like(row),
+                    max_new_tokens=self.max_new_tokens,
+                    do_sample=False,
+                    pad_token_id=self.pipe.tokenizer.eos_token_id,
+                    stopping_criteria=StoppingCriteriaList([_Stop(gone)]),
+                    streamer=streamer,
+                    **inputs,
+                )
+            finally:
+                # A failure would otherwise leave the reader waiting.
+                streamer.end()
+
+        start, text = time.perf_counter(), ""
+        with ThreadPoolExecutor(1) as thread:
+            writing = thread.submit(write)
+            try:
+                for piece in streamer:
+                    text += piece
+                    yield replace(cost, text=text.strip(), answer_seconds=time.perf_counter() - start)
+            finally:
+                gone.set()
+            writing.result()
+        yield replace(cost, text=text.strip(), answer_seconds=time.perf_counter() - start, is_done=True)
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[str]:
+    """The text of each token, in front those of `ids` that open it; a character of several tokens is that of one."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    ends = [0, *accumulate((end for _, end in offsets), max)]
+    opening = ids[: max(0, len(ids) - len(offsets))]
+    return [*(tokenizer.decode([token]) for token in opening), *(text[start:end] for start, end in pairwise(ends))]

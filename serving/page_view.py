@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page shows, as HTML: two answers beside each other, and a document's tokens in the colours of slots."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+
+from ..evaluation.analysis.slot_origins import ATTENTION, KEPT, PLAN, WINDOWS
+from ..evaluation.metrics import normalize_answer
+from .page_answers import Answer, Inside
+
+_KINDS = {
+    WINDOWS: "Each slot is made of the mean of a window of neighbouring tokens; shades tell windows apart.",
+    PLAN: "Each slot is a weighted mean of tokens. The weights are the transport plan's: the darker a token, the more "
+    "of it is in the slots.",
+    ATTENTION: "Each slot is a memory token. Shown is what it attends to in the last layer, as a mean over the heads: "
+    "the darker a token, the more it is attended to.",
+    KEPT: "Each slot holds keys and values of tokens of the text: the darker a token, the more heads have kept it.",
+    None: "This method has no weights that would tell which tokens a slot is made of.",
+}
+# Upper bounds of the error in nats, and what they say; what is above is the last.
+_LEVELS = (
+    (-math.log(0.9), "over 90 %"),
+    (-math.log(0.5), "over 50 %"),
+    (-math.log(0.1), "over 10 %"),
+    (-math.log(0.01), "over 1 %"),
+    (math.inf, "less"),
+)
+
+
+def message(text: str) -> str:
+    """What the user has to change."""
+    return f'<div class="cc-message" role="alert">{escape(text)}</div>'
+
+
+def header(name: str, facts: Sequence[str]) -> str:
+    """The top of the page: what it does, and of which checkpoint."""
+    items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
+    return (
+        '<header class="cc-header"><h1>Read once, answer from a few vectors</h1>'
+        "<p>A compressor turns a document into slots, vectors that stand in for its tokens. The same language model "
+        "answers your question from the full text and from the slots.</p>"
+        f'<ul class="cc-facts" aria-label="Checkpoint"><li><strong>{escape(name)}</strong></li>{items}</ul></header>'
+    )
+
+
+def marks(ratios: Sequence[int], chosen: int) -> str:
+    """The ratios below their slider."""
+    items = (f"<b>{ratio}x</b>" if ratio == chosen else f"<span>{ratio}x</span>" for ratio in ratios)
+    return f'<div class="cc-ticks">{"".join(items)}</div>'
+
+
+def answers(
+    text: Answer | None,
+    slots: Answer | None,
+    ratio: int,
+    accepted: Sequence[str] = (),
+    waiting: str = "reading …",
+) -> str:
+    """Both answers as far as they are written.
+
+    Args:
+        text: from the full text; `None` before it has been read.
+        slots: from the slots, likewise.
+        ratio: theirs.
+        accepted: answers that count as right, if any are known.
+        waiting: what stands in place of an answer that is `None`.
+    """
+    costs = [answer for answer in (text, slots) if answer is not None]
+    full = _card("text", "From the full text", text, costs, accepted, waiting)
+    few = _card("slots", f'From slots<span class="cc-tag">{ratio}x</span>', slots, costs, accepted, waiting)
+    line = ""
+    if text is not None and slots is not None and slots.num_places and slots.num_bytes:
+        places, size = text.num_places / slots.num_places, text.num_bytes / slots.num_bytes
+        line = (
+            f'<p class="cc-summary">The slots take <strong>{places:.1f} times</strong> fewer places in the context, '
+            f"and <strong>{size:,.0f} times</strong> fewer bytes are kept of the document.</p>"
+        )
+    return f'<div class="cc-answers">{full}{few}</div>{line}'
+
+
+def _card(
+    kind: str,
+    title: str,
+    answer: Answer | None,
+    costs: Sequence[Answer],
+    accepted: Sequence[str],
+    waiting: str,
+) -> str:
+    head = f'<article class="cc-card cc-{kind}"><h3>{title}</h3>'
+    if answer is None:
+        return f'{head}<p class="cc-answer cc-waiting">{waiting}</p></article>'
+    caret = "" if answer.is_done else '<span class="cc-caret"></span>'
+    words = escape(answer.text) or ("<em>an empty answer</em>" if answer.is_done else "")
+    done = str(answer.is_done).lower()
+    body = f'<p class="cc-answer" aria-live="polite" data-done="{done}">{words}{caret}</p>'
+    if accepted and answer.is_done:
+        mark, verdict = ("✓", "right") if _holds(answer.text, accepted) else ("✗", "not")
+        known = f"the document says “{escape(accepted[0])}”"
+        body += f'<p class="cc-verdict cc-{verdict}"><span aria-hidden="true">{mark}</span> {known}</p>'
+    rows = (
+        ("slots" if kind == "slots" else "tokens", [cost.num_places for cost in costs], f"{answer.num_places:,}"),
+        ("kept", [cost.num_bytes for cost in costs], size_text(answer.num_bytes)),
+        ("to read", [cost.read_seconds for cost in costs], f"{answer.read_seconds:.2f} s"),
+        ("to answer", [cost.answer_seconds for cost in costs], f"{answer.answer_seconds:.2f} s"),
+    )
+    own = (answer.num_places, answer.num_bytes, answer.read_seconds, answer.answer_seconds)
+    items = "".join(
+        f'<div><dt>{name}</dt><dd>{shown}</dd><i style="--share:{value / (max(values) or 1):.3f}"></i></div>'
+        for (name, values, shown), value in zip(rows, own, strict=True)
+    )
+    return f'{head}{body}<dl class="cc-costs">{items}</dl></article>'
+
+
+def _holds(answer: str, accepted: Sequence[str]) -> bool:
+    """Whether an answer holds one of the accepted ones as whole words, both in SQuAD's normal form."""
+    given = f" {normalize_answer(answer)} "
+    return any(f" {normalize_answer(text)} " in given for text in accepted)
+
+
+def size_text(count: float) -> str:
+    """Bytes in the unit that suits them."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024 or unit == "MiB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return ""
+
+
+def inside(found: Inside, ratio: int) -> str:
+    """The tokens of a document with their slots, and in the colours of what the slots have lost of them."""
+    # As much of its text as there is: a token that opens it is none of it.
+    is_linked = list(found.restored) == list(found.pieces[found.num_opening :])
+    return (
+        f'<section class="cc-inside" data-slots="{escape(json.dumps(_rounded(found.slots)))}" '
+        f'data-opening="{found.num_opening}" data-linked="{int(is_linked)}">'
+        f"{_slots_panel(found, ratio)}{_errors_panel(found)}</section>"
+    )
+
+
+def _slots_panel(found: Inside, ratio: int) -> str:
+    number = len(found.slots)
+    choice = ""
+    if number:
+        choice = (
+            f'<label class="cc-choice"><span>Slot</span><input type="range" class="cc-slot" min="1" max="{number}" '
+            'value="1" aria-label="Slot"></label>'
+            '<output class="cc-readout" aria-live="polite">Choose a slot, or a token.</output>'
+        )
+    tokens = "".join(
+        f'<span class="t{" open" if place < found.num_opening else ""}" style="--w:{shade:.2f}">{escape(piece)}</span>'
+        for place, (piece, shade) in enumerate(zip(found.pieces, _shades(found), strict=True))
+    )
+    title = f"What went into which slot <small>{len(found.pieces):,} tokens, {ratio}x</small>"
+    return (
+        f'<article class="cc-panel" data-panel="slots"><h3>{title}</h3><p>{_KINDS[found.kind]}</p>{choice}'
+        f'<div class="cc-tokens" tabindex="0" aria-label="Tokens by slot">{tokens}</div></article>'
+    )
+
+
+def _errors_panel(found: Inside) -> str:
+    head = '<article class="cc-panel" data-panel="errors"><h3>What comes back</h3>'
+    if not found.errors:
+        return f'{head}<p class="cc-none">{escape(found.reason)}</p></article>'
+    legend = "".join(f'<li class="e{level}">{name}</li>' for level, (_, name) in enumerate(_LEVELS))
+    tokens = "".join(
+        f'<span class="t e{_level(error)}" data-p="{_percent(error)}">{escape(piece)}</span>'
+        for piece, error in zip(found.restored, found.errors, strict=True)
+    )
+    return (
+        f"{head}<p>The decoder repeats the document from its slots, and is told the right token after each guess. It "
+        f"guesses <strong>{found.accuracy:.0f} %</strong> of the tokens, without slots {found.accuracy_without:.0f} %."
+        f'</p><ul class="cc-legend" aria-label="Probability of a token">{legend}</ul>'
+        f'<div class="cc-tokens" tabindex="0" aria-label="Tokens by error">{tokens}</div></article>'
+    )
+
+
+def _level(error: float) -> int:
+    return next(level for level, (bound, _) in enumerate(_LEVELS) if error <= bound or bound == math.inf)
+
+
+def _percent(error: float) -> str:
+    share = 100 * math.exp(-error)
+    return f"{share:.0f} %" if share >= 1 else "below 1 %"
+
+
+def _rounded(slots: Sequence[Sequence[tuple[int, float]]]) -> list[list[list[float]]]:
+    return [[[place, round(weight, 3)] for place, weight in slot] for slot in slots]
+
+
+def _shades(found: Inside) -> list[float]:
+    """How dark each token is, 0 to 1: slots that share no token take turns, of others all weights are summed up."""
+    totals, owners = [0.0] * len(found.pieces), [0] * len(found.pieces)
+    for number, slot in enumerate(found.slots):
+        for place, weight in slot:
+            totals[place] += weight
+            owners[place] = number
+    if sum(len(slot) for slot in found.slots) == len(found.pieces):
+        return [0.1 + 0.2 * (owner % 2) for owner in owners]
+    highest = sorted(totals)[int(0.98 * (len(totals) - 1))] if totals else 0.0
+    return [0.5 * min(1.0, total / (highest or 1.0)) for total in totals]
