@@ -65,17 +65,12 @@ def two_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_is_of_a_kind_that_runs_or_is_only_shown(page: str):
+def test_every_block_runs_or_is_of_a_kind_that_is_only_shown_and_cannot_run_here(page: str):
     languages = ("python", "bash", "yaml", "jsonl", "console", "text")
     for block in blocks(page):
         assert block.language in languages, f"{page}.md has a block of {block.language!r}"
         if block.language in ("yaml", "jsonl"):
             assert re.match(r"# \S+\n", block.content), f"{page}.md: {block.content[:40]!r} starts with no file's name"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_what_is_only_shown_cannot_run_here(page: str):
-    for block in blocks(page):
         if block.language == "console":
             lines = block.content.replace("\\\n", " ").splitlines()
             commands = [line[2:] for line in lines if line.startswith("$ ")]
@@ -159,10 +154,10 @@ def test_the_page_on_publishing_runs(workplace: Path, capsys: pytest.CaptureFixt
 def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
     readme = pages.README.read_text(encoding="utf-8")
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
-    # A page that is added needs a test of its own; docs/add_a_method.md and docs/papers.md have files of them, and of
-    # the page on benchmarks nothing runs.
+    # A page that is added needs a test of its own; docs/add_a_method.md and docs/papers.md have files of them,
+    # docs/frameworks.md has one in tests/integrations, and of the page on benchmarks nothing runs.
     pages_that_run = ["corpus", "evaluate", "methods", "publish", "serve", "train", "use"]
-    assert sorted({*pages_that_run, "add_a_method", "benchmarks", "papers"}) == PAGES
+    assert sorted({*pages_that_run, "add_a_method", "benchmarks", "frameworks", "papers"}) == PAGES
     assert {block.language for page in ("benchmarks", "papers") for block in blocks(page)} <= {"console", "text"}
 
 

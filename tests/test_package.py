@@ -37,8 +37,9 @@ for name in sys.argv[2:]:
     try:
         importlib.import_module(name)
     except ImportError as error:
-        # Its kernels are for GPUs; the package does without them.
-        assert name.endswith("_triton") and "pip install triton" in str(error), error
+        # The package does without it, and says where it comes from; Triton's kernels are for GPUs.
+        wanted = "pip install triton" if name.endswith("_triton") else "pip install 'context-compressors["
+        assert wanted in str(error), error
         without += 1
 names = [name for name in sys.modules if name.split(".")[0] == "context_compressors"]
 strangers = [name for name in names if not pathlib.Path(sys.modules[name].__file__).resolve().is_relative_to(root)]

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LangChain, LlamaIndex and Haystack share here: documents compressed once, memories by id, answers from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..corpus.corpus_compressor import CorpusCompressor
+from ..corpus.memory_store import MemoryStore, import_lance
+from ..modeling.compressor.context_compression_qa import check_texts
+from ..modeling.memory.compressed_context import CompressedContext
+
+if TYPE_CHECKING:
+    from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
+
+# In a document's metadata: the id of its memory.
+MEMORY_ID = "memory_id"
+# What a pipeline that is read from a file finds again, with its model and memories.
+_LIVE: weakref.WeakValueDictionary[str, DocumentMemories] = weakref.WeakValueDictionary()
+
+
+class DocumentMemories:
+    """A compressor, and the memories of the documents that it has read, by id.
+
+    An id is made of a document's text and of how it is compressed. So a document is compressed once, however often it
+    is found, and anew when its text has changed. Memories are kept in the process, or in a Lance data set that
+    outlives it and that other processes share. The model is loaded when it is first needed; threads may share one
+    object.
+
+    ```python
+    memories = DocumentMemories("me/compressor", ratio=4, store="pages.lance")
+    ids = memories.compress(["One text.", "Another one."])
+    memories.answer("What do the texts say?", ids)
+    ```
+
+    Args:
+        model: Hub id or folder of a compressor; or a pipeline that is loaded.
+        ratio: Context tokens per slot; the checkpoint's first if not given.
+        store: Where memories are kept, as [`MemoryStore.create`] takes it; in the process if not given.
+        options: Further arguments of [`CorpusCompressor`], such as `memory_dtype` (int8 if not given), `device` and
+            `dtype`.
+
+    Raises:
+        ImportError: A `store`, and Lance is not installed.
+        ValueError: What `CorpusCompressor` refuses.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike | ContextCompressionQAPipeline,
+        ratio: int | None = None,
+        store: str | os.PathLike | None = None,
+        **options: Any,
+    ):
+        if store is not None:
+            import_lance()
+        self.compressor = CorpusCompressor(model, ratio, **options)
+        self.place = None if store is None else os.fspath(store)
+        self._options = {
+            name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()
+        }
+        self._in_process: dict[str, CompressedContext] = {}
+        self._store: MemoryStore | None = None
+        # What loads, reads and writes takes its turn; questions need not wait while documents are compressed.
+        self._lock, self._compressing = threading.RLock(), threading.Lock()
+        if self.compressor.model is not None:
+            _LIVE.setdefault(json.dumps(self.to_dict(), sort_keys=True), self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments, as JSON holds them.
+
+        Raises:
+            ValueError: The model is a pipeline that is loaded already.
+        """
+        if self.compressor.model is None:
+            raise ValueError("a loaded pipeline is not written down: give the model's folder or Hub id in its place")
+        return {"model": self.compressor.model, "ratio": self.compressor.ratio, "store": self.place, **self._options}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DocumentMemories:
+        """The object of some arguments: the one that this process has already, with its memories, or a new one."""
+        return _LIVE.get(json.dumps(dict(data), sort_keys=True)) or cls(**data)
+
+    @property
+    def pipe(self) -> ContextCompressionQAPipeline:
+        """The pipeline, loaded when it is first asked for."""
+        with self._lock:
+            return self.compressor.pipe
+
+    @property
+    def store(self) -> MemoryStore | None:
+        """The store, made when it is first asked for; nothing where memories are kept in the process.
+
+        Raises:
+            ValueError: One of another model, or in another type than `memory_dtype`.
+        """
+        with self._lock:
+            if self._store is None and self.place is not None:
+                form = self.compressor.form
+                store = MemoryStore.find_or_create(self.place, form)
+                store.form.check(form)
+                if store.form.dtype != form.dtype:
+                    raise ValueError(
+                        f"the store {self.place} is in {store.form.dtype!r}: give memory_dtype={store.form.dtype!r}"
+                    )
+                self._store = store
+            return self._store
+
+    def compress(self, documents: Sequence[str | None], ids: Sequence[str | None] | None = None) -> list[str | None]:
+        """The ids of some documents' memories; what is not there yet is compressed, in common batches.
+
+        Args:
+            documents: Their texts. One that is blank, or `None`, has no memory.
+            ids: Of each document the id that it has already. It is kept where the store has that very text under it,
+                at this ratio, whoever has put it there.
+
+        Returns:
+            An id for each document, or `None` for one without a memory.
+
+        Raises:
+            TypeError: A document that is no text.
+            ValueError: A text with half of a character, and whatever the model's `compress` refuses.
+        """
+        texts = [text or "" for text in documents]
+        check_texts("documents", texts)
+        with self._compressing:
+            names = self._kept(texts, [None] * len(texts) if ids is None else ids)
+            wanted = {name: text for name, text in zip(names, texts, strict=True) if name is not None}
+            known = self._contains(list(wanted))
+            missing = [name for name, is_known in zip(wanted, known, strict=True) if not is_known]
+            if not missing:
+                return names
+            self.pipe.check_serves_memories("so that no document is compressed before its question is known")
+            for rows, memory in self.compressor.compress([wanted[name] for name in missing]):
+                if isinstance(memory, Exception):
+                    raise memory
+                self._add([missing[row] for row in rows], memory, [wanted[missing[row]] for row in rows])
+        return names
+
+    def answer(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        ids: Sequence[str],
+        stop: Sequence[str] | None = None,
+        **generate_kwargs: Any,
+    ) -> str:
+        """The answer to a question about documents, which are read together, in the order of their ids.
+
+        Args:
+            messages: The question, or a conversation, messages with `role` and `content` whose last is the user's.
+            ids: Of the memories that are read; without any it is as if the document were empty.
+            stop: Texts that end the answer, and are not part of it.
+            generate_kwargs: For `generate`; greedily, and at most 64 new tokens if not said otherwise.
+
+        Raises:
+            ValueError: Ids without a memory, named; and whatever the pipeline refuses.
+        """
+        asked = self._asked(messages, ids, stop)
+        return "".join(_until([self.pipe(**asked, **generate_kwargs)["answer"]], stop or ()))
+
+    def stream(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        ids: Sequence[str],
+        stop: Sequence[str] | None = None,
+        **generate_kwargs: Any,
+    ) -> Iterator[str]:
+        """The same answer piece by piece, as it is written; whoever stops reading ends the writing.
+
+        Arguments and errors are those of `answer`.
+        """
+        from transformers import StoppingCriteriaList, TextIteratorStreamer
+
+        asked, is_left = self._asked(messages, ids, stop), threading.Event()
+        streamer = TextIteratorStreamer(self.pipe.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        errors: list[BaseException] = []
+
+        def leave(input_ids: Any, scores: Any, **_: Any) -> Any:
+            return input_ids.new_full((input_ids.shape[0],), is_left.is_set()).bool()
+
+        def write() -> None:
+            try:
+                criteria = StoppingCriteriaList([*generate_kwargs.pop("stopping_criteria", ()), leave])
+                self.pipe(**asked, streamer=streamer, stopping_criteria=criteria, **generate_kwargs)
+            except BaseException as error:  # raised again where the text is read
+                errors.append(error)
+                streamer.text_queue.put(streamer.stop_signal)
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        try:
+            yield from _until(streamer, stop or ())
+        finally:
+            is_left.set()
+            writer.join()
+        if errors:
+            raise errors[0]
+
+    def _kept(self, texts: list[str], ids: Sequence[str | None]) -> list[str | None]:
+        """Of each text the id that it has, where that is still right, or else its own; nothing for a blank one."""
+        names = [self._own_id(text) if text.strip() else None for text in texts]
+        given = {id_ for id_, name in zip(ids, names, strict=True) if None not in (id_, name) and id_ != name}
+        if self.store is None or not given:
+            return names
+        there = [id_ for id_, is_there in zip(given, self._contains(list(given)), strict=True) if is_there]
+        rows = self.store.read(there, ["id", "text", "ratio"]).to_pylist() if there else []
+        right = {(row["id"], row["text"]) for row in rows if row["ratio"] == self._ratio}
+        return [id_ if (id_, text) in right else name for id_, text, name in zip(ids, texts, names, strict=True)]
+
+    def _own_id(self, text: str) -> str:
+        cut = "" if self.compressor.max_tokens is None else f"-{self.compressor.max_tokens}t"
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{self._ratio}x{cut}"
+
+    @property
+    def _ratio(self) -> int:
+        ratio = self.compressor.ratio
+        return self.pipe.model.config.compression_ratios[0] if ratio is None else ratio
+
+    def _contains(self, ids: list[str]) -> list[bool]:
+        with self._lock:
+            if self.store is None:
+                return [id_ in self._in_process for id_ in ids]
+            there = self.store.contains(ids)
+            if not all(there):
+                # Another process may have added them since.
+                self.store.refresh()
+                there = self.store.contains(ids)
+            return there
+
+    def _add(self, ids: list[str], memory: CompressedContext, texts: list[str]) -> None:
+        with self._lock:
+            if self.store is None:
+                self._in_process.update((id_, memory.rows(row)) for row, id_ in enumerate(ids))
+            else:
+                self.store.append(self.store.table_of(ids, memory, texts))
+
+    def _asked(
+        self, messages: str | Sequence[Mapping[str, str]], ids: Sequence[str], stop: Sequence[str] | None
+    ) -> dict[str, Any]:
+        """Arguments of the pipeline."""
+        asked: dict[str, Any] = {"question" if isinstance(messages, str) else "messages": messages}
+        if stop:
+            asked |= {"stop_strings": list(stop), "tokenizer": self.pipe.tokenizer}
+        if not ids:
+            return {**asked, "context": ""}
+        with self._lock:
+            missing = [id_ for id_, there in zip(ids, self._contains(list(ids)), strict=True) if not there]
+            if missing:
+                place = "this process" if self.place is None else f"the store {self.place}"
+                raise ValueError(f"{place} has no memories with the ids {missing}: compress their documents first")
+            if self.store is None:
+                memory = CompressedContext.stack([self._in_process[id_] for id_ in ids])
+            else:
+                memory = self.store.get(ids)
+        return {**asked, "memory": memory.to(self.pipe.device, self.pipe.model.dtype), "join": True}
+
+
+def memory_ids(texts: Iterable[str | None], metadata: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The ids that documents carry in their metadata; blank documents have none.
+
+    Raises:
+        ValueError: a document with a text and without an id.
+    """
+    ids = []
+    for text, described in zip(texts, metadata, strict=True):
+        if MEMORY_ID in described:
+            ids.append(described[MEMORY_ID])
+        elif text and text.strip():
+            raise ValueError(f"a document without a {MEMORY_ID!r} in its metadata: compress it first, {text[:60]!r}")
+    return ids
+
+
+def with_memory_id(metadata: Mapping[str, Any], memory_id: str | None) -> dict[str, Any]:
+    """Metadata of a document with the id of its memory, or without one where it has none."""
+    others = {name: value for name, value in metadata.items() if name != MEMORY_ID}
+    return others if memory_id is None else {**others, MEMORY_ID: memory_id}
+
+
+def _until(pieces: Iterable[str], stop: Sequence[str]) -> Iterator[str]:
+    """A text, piece by piece, up to the first of `stop`, without blanks around it."""
+    text, given = "", 0
+    for piece in pieces:
+        text = (text + piece).lstrip()
+        ends = [place for word in stop if (place := text.find(word)) >= 0]
+        if ends:
+            text = text[: min(ends)]
+            break
+        # What may be the beginning of such a word, or a blank at the end, waits.
+        begun = [size for word in stop for size in range(1, len(word)) if text.endswith(word[:size])]
+        ready = len(text[: len(text) - max(begun, default=0)].rstrip())
+        if ready > given:
+            yield text[given:ready]
+            given = ready
+    if rest := text.rstrip()[given:]:
+        yield rest

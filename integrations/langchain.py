@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LangChain: documents that carry the id of their memory, and a chat model that reads memories by id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .document_memories import MEMORY_ID, DocumentMemories, memory_ids, with_memory_id
+
+try:
+    from langchain_core.callbacks import CallbackManagerForLLMRun, CallbackManagerForRetrieverRun, Callbacks
+    from langchain_core.documents import BaseDocumentCompressor, Document
+    from langchain_core.language_models import BaseChatModel
+    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
+    from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+    from langchain_core.retrievers import BaseRetriever
+    from pydantic import ConfigDict, Field
+except ImportError as error:
+    raise ImportError("this needs `langchain-core`: pip install 'context-compressors[langchain]'") from error
+
+_ROLES = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant"}
+
+
+class MemoryDocumentCompressor(BaseDocumentCompressor):
+    """Compresses documents once, and writes the id of each one's memory into its metadata, as `memory_id`.
+
+    Order and texts stay as they are; a blank document gets no id.
+
+    Args:
+        memories: The compressor and its memories.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    memories: DocumentMemories
+
+    def compress_documents(
+        self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
+    ) -> list[Document]:
+        """Copies of documents that carry the ids of their memories.
+
+        Args:
+            documents: What a retriever found, or a whole collection ahead of all questions.
+            query: Not read: a memory serves any question.
+            callbacks: Not called.
+        """
+        ids = self.memories.compress(
+            [document.page_content for document in documents],
+            [document.metadata.get(MEMORY_ID) for document in documents],
+        )
+        return [
+            document.model_copy(update={"metadata": with_memory_id(document.metadata, id_)})
+            for document, id_ in zip(documents, ids, strict=True)
+        ]
+
+
+class MemoryRetriever(BaseRetriever):
+    """What another retriever finds, in its order, with the ids of memories.
+
+    Args:
+        retriever: Any retriever.
+        compressor: Compresses what it finds, where that has not been done before.
+    """
+
+    retriever: BaseRetriever
+    compressor: MemoryDocumentCompressor
+
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+        found = self.retriever.invoke(query, config={"callbacks": run_manager.get_child()})
+        return self.compressor.compress_documents(found, query)
+
+
+class ChatMemoryReader(BaseChatModel):
+    """A chat model that reads memories in place of texts: the compressor's own decoder.
+
+    Messages name memories in content blocks `{"type": "memory", "memory_id": ...}` of the user's messages, as
+    [`memory_message`] makes them. All of a conversation are read together, in order, where its first question stands.
+
+    ```python
+    chat = ChatMemoryReader(memories=memories, generation={"max_new_tokens": 32})
+    chat.invoke([memory_message("Who wrote it?", documents)])
+    ```
+
+    Args:
+        memories: The compressor and its memories: those of the `MemoryDocumentCompressor`, or of the same store.
+        generation: Arguments of `generate`; greedily, and at most 64 new tokens if not said otherwise. Those of a
+            call stand over them.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    memories: DocumentMemories
+    generation: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def _llm_type(self) -> str:
+        return "context-compressor"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        # What a cache of answers goes by.
+        return {"model": self.memories.pipe.model.model_id, "generation": self.generation}
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        answer = self.memories.answer(*_read(messages), stop, **{**self.generation, **kwargs})
+        return ChatResult(generations=[ChatGeneration(message=AIMessage(answer))])
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        for piece in self.memories.stream(*_read(messages), stop, **{**self.generation, **kwargs}):
+            yield ChatGenerationChunk(message=AIMessageChunk(piece))
+        # An empty answer is an answer.
+        yield ChatGenerationChunk(message=AIMessageChunk("", chunk_position="last"))
+
+
+def memory_message(question: str, documents: Sequence[Document]) -> HumanMessage:
+    """A question about compressed documents, which are read in their order.
+
+    Args:
+        question: The question.
+        documents: Of a `MemoryDocumentCompressor` or a `MemoryRetriever`; blank ones are left out.
+
+    Raises:
+        ValueError: A document that was not compressed.
+    """
+    ids = memory_ids([document.page_content for document in documents], [document.metadata for document in documents])
+    blocks = [{"type": "memory", MEMORY_ID: id_} for id_ in ids]
+    return HumanMessage([*blocks, {"type": "text", "text": question}])
+
+
+def _read(messages: Sequence[BaseMessage]) -> tuple[list[dict[str, str]], list[str]]:
+    """Messages as the pipeline takes them, and the ids that they name."""
+    plain, ids = [], []
+    for message in messages:
+        roles = [role for kind, role in _ROLES.items() if isinstance(message, kind)]
+        if not roles:
+            raise ValueError(f"messages are the system's, the user's and the assistant's, got one of {message.type!r}")
+        texts = []
+        for block in [message.content] if isinstance(message.content, str) else message.content:
+            kind = "text" if isinstance(block, str) else block.get("type")
+            if kind == "memory" and roles == ["user"] and isinstance(block.get(MEMORY_ID), str):
+                ids.append(block[MEMORY_ID])
+            elif kind == "text":
+                texts.append(block if isinstance(block, str) else block["text"])
+            else:
+                raise ValueError(
+                    "content is text, and in the user's messages {'type': 'memory', 'memory_id': ...}, "
+                    f"got {block!r} in one of {message.type!r}"
+                )
+        plain.append({"role": roles[0], "content": "\n".join(texts)})
+    return plain, ids

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LlamaIndex: nodes that carry the id of their memory, and a response synthesizer that reads memories by id."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from .document_memories import MEMORY_ID, DocumentMemories, memory_ids, with_memory_id
+
+try:
+    from llama_index.core.base.response.schema import RESPONSE_TYPE
+    from llama_index.core.llms import MockLLM
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+    from llama_index.core.response_synthesizers import BaseSynthesizer
+    from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, QueryType
+    from llama_index.core.types import RESPONSE_TEXT_TYPE
+except ImportError as error:
+    raise ImportError("this needs `llama-index-core`: pip install 'context-compressors[llama-index]'") from error
+
+
+class MemoryPostprocessor(BaseNodePostprocessor):
+    """Compresses nodes once, and writes the id of each one's memory into its metadata, as `memory_id`.
+
+    Order, texts and scores stay as they are; a blank node gets no id. Neither language models nor embeddings see it.
+
+    Args:
+        memories: The compressor and its memories.
+    """
+
+    memories: DocumentMemories
+
+    @classmethod
+    def class_name(cls) -> str:
+        """The name in what LlamaIndex writes down."""
+        return "MemoryPostprocessor"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        ids = self.memories.compress(_texts(nodes), [node.metadata.get(MEMORY_ID) for node in nodes])
+        return [_with_memory_id(node, id_) for node, id_ in zip(nodes, ids, strict=True)]
+
+
+class MemorySynthesizer(BaseSynthesizer):
+    """Answers from the memories of nodes, read together in their order, with the compressor's own decoder.
+
+    ```python
+    engine = RetrieverQueryEngine(
+        retriever, response_synthesizer=MemorySynthesizer(memories), node_postprocessors=[MemoryPostprocessor(...)]
+    )
+    ```
+
+    Args:
+        memories: The compressor and its memories: those of the `MemoryPostprocessor`, or of the same store.
+        streaming: Answer piece by piece.
+        generation: Arguments of `generate`; greedily, and at most 64 new tokens if not said otherwise.
+
+    Raises:
+        ValueError: In `synthesize`, a node that was not compressed.
+    """
+
+    def __init__(self, memories: DocumentMemories, streaming: bool = False, generation: dict[str, Any] | None = None):
+        # No other language model is asked, and without one here LlamaIndex would look for OpenAI's.
+        super().__init__(llm=MockLLM(), streaming=streaming)
+        self.memories, self.generation = memories, generation or {}
+
+    def synthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """The answer to a question from some nodes; see `BaseSynthesizer`."""
+        given = {"additional_source_nodes": additional_source_nodes, "memory_ids": _ids(nodes), **response_kwargs}
+        return super().synthesize(query, nodes, **given)
+
+    async def asynthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """The same without waiting for it."""
+        given = {"additional_source_nodes": additional_source_nodes, "memory_ids": _ids(nodes), **response_kwargs}
+        return await super().asynthesize(query, nodes, **given)
+
+    def get_response(
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        memory_ids: Sequence[str] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TEXT_TYPE:
+        """The answer from memories; texts are compressed where no ids are given.
+
+        Args:
+            query_str: The question.
+            text_chunks: The documents' texts.
+            memory_ids: Of their memories.
+            response_kwargs: Arguments of `generate` over those of `generation`.
+        """
+        ids = memory_ids
+        if ids is None:
+            ids = [id_ for id_ in self.memories.compress(text_chunks) if id_ is not None]
+        asked = {**self.generation, **response_kwargs}
+        return (self.memories.stream if self._streaming else self.memories.answer)(query_str, ids, **asked)
+
+    async def aget_response(
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        memory_ids: Sequence[str] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TEXT_TYPE:
+        """The same without waiting for it."""
+        answer = await asyncio.to_thread(self.get_response, query_str, text_chunks, memory_ids, **response_kwargs)
+        return _in_turn(answer) if self._streaming else answer
+
+    def _get_prompts(self) -> dict[str, Any]:
+        return {}
+
+    def _update_prompts(self, prompts: dict[str, Any]) -> None:
+        """The checkpoint has its own."""
+
+
+async def _in_turn(pieces: Any) -> AsyncGenerator[str, None]:
+    """The pieces of an answer, each waited for in a thread."""
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
+
+
+def _texts(nodes: Sequence[NodeWithScore]) -> list[str]:
+    return [node.node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
+
+
+def _ids(nodes: Sequence[NodeWithScore]) -> list[str]:
+    return memory_ids(_texts(nodes), [node.metadata for node in nodes])
+
+
+def _with_memory_id(node: NodeWithScore, memory_id: str | None) -> NodeWithScore:
+    unseen = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
+    update: dict[str, Any] = {name: list(dict.fromkeys([*getattr(node.node, name), MEMORY_ID])) for name in unseen}
+    update["metadata"] = with_memory_id(node.metadata, memory_id)
+    return NodeWithScore(node=node.node.model_copy(update=update), score=node.score)

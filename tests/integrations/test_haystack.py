@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Haystack compresses what a retriever finds, and answers from the memories: `make test-integrations`."""
+
+import json
+
+import pytest
+
+pytest.importorskip("haystack", reason="Haystack has an environment of its own: make test-integrations")
+
+from haystack import Document, Pipeline
+from haystack.components.builders import AnswerBuilder
+from haystack.components.retrievers.in_memory import InMemoryBM25Retriever
+from haystack.document_stores.in_memory import InMemoryDocumentStore
+
+from context_compressors.integrations.document_memories import DocumentMemories
+from context_compressors.integrations.haystack import MemoryDocumentCompressor, MemoryReader
+
+pytestmark = pytest.mark.usefixtures("no_network")
+
+LENGTH = {"max_new_tokens": 8, "min_new_tokens": 8}
+DOCUMENTS = [
+    Document(content="Nora Lind keeps bees by the mill.", meta={"page": 1}),
+    Document(content=None, meta={"page": 2}),
+    Document(content="The mill burned down in 1902.", meta={"page": 3, "memory_id": "of another text"}, score=0.5),
+]
+
+
+def test_documents_keep_order_and_text_and_a_pipeline_that_was_written_down_answers(small_checkpoints, memories):
+    pipe, compressor = memories.pipe, MemoryDocumentCompressor(memories)
+    compressed = compressor.run(DOCUMENTS)["documents"]
+    for before, after in zip(DOCUMENTS, compressed, strict=True):
+        assert (after.id, after.content, after.score) == (before.id, before.content, before.score)
+    bees, nothing, mill = (document.meta.get("memory_id") for document in compressed)
+    assert (nothing, DOCUMENTS[2].meta["memory_id"]) == (None, "of another text")
+    assert [Document.from_dict(json.loads(json.dumps(one.to_dict()))) for one in compressed] == compressed
+    changed = Document(content="The mill burned down in 1903.", meta={"memory_id": mill})
+    again = compressor.run([*compressed, changed])["documents"]
+    assert [document.meta.get("memory_id") for document in again[:3]] == [bees, None, mill]
+    assert again[3].meta["memory_id"] not in (bees, mill)
+
+    store = InMemoryDocumentStore()
+    store.write_documents(DOCUMENTS)
+    places = str(small_checkpoints / "mean_pooling")
+    pipeline = Pipeline()
+    pipeline.add_component("retriever", InMemoryBM25Retriever(store, top_k=2))
+    pipeline.add_component("compressor", MemoryDocumentCompressor(memories))
+    pipeline.add_component("reader", MemoryReader(memories, LENGTH))
+    pipeline.add_component("answers", AnswerBuilder())
+    pipeline.connect("retriever", "compressor")
+    pipeline.connect("compressor.documents", "reader.documents")
+    pipeline.connect("compressor.documents", "answers.documents")
+    pipeline.connect("reader.replies", "answers.replies")
+    question = "Who keeps bees by the mill?"
+    asked = {name: {"query": question} for name in ("retriever", "reader", "answers")}
+    (answer,) = pipeline.run(asked)["answers"]["answers"]
+    found = [document.content for document in answer.documents]
+    assert set(found) == {DOCUMENTS[0].content, DOCUMENTS[2].content}
+
+    def expected(texts):
+        rows = [pipe.compress(text, ratio=4).quantize("int8").dequantize() for text in texts]
+        return pipe(question, memory=rows, join=True, **LENGTH)["answer"]
+
+    assert answer.data == expected(found) != ""
+    # What is read from a file has one model and one set of memories, those that this process has already.
+    written = pipeline.dumps()
+    assert json.loads(json.dumps(pipeline.to_dict())) == pipeline.to_dict()
+    assert places in written
+    loaded = Pipeline.loads(written, allowed_modules=["context_compressors.*"])
+    components = [loaded.get_component(name) for name in ("compressor", "reader")]
+    assert [component.memories for component in components] == [memories, memories]
+    assert loaded.run(asked)["answers"]["answers"][0].data == answer.data
+    other = DocumentMemories.from_dict({**memories.to_dict(), "ratio": 2})
+    assert MemoryReader.from_dict(MemoryReader(other).to_dict()).memories is other is not memories
+
+    reader, pieces = MemoryReader(memories), []
+    streamed = reader.run(question, compressed, LENGTH, lambda chunk: pieces.append(chunk.content))["replies"]
+    assert streamed == ["".join(pieces)] == [expected([DOCUMENTS[0].content, DOCUMENTS[2].content])]
+    alone = pipe(question, context="", **LENGTH)["answer"]
+    for documents in ([], compressed[1:2]):
+        assert reader.run(question, documents, LENGTH) == {"replies": [alone]}
+    with pytest.raises(ValueError, match="without a 'memory_id' in its metadata: compress it first, 'Nora"):
+        reader.run(question, DOCUMENTS[:1])
+
+
+def test_the_example_answers_from_what_it_compressed_once(run_example):
+    run_example("haystack_memories.py")
