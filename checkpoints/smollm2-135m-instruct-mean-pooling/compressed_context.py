@@ -24,7 +24,7 @@ from .memory_quantization import (
     quantize_tensor,
     width_of,
 )
-from .memory_validation import check_memory_fields, is_memory
+from .memory_validation import check_memory_fields, is_memory, served_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -455,8 +455,8 @@ class CompressedContext:
 
     def to_prompt_embeds(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: str | Sequence[Mapping[str, str]],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        messages: str | Sequence[Mapping[str, str]] | None = None,
         model: Any = None,
         encoding: str | None = None,
     ) -> Tensor | str:
@@ -464,29 +464,32 @@ class CompressedContext:
 
         Args:
             tokenizer: The tokenizer saved with the checkpoint.
-            messages: A question, or messages with `role` and `content`; one message of the user is a question.
+            messages: A question, or messages with `role` and `content`; one message of the user is a question. `None`:
+                the slots alone, a part of a chat message that the server puts into its chat template.
             model: The compressor, whose embeddings the text gets; the memory's maker if not given. A memory that was
-                loaded from a file has none.
+                loaded from a file has none, and without a text needs none.
             encoding: "base64" for the text that a request carries: the tensor as `torch.save` writes it, in base64.
 
         Returns:
             `(num_slots + num_text_tokens, hidden_size)`, or that text.
 
         Raises:
-            ValueError: No model, more than one row, another model's memory, key/values, positions that are not
-                contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
+            ValueError: A text and no model, more than one row, another model's memory, key/values, positions that are
+                not contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
         """
         if encoding not in (None, "base64"):
             raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
+        if messages is not None and tokenizer is None:
+            raise ValueError("a text needs the tokenizer that was saved with the checkpoint, got None")
         if model is None:
             model = None if self.maker is None else self.maker()
-        if model is None:
+        if model is None and messages is not None:
             name = f"; it is {self.model_id}" if self.model_id else ""
             raise ValueError(
                 "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
                 f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
             )
-        embeds = model.prompt_embeds(self, tokenizer, messages)
+        embeds = served_slots(self) if model is None else model.prompt_embeds(self, tokenizer, messages)
         return embeds if encoding is None else tensor_as_base64(embeds)
 
     @classmethod

@@ -315,8 +315,8 @@ class CompressorPreTrainedModel(PreTrainedModel):
     def prompt_embeds(
         self,
         memory: CompressedContext,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: str | Sequence[Mapping[str, str]],
+        tokenizer: PreTrainedTokenizerBase | None,
+        messages: str | Sequence[Mapping[str, str]] | None,
     ) -> Tensor:
         """Memory and text as one prompt of embeddings; see [`CompressedContext.to_prompt_embeds`]."""
         return prompt_embeds(memory, tokenizer, messages, self)

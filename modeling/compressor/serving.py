@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..memory.memory_validation import check_served_form, served_slots
 from ..parts.lora import DECODER, merge_lora
 from ..parts.prompting import message_ids
 from .input_checks import check_memory, check_together
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def prompt_embeds(
     memory: CompressedContext,
-    tokenizer: PreTrainedTokenizerBase,
-    messages: str | Sequence[Mapping[str, str]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: str | Sequence[Mapping[str, str]] | None,
     model: Any,
 ) -> Tensor:
     """Slots and text as the decoder reads them, `(num_places, hidden_size)`; see `CompressedContext.to_prompt_embeds`.
@@ -31,39 +32,29 @@ def prompt_embeds(
     Raises:
         ValueError: a memory or decoder that a server cannot take; the message says why.
     """
+    check_decoder_served(model)
+    slots = served_slots(memory)
+    if messages is None:
+        return slots
     backbone = model.base_model
-    _check_servable(memory, model)
     ids = message_ids(model.config, tokenizer, messages)
     text = backbone.text_rows(torch.tensor([ids], device=model.device), None)
     check_together(text)
     memory = check_memory(memory, backbone, text.input_ids)
-    memory.validate(finite=True)
     inputs, _ = backbone.first_inputs(text, None, memory, None)
-    real = inputs["attention_mask"][0].bool()
-    positions = inputs["position_ids"][0, real].tolist()
-    if positions != list(range(len(positions))):
-        raise ValueError(
-            "servers number embeddings 0, 1, 2, ..., but under the position layout "
-            f"{memory.position_layout!r} the first of this memory's {len(positions)} places are "
-            f"{positions[:6]}: only contiguous positions can be served"
-        )
-    return inputs["inputs_embeds"][0, real]
+    return inputs["inputs_embeds"][0, inputs["attention_mask"][0].bool()]
 
 
-def _check_servable(memory: CompressedContext, model: Any) -> None:
-    if memory.batch_size != 1:
-        raise ValueError(f"a prompt has one memory, this one has {memory.batch_size} rows: choose with `rows`")
-    if model.config.is_encoder_decoder:
+def check_decoder_served(model: Any) -> None:
+    """Raise `ValueError` if no server of the decoder alone can read this compressor's memories; it says why."""
+    config = model.config
+    if config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} reads a memory by cross-attention, which servers do not offer")
-    if memory.carrier != "embeddings":
-        raise ValueError(
-            "this memory holds keys and values of every layer; servers take embeddings only, so it can be read by "
-            f"{type(model).__name__} alone"
-        )
+    check_served_form(config.carrier, config.position_layout)
     scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
     if scale != 1.0:
         raise ValueError(
-            f"the decoder {model.config.decoder_config.model_type!r} multiplies token embeddings by {scale:.4g}; "
+            f"the decoder {config.decoder_config.model_type!r} multiplies token embeddings by {scale:.4g}; "
             "servers do so with embeddings that they are given, and these would be multiplied twice"
         )
 

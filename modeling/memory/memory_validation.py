@@ -20,6 +20,34 @@ def is_memory(value: Any) -> bool:
     return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
 
 
+def check_served_form(carrier: str, position_layout: str) -> None:
+    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
+    if carrier != "embeddings":
+        raise ValueError(
+            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
+            "compressor alone can read them"
+        )
+    if position_layout == "enhanced":
+        raise ValueError(
+            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
+            "tokens stood: only contiguous positions can be served"
+        )
+
+
+def served_slots(memory: Any) -> Tensor:
+    """The slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone.
+
+    Raises:
+        ValueError: several rows, values that are not finite, or a form that servers cannot read.
+    """
+    if memory.batch_size != 1:
+        raise ValueError(f"a prompt has one memory, this one has {memory.batch_size} rows: choose with `rows`")
+    check_served_form(memory.carrier, memory.position_layout)
+    memory = memory.dequantize() if memory.quantization else memory
+    check_memory_fields(memory, finite=True)
+    return memory.embeddings[0, memory.attention_mask[0].bool()]
+
+
 def check_memory_fields(memory: Any, finite: bool = False) -> None:
     """Check types, shapes and values of a memory's fields.
 

@@ -48,8 +48,9 @@ def test_the_plain_decoder_writes_what_the_compressor_writes(place_case, tiny_to
     memory = model.compress(torch.arange(5, 27)[None])
     reason = reason_not_to_serve(place_case)
     if reason is not None:
-        with pytest.raises(ValueError, match=reason):
-            memory.to_prompt_embeds(tokenizer, QUESTION, model)
+        for arguments in ((tokenizer, QUESTION, model), ()):
+            with pytest.raises(ValueError, match=reason):
+                memory.to_prompt_embeds(*arguments)
         return
     embeds = memory.to_prompt_embeds(tokenizer, QUESTION, model)
     ids = message_ids(model.config, tokenizer, QUESTION)
@@ -121,7 +122,12 @@ def test_base64_is_the_tensor_as_torch_saves_it(model, memory, tiny_tokenizer):
 
 def test_joined_and_reloaded_memories_are_served(model, memory, tiny_tokenizer, tmp_path):
     memory.save(tmp_path / "memory.safetensors")
-    joined = CompressedContext.concatenate([CompressedContext.load(tmp_path / "memory.safetensors"), memory])
+    loaded = CompressedContext.load(tmp_path / "memory.safetensors")
+    # The slots alone need no model.
+    assert loaded.to_prompt_embeds().equal(memory.embeddings[0])
+    rounded = loaded.quantize("int8")
+    assert rounded.to_prompt_embeds().equal(rounded.dequantize().embeddings[0])
+    joined = CompressedContext.concatenate([loaded, memory])
     embeds = joined.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
     expected = new_tokens(model, joined, message_ids(model.config, tiny_tokenizer, QUESTION))
     assert served_tokens(model.decoder_language_model(), embeds).equal(expected)
@@ -174,8 +180,11 @@ def test_a_task_token_takes_the_place_of_bos_in_a_chat(method_cases, tiny_tokeni
 
 def test_what_cannot_be_served_is_refused(model, memory, tiny_tokenizer):
     two = model.compress(torch.arange(5, 27).view(2, 11))
-    with pytest.raises(ValueError, match="this one has 2 rows: choose with `rows`"):
-        two.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
+    for arguments in ((tiny_tokenizer, QUESTION, model), ()):
+        with pytest.raises(ValueError, match="this one has 2 rows: choose with `rows`"):
+            two.to_prompt_embeds(*arguments)
+    with pytest.raises(ValueError, match="a text needs the tokenizer that was saved with the checkpoint"):
+        memory.to_prompt_embeds(messages=QUESTION)
     memory.model_id = "other:0"
     with pytest.raises(ValueError, match="other:0"):
         memory.to_prompt_embeds(tiny_tokenizer, QUESTION, model)
