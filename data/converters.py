@@ -60,7 +60,7 @@ class Conversion:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        written = ", ".join(f"{count:,} rows to {path}" for path, count in self.rows.items())
+        written = ", ".join(f"{count:,} row{'s' * (count != 1)} to {path}" for path, count in self.rows.items())
         reasons = ", ".join(f"{count:,} without {name}" for name, count in self.skipped.items() if count)
         return f"wrote {written}" + (f"; left out {reasons}" if reasons else "")
 

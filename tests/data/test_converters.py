@@ -4,6 +4,7 @@
 import dataclasses
 import gzip
 import json
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -330,12 +331,14 @@ def test_the_command_reads_the_hub_and_says_what_it_wrote(tmp_path, monkeypatch,
     words = ["data", "mrqa", str(output), "--where", "{subset: SQuAD}", "--max-rows", "1"]
     assert cli.main(words) == 0
     assert capsys.readouterr().out == (
-        f"wrote 1 rows to {output}; left out 1 without answers\nlicence: not stated, each subset has its own\n"
+        f"wrote 1 row to {output}; left out 1 without answers\nlicence: not stated, each subset has its own\n"
     )
     assert pyarrow.parquet.read_table(output).to_pylist() == [
         {"subset": "SQuAD", "id": "2", "context": "c", "question": "q", "answers": ["a"]}
     ]
     whole = output.read_bytes()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    assert [name for name in PUBLISHED_SETS if f"`{name}`" not in page] == []
     assert cli.main(["data", "--list"]) == 0
     table = capsys.readouterr().out
     assert all(entry.title in table and entry.licence in table for entry in PUBLISHED_SETS.values())

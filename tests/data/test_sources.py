@@ -47,21 +47,19 @@ def test_columns_are_renamed_and_answers_become_lists(folder):
     assert read_rows(source(path="nested.parquet", columns=columns), str(folder))["answers"].to_pylist() == [["yes"]]
 
 
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
+def test_single_answers_become_texts(tmp_path):
+    for answers, expected in (
         ([0, 1, 2, 3], ["0", "1", "2", "3"]),
         ([0.0, 1.0, 2.5], ["0.0", "1.0", "2.5"]),
         ([True, False], ["yes", "no"]),
         (["1", "yes", "True"], ["1", "yes", "True"]),
         ([datetime.date(1990, 5, 2), datetime.date(1, 1, 1)], ["1990-05-02", "0001-01-01"]),
         ([Decimal("1.00"), Decimal("0.10")], ["1.00", "0.10"]),
-    ],
-)
-def test_single_answers_become_texts(tmp_path, answers, expected):
-    rows = [{"context": "c", "question": "q", "answers": answer} for answer in answers]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa.parquet")
-    assert read_rows(source(path="qa.parquet"), str(tmp_path))["answers"].to_pylist() == [[text] for text in expected]
+    ):
+        rows = [{"context": "c", "question": "q", "answers": answer} for answer in answers]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "qa.parquet")
+        table = read_rows(source(path="qa.parquet"), str(tmp_path))
+        assert table["answers"].to_pylist() == [[text] for text in expected]
 
 
 def test_answers_that_are_no_texts_are_refused(tmp_path):

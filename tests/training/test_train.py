@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from small_recipes import GENERATED, new_model, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.optimization import get_scheduler
@@ -19,6 +21,7 @@ import context_compressors.training
 from context_compressors.cli import train as train_command
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.data.document_ids import document_id
 from context_compressors.data.prompts import TASKS
 from context_compressors.data.sources import DataSource
 from context_compressors.modeling.modeling_compression_tokens import CompressionTokensForCausalLM
@@ -36,10 +39,9 @@ BASES = sorted(path.stem for path in (RECIPES / "mean_pooling" / "bases").glob("
 EMBEDDED = sorted(path.stem for path in (RECIPES / "embedded").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=" ".join)
-def test_paper_recipes_hold_table_6(setting, tmp_path):
-    first = ["mean_pooling/multi_ratio.yaml", *(f"mean_pooling/{name}.yaml" for name in setting)]
-    for base in BASES:
+def test_paper_recipes_hold_table_6(tmp_path):
+    for setting, base in itertools.product(SETTINGS, BASES):
+        first = ["mean_pooling/multi_ratio.yaml", *(f"mean_pooling/{name}.yaml" for name in setting)]
         files = [*first, f"mean_pooling/bases/{base}.yaml", "mean_pooling/data.yaml"]
         model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path), "--use_cpu", "true"])
         assert (args.learning_rate, args.max_steps, args.warmup_steps) == (2e-4, 48_000, 2_400)
@@ -59,6 +61,50 @@ def test_paper_recipes_hold_table_6(setting, tmp_path):
         assert model.method == ("compression_tokens" if attention else "mean_pooling")
         own = {"token_attention": attention[0]} if attention else {}
         assert model.method_config == {"compression_ratios": ratios, **lora, **own}
+
+
+def test_training_data_are_those_of_tables_4_and_8_and_the_long_stage_of_a_3(tmp_path):
+    table_4 = {
+        "abisee/cnn_dailymail": 198_732, "knkarthick/dialogsum": 12_452, "knkarthick/samsum": 14_730,
+        "EdinburghNLP/xsum": 185_760, "google/boolq": 9_427, "ucinlp/drop": 76_751, "hotpotqa/hotpot_qa": 90_327,
+        "deepmind/narrativeqa": 28_299, "qiaojin/PubMedQA": 211_218, "quac_train.parquet": 81_391,
+        "textmachinelab/quail": 10_246, "ehovy/race": 87_749, "rajpurkar/squad": 86_821, "sggetao/PwC": 241_563,
+    }  # fmt: skip
+    table_8 = {
+        "FiscalNote/billsum": 5_000, "hotpotqa/hotpot_qa": 5_000, "kmfoda/booksum": 4_055,
+        "longalpaca_train.parquet": 3_918, "emozilla/quality": 2_426, "qasper_train.parquet": 2_331,
+        "qmsum_train.parquet": 295,
+    }  # fmt: skip
+    files = ["mean_pooling/multi_ratio.yaml", "mean_pooling/bases/qwen3_1.7b.yaml"]
+    own = ["--output_dir", str(tmp_path), "--use_cpu", "true"]
+    _, short, _ = parse_recipe([*files, "mean_pooling/data.yaml", *own])
+    assert {source.label: source.weight for source in short.parsed_sources()} == table_4
+    assert sum(table_4.values()) == 1_335_466
+    assert short.overlong_contexts == "skip"
+    files += [f"mean_pooling/long_context/{name}.yaml" for name in ("stage", "data")]
+    _, data, args = parse_recipe([*files, *own])
+    sources = data.parsed_sources()
+    long = {source.label: source.weight for source in sources if source.max_samples is None}
+    assert long == table_8
+    assert sum(table_8.values()) == 23_025
+    kept = [source for source in sources if source.max_samples is not None]
+    assert {source.label for source in kept} == table_4.keys()
+    assert {(source.max_samples, source.weight) for source in kept} == {(2_000, 2_000)}
+    # Hotpot's gold paragraphs are the short set, all ten the long one.
+    assert [source.supporting_passages for source in sources if source.name == "hotpotqa/hotpot_qa"] == [False, True]
+    assert (args.max_steps, args.warmup_steps, args.learning_rate) == (4_800, 240, 2e-4)
+    assert (data.max_context_tokens, data.max_target_tokens, data.overlong_contexts) == (8_192, 256, "skip")
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
+    progressive = [*files[:-1], "mean_pooling/long_context/progressive.yaml", files[-1]]
+    _, data, _ = parse_recipe([*progressive, *own])
+    lengths = [length for _, length in data.length_schedule]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == data.max_context_tokens
+    files = ["smollm2/mean_pooling.yaml", "smollm2/data.yaml", "smollm2/long_context.yaml"]
+    _, data, args = parse_recipe([*files, *own])
+    assert data.max_context_tokens == data.length_schedule[-1][1] == 2_048
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
+    assert data.parsed_sources()
 
 
 def test_each_ablation_of_table_3_changes_its_own_field(tmp_path):
@@ -403,6 +449,26 @@ def test_a_base_model_is_trained_with_its_tokenizer(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_teacher_goes_on_with_its_adapter(tmp_path, base_folder):
+    first, again = tmp_path / "first", tmp_path / "again"
+    fields = {"objective": "teacher", "teacher_lora": {"rank": 2, "alpha": 4}}
+    main([write_recipe(tmp_path, **fields, base=str(base_folder), learning_rate=1e-2), "--output_dir", str(first)])
+    # A rate of zero: what is saved is what it started from.
+    recipe = write_recipe(tmp_path, **fields, checkpoint=str(first), learning_rate=0.0)
+    main([recipe, "--output_dir", str(again)])
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (first, again))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(value.any() for name, value in before.items() if "lora_B" in name)
+    trainer = build_trainer(*parse_recipe([recipe, "--output_dir", str(again)]))
+    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == len(before)
+    assert all("lora_" in name for name in trained)
+    with pytest.raises(ValueError, match="goes on from the folder of its adapter, checkpoint, without a base"):
+        build_trainer(*parse_recipe([recipe, "--checkpoint", str(base_folder)]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}])
 def test_teacher_then_distillation_then_going_on(tmp_path, base_folder, lora):
     teacher, student, further = (tmp_path / name for name in ("teacher", "student", "further"))
@@ -422,13 +488,17 @@ def test_teacher_then_distillation_then_going_on(tmp_path, base_folder, lora):
 
 
 @pytest.mark.slow
-def test_eval_sources_are_evaluated(tmp_path, base_folder):
+def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
+    rows = [{"context": f"Berth {n} is Nora's.", "question": f"Whose | {n}?", "answers": ["Nora's"]} for n in range(9)]
+    (tmp_path / "berths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = {"path": str(tmp_path / "berths.jsonl"), "tasks": ["question_answering"], "weight": 1}
     recipe = write_recipe(
         tmp_path,
         objective="compression",
         base=str(base_folder),
         method_config={"compression_ratios": [2]},
-        eval_sources=[{"generated": True, "split": "test", "tasks": ["reconstruction"], "weight": 1}],
+        eval_sources=[{"generated": True, "split": "test", "tasks": ["reconstruction"], "weight": 1}, held_out],
+        sample_answers_steps=2,
         # Of the training alone: the first task is none of theirs.
         task_schedule=[[0.0, ["question_answering"]], [0.5, ["reconstruction"]]],
         num_eval_examples=4,
@@ -438,6 +508,18 @@ def test_eval_sources_are_evaluated(tmp_path, base_folder):
     main([recipe])
     log = json.loads((tmp_path / "out" / "training_summary.json").read_text())["log"]
     assert any("eval_loss_ratio_2" in entry for entry in log)
+    asked = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines() if "Whose" in line]
+    assert [(step.strip("| "), question.strip()) for step, question in asked] == [
+        (step, f"Whose \\| {n}?") for step in "02" for n in range(4)
+    ]
+    documents = json.loads((tmp_path / "out" / "training_documents.json").read_text())
+    assert {document_id(row["context"]) for row in rows[:4]} <= set(documents["chose"].split())
+    # It trains as it does unasked, and questions that are trained on are none to look at.
+    main([recipe, "--sample_answers_steps", "0", "--output_dir", str(tmp_path / "unasked")])
+    unasked = json.loads((tmp_path / "unasked" / "training_summary.json").read_text())["log"]
+    assert [entry.get("loss") for entry in unasked] == [entry.get("loss") for entry in log]
+    with pytest.raises(ValueError, match="sample_answers_steps needs questions that are not trained on"):
+        main([recipe, "--eval_sources", "null", "--eval_strategy", "no"])
 
 
 def test_method_config_belongs_to_a_new_compressor(tmp_path, base_folder):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from trl import SFTTrainer
@@ -29,12 +31,34 @@ class TeacherTrainer(BaseTrainer, SFTTrainer):
         return super().compute_loss(model, without_metadata(inputs), return_outputs, num_items_in_batch)
 
 
+def _earlier_teacher(model_args: ModelArguments) -> Any:
+    """The base of an earlier teacher with its adapter, which goes on training."""
+    folder = str(model_args.checkpoint)
+    if model_args.base is not None or not (Path(folder) / "adapter_config.json").is_file():
+        raise ValueError(
+            "a teacher goes on from the folder of its adapter, checkpoint, without a base (one whose weights were all "
+            f"trained is a base itself), got checkpoint {folder!r} and base {model_args.base!r}"
+        )
+    from peft import PeftConfig, PeftModel
+
+    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    model = pretrained_language_model(replace(model_args, base=base, checkpoint=None))
+    return PeftModel.from_pretrained(model, folder, is_trainable=True)
+
+
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> TeacherTrainer:
-    """Trainer of the full-context teacher: the base with LoRA (`teacher_lora`) or with all its weights."""
+    """Trainer of the full-context teacher: the base with LoRA (`teacher_lora`) or with all its weights.
+
+    Raises:
+        ValueError: a field of `teacher_lora` that is not allowed, or a `checkpoint` that is no adapter's folder.
+    """
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
-    model = pretrained_language_model(model_args)
     peft_config = None
-    if model_args.teacher_lora is not None:
+    if model_args.checkpoint is not None:
+        model: Any = _earlier_teacher(model_args)
+    else:
+        model = pretrained_language_model(model_args)
+    if model_args.checkpoint is None and model_args.teacher_lora is not None:
         from peft import LoraConfig
 
         settings: dict[str, Any] = {"rank": 16, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}
