@@ -112,6 +112,12 @@ def test_the_page_on_training_runs(workplace: Path):
     assert math.isfinite(names["result"].training_loss)
 
 
+def test_the_page_on_published_data_sets_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    _, outputs = pages.run_page(DOCS / "data.md")
+    assert [printed for _, printed in outputs] == [block.content for block, _ in outputs]
+
+
 @pytest.mark.slow
 def test_the_page_on_evaluation_runs(workplace: Path):
     _, outputs = pages.run_page(DOCS / "evaluate.md")
@@ -158,7 +164,7 @@ def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
     # A page that is added needs a test of its own; docs/add_a_method.md and docs/papers.md have files of them,
     # docs/frameworks.md has one in tests/integrations, and of the page on benchmarks nothing runs.
-    pages_that_run = ["corpus", "evaluate", "methods", "publish", "serve", "train", "use"]
+    pages_that_run = ["corpus", "data", "evaluate", "methods", "publish", "serve", "train", "use"]
     assert sorted({*pages_that_run, "add_a_method", "benchmarks", "frameworks", "papers"}) == PAGES
     assert {block.language for page in ("benchmarks", "papers") for block in blocks(page)} <= {"console", "text"}
 
