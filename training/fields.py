@@ -56,7 +56,7 @@ class ModelArguments:
         base_gguf_file: GGUF file in `base` that has the weights and the tokenizer; the weights are dequantised.
         encoder: folder or Hub id of another language model that encodes, for a method with an encoder of its own.
         encoder_revision: revision of `encoder` on the Hub.
-        checkpoint: a compressor checkpoint to go on from, instead of `base`.
+        checkpoint: a compressor checkpoint to go on from, instead of `base`; of a teacher, its adapter's folder.
         checkpoint_base: where the base of a light `checkpoint` is, folder or Hub id, if not where it says.
         checkpoint_config: configuration fields that the checkpoint goes on with instead of its own, e.g.
             `{training_stage: keft}` or `{decoder_config: {dropout_rate: 0.1}}`, where the rest of `decoder_config`
