@@ -36,6 +36,7 @@ _MODULE_OF = {
     "CompressionCollator": "training.objectives.compression_collator",
     "CompressionTrainer": "training.objectives.compression_trainer",
     "DistillationTrainer": "training.objectives.distillation",
+    "LogAnswersCallback": "training.log_answers",
     "RetrievalPairs": "training.objectives.retrieval",
     "RetrievalCollator": "training.objectives.retrieval",
     "RetrievalTrainer": "training.objectives.retrieval",

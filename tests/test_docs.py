@@ -19,6 +19,7 @@ from context_compressors import __version__
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
 # What a page only shows: it needs a network, a server, several GPUs, large files or a shell of one's own.
 SHOWN = ("accelerate", "git", "make", "pip", "pytest", "python", "ray", "vllm", "hf", "curl", "context-compressors")
+SHOWN += ("trackio",)
 
 
 def blocks(page: str) -> list[pages.Block]:

@@ -239,6 +239,8 @@ class TrainingFields:
         context_mode: how the objectives compression and joint give the context: compressed, or for the bounds as
             full_context in front of the text, or no_context.
         contrastive_temperature: scores of the objective retrieval are divided by it.
+        sample_answers_steps: the log shows answers to the first questions of `eval_sources` every so many steps, and
+            before the first; never with 0.
     """
 
     objective: str = field(default="compression", metadata={"help": ", ".join(OBJECTIVES)})
@@ -253,6 +255,7 @@ class TrainingFields:
     alpha: float = field(default=0.5, metadata={"help": "weight of the reconstruction in joint pretraining"})
     context_mode: str = field(default="compressed", metadata={"help": ", ".join(CONTEXT_MODES)})
     contrastive_temperature: float = field(default=1.0, metadata={"help": "what scores of retrieval are divided by"})
+    sample_answers_steps: int = field(default=0, metadata={"help": "steps between answers in the log; 0 for none"})
 
     def check_fields(self) -> None:
         """Read `ratio_schedule` from its text; `ValueError` names the first field whose value is not allowed."""
@@ -270,6 +273,8 @@ class TrainingFields:
             raise ValueError(f"distillation_chunk_size must be at least 1, got {self.distillation_chunk_size}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
+        if self.sample_answers_steps < 0:
+            raise ValueError(f"sample_answers_steps must be 0 or more, got {self.sample_answers_steps}")
         if self.contrastive_temperature <= 0:
             raise ValueError(f"contrastive_temperature must be above 0, got {self.contrastive_temperature}")
         check_choice("context_mode", self.context_mode, CONTEXT_MODES)

@@ -12,6 +12,7 @@ import torch
 from transformers import Trainer, set_seed
 
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
+from .log_answers import add_sample_answers
 from .resume import check_resumed
 from .run_record import add_earlier_documents, latest_checkpoint, write_summary
 from .weight_files import store_weights_as
@@ -25,6 +26,7 @@ _OBJECTIVES_WITH = {
     "length_schedule": (*_READING, "joint", "language_modeling"),
     "ratio_schedule": ("compression", "distillation", "joint", "denoising"),
     "eval_sources": (*_READING, "joint", "denoising"),
+    "sample_answers_steps": ("compression", "distillation"),
 }
 _INSTEAD = {("eval_sources", "retrieval"): "measure rankings with `evaluate-retrieval`"}
 
@@ -55,7 +57,10 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
         )
     set_seed(args.seed)
     objective = importlib.import_module(f".objectives.{_FILES.get(args.objective, args.objective)}", __package__)
-    return objective.build(model_args, data_args, args)
+    trainer = objective.build(model_args, data_args, args)
+    if args.sample_answers_steps:
+        add_sample_answers(trainer, data_args, args.sample_answers_steps)
+    return trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
