@@ -27,6 +27,7 @@ _COMMANDS = {
     "curves": "draw training logs, and tell how soon each run reaches a loss",
     "flops": "count the operations of every method beside the full context",
     "card": "write a checkpoint's card from its training run and its evaluation",
+    "serve": "serve memories and the chat that reads them, to clients of OpenAI's API",
     "export-decoder": "write the decoder as a plain language model or LoRA adapter, for vLLM and others",
     "upload": "build a Hub repository from a checkpoint, and push it",
     "demo": "answer questions about five pages from their text and from a few vectors; fine-tune; save",

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests a second and time to the first token of `context-compressors serve`, from text and from memories.
+
+    python -m benchmarks.serving.measure
+    python -m benchmarks.serving.measure --clients 1 --tokens 256 1024 4096
+
+Starts the server with the checkpoint, and asks it as a program would: each client has a document of its own, asks
+about it, waits for the last token and asks again. The document stands in the request as text, or was made a memory
+before the clock starts; how long that took stands beside it. Answers are streamed; the first token is what the first
+event with text brings, waiting for a turn included. The clients run on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer
+
+from benchmarks.common.tools import DTYPES, add_place_arguments, positive_int, save_and_report
+from context_compressors import generate_document
+from context_compressors.reporting.tables import markdown_table
+
+CHECKPOINT = Path(__file__).resolve().parents[2] / "checkpoints" / "smollm2-135m-instruct-mean-pooling"
+_QUESTION = "What is this text about?"
+# Longest generated document; longer texts are several of them.
+_PART_TOKENS = 1024
+
+
+class Server:
+    """The command, at a free port of this machine.
+
+    Args:
+        checkpoint: what it serves.
+        options: further arguments.
+    """
+
+    def __init__(self, checkpoint: str, options: Sequence[str]):
+        command = [sys.executable, "-P", "-m", "context_compressors.cli", "serve", checkpoint, "--port", "0", *options]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line.startswith("serving at "):
+            raise OSError(f"the server did not start: {' '.join(command)}")
+        self._place = line.split()[2].removeprefix("http://")
+
+    def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+        """The answer to a request, as it comes."""
+        connection = http.client.HTTPConnection(self._place, timeout=3600)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise OSError(f"{response.status}: {response.read().decode()}")
+        return response
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait()
+
+
+def document(seed: int, num_tokens: int, tokenizer: Any) -> str:
+    """A text of at most so many tokens, and of some tens fewer at the least."""
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+    num_parts = -(-num_tokens // _PART_TOKENS)
+    options = {"num_tokens": num_tokens // num_parts, "split": "test", "count_tokens": count}
+    return " ".join(generate_document(1000 * seed + part, **options).text for part in range(num_parts))
+
+
+def ask(server: Server, content: Any, new_tokens: int) -> tuple[float, float]:
+    """Seconds to the first and to the last token of an answer."""
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": new_tokens, "stream": True}
+    start, first = time.perf_counter(), None
+    for line in server.post("/v1/chat/completions", body):
+        event = line.removeprefix(b"data: ").strip()
+        if event.startswith(b"{"):
+            choice = json.loads(event)["choices"][0]
+            if first is None and (choice["delta"].get("content") or choice["finish_reason"]):
+                first = time.perf_counter() - start
+    last = time.perf_counter() - start
+    return last if first is None else first, last
+
+
+def contents(server: Server, texts: Sequence[str], way: str) -> tuple[list[Any], float]:
+    """What requests hold in one of the ways, "text" or a ratio as "4x", and seconds of compression for each text."""
+    if way == "text":
+        return [f"{text}\n\n{_QUESTION}" for text in texts], 0.0
+    start = time.perf_counter()
+    made = json.load(server.post("/v1/memories", {"text": list(texts), "ratio": int(way.removesuffix("x"))}))
+    seconds = (time.perf_counter() - start) / len(texts)
+    question = {"type": "text", "text": _QUESTION}
+    return [[{"type": "memory", "memory_id": memory["id"]}, question] for memory in made["data"]], seconds
+
+
+def measure(server: Server, texts: Sequence[str], way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One row: as many clients as texts, in one of the ways."""
+    held, compression = contents(server, texts, way)
+
+    def client(content: Any) -> list[tuple[float, float]]:
+        return [ask(server, content, arguments.new_tokens) for _ in range(arguments.rounds)]
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(texts)) as pool:
+        times = [pair for pairs in pool.map(client, held) for pair in pairs]
+    seconds = time.perf_counter() - start
+    first, last = zip(*times, strict=True)
+    row = {"clients": len(texts), "way": way, "requests": len(times), "seconds": seconds}
+    row |= {"requests_per_second": len(times) / seconds, "compression_seconds": compression}
+    for name, values in (("first", first), ("last", last)):
+        row |= {f"{name}_token_p{share}": float(np.percentile(values, share)) for share in (50, 95)}
+    return row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The results as a table."""
+    header = [
+        "tokens",
+        "clients",
+        "from",
+        "requests a second",
+        "first token p50",
+        "p95",
+        "last token p50",
+        "to compress",
+    ]
+    names = ("first_token_p50", "first_token_p95", "last_token_p50")
+    lines = [
+        [f"{row['tokens']:,}", str(row["clients"]), row["way"], f"{row['requests_per_second']:.2f}"]
+        + [f"{row[name]:.2f} s" for name in names]
+        + [f"{row['compression_seconds']:.2f} s" if row["compression_seconds"] else ""]
+        for row in rows
+    ]
+    return markdown_table(header, lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.serving.measure", description=__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = made.add_argument
+    add("--checkpoint", default=str(CHECKPOINT), help="default: that of this repository")
+    add("--clients", type=positive_int, nargs="+", default=[1, 8, 64], help="default: 1 8 64")
+    add("--tokens", type=positive_int, nargs="+", default=[512], help="of a document (default: 512)")
+    add("--ways", nargs="+", default=["text", "4x", "8x"], help="default: text 4x 8x")
+    add("--new-tokens", type=positive_int, default=16, help="longest answer (default: 16)")
+    add("--rounds", type=positive_int, default=3, help="requests of each client (default: 3)")
+    add("--batch-size", type=positive_int, default=8, help="of the server (default: 8)")
+    add("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    add_place_arguments(made)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
+    options = [
+        "--dtype",
+        arguments.dtype,
+        "--batch-size",
+        str(arguments.batch_size),
+        "--timeout",
+        "3600",
+        "--max-tokens",
+        "1000000",
+    ]
+    options += ["--device", arguments.device] if arguments.device else []
+    server, rows = Server(arguments.checkpoint, options), []
+    try:
+        measure(server, [document(0, 64, tokenizer)], "text", arguments)  # warms up
+        sizes = [(tokens, clients) for tokens in arguments.tokens for clients in arguments.clients]
+        for tokens, clients in tqdm(sizes, disable=not sys.stderr.isatty()):
+            texts = [document(1 + client, tokens, tokenizer) for client in range(clients)]
+            for way in arguments.ways:
+                rows.append({"tokens": tokens, **measure(server, texts, way, arguments)})
+    finally:
+        server.stop()
+    arguments.checkpoint = Path(arguments.checkpoint).name
+    save_and_report(__file__, arguments, rows, table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server over HTTP: texts become memories with ids, and chats in OpenAI's form name them in place of the texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+try:
+    import fastapi
+    import prometheus_client
+    import uvicorn
+    from fastapi.concurrency import run_in_threadpool
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
+    from starlette.exceptions import HTTPException
+except ImportError as error:
+    raise ImportError("a server needs FastAPI and uvicorn: pip install 'context-compressors[serve]'") from error
+
+from ..corpus.memory_store import MemoryStore
+from ..modeling.compressor.context_compression_qa import MAX_NEW_TOKENS, ContextCompressionQAPipeline
+from ..modeling.memory.compressed_context import CompressedContext
+from .server_engine import Engine, Job, ServerError
+from .server_jobs import Answer, AnswerJob, CompressionJob, Sampling, ServedModel
+from .server_memories import ProcessMemories, StoredMemories
+from .server_requests import ChatRequest, MemoriesRequest
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits of a server.
+
+    Args:
+        api_key: what requests below `/v1` must bring as `Authorization: Bearer ...`; any may come if not given.
+        batch_size: most requests that are computed at once.
+        max_waiting: most requests that wait for their turn.
+        max_tokens: most tokens of one request: of its texts to compress, or of slots, text and answer.
+        max_body_bytes: of one request.
+        max_memory_bytes: of all memories in the process.
+        timeout: seconds that a request may take, its waiting included.
+
+    Raises:
+        ValueError: a limit that is not above 0.
+    """
+
+    api_key: str | None = None
+    batch_size: int = 8
+    max_waiting: int = 256
+    max_tokens: int = 32_768
+    max_body_bytes: int = 4 * 2**20
+    max_memory_bytes: int = 2**30
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self) if field.name != "api_key"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)!r}")
+
+
+def create_app(
+    models: Mapping[str, ContextCompressionQAPipeline],
+    settings: ServerSettings | None = None,
+    stores: Mapping[str, MemoryStore] | None = None,
+    keeps_texts: bool = True,
+) -> fastapi.FastAPI:
+    """The server as an ASGI application.
+
+    Args:
+        models: checkpoints by the names that requests call them by.
+        settings: its limits.
+        stores: where memories of some or all of these models are kept; those of the others are in the process.
+        keeps_texts: whether stores keep what was compressed, too.
+
+    Raises:
+        ValueError: no model, one that compresses documents with their question, or another model's store.
+    """
+    settings, stores = settings or ServerSettings(), stores or {}
+    if not models:
+        raise ValueError("`models` is empty: a server needs at least one")
+    in_process = ProcessMemories(settings.max_memory_bytes)
+    served: dict[str, ServedModel] = {}
+    for name, pipe in models.items():
+        store = stores.get(name)
+        # A store without memories is false.
+        served[name] = ServedModel(name, pipe, in_process if store is None else StoredMemories(store, keeps_texts))
+        if store is not None and store.model_id != served[name].model_id:
+            raise ValueError(f"the store is of the model {store.model_id!r}, {name!r} is {served[name].model_id!r}")
+    return _routes(_Server(served, settings))
+
+
+def run(app: fastapi.FastAPI, host: str, port: int, grace: int) -> None:
+    """Serve an application until Ctrl-C or SIGTERM; then no more requests are taken, and those that run are ended.
+
+    Args:
+        app: of `create_app`.
+        host: address to listen at.
+        port: of it; 0 for any that is free.
+        grace: seconds until requests that still run are broken off.
+
+    Raises:
+        OSError: the address is taken, or is none of this machine.
+    """
+    # Bound here: uvicorn would end the process, without an error to catch.
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+        place = f"[{host}]" if ":" in host else host
+        print(f"serving at http://{place}:{listening.getsockname()[1]} (Ctrl-C ends it)", flush=True)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
+
+
+class _Server:
+    """What the routes of one application share.
+
+    Args:
+        models: by name.
+        settings: the limits.
+    """
+
+    def __init__(self, models: dict[str, ServedModel], settings: ServerSettings):
+        self.models, self.settings = models, settings
+        self.engine = Engine(settings.batch_size, settings.max_waiting)
+        # Where memories are, each place once.
+        self.places = list(dict.fromkeys(model.memories for model in models.values()))
+        self.registry = registry = prometheus_client.CollectorRegistry()
+        counter, histogram, gauge = prometheus_client.Counter, prometheus_client.Histogram, prometheus_client.Gauge
+        prefix = "context_compressors_"
+        self.requests = counter(f"{prefix}requests", "Requests by answer", ["path", "status"], registry=registry)
+        self.tokens = counter(f"{prefix}tokens", "Tokens compressed, read and written", ["kind"], registry=registry)
+        times = {"registry": registry, "buckets": _SECONDS}
+        self.seconds = histogram(f"{prefix}request_seconds", "Time of a whole request", ["path"], **times)
+        self.first_token = histogram(f"{prefix}first_token_seconds", "Time to the first token", **times)
+        for name, text, value in (
+            ("waiting_requests", "Requests that wait for their turn", lambda: len(self.engine.waiting)),
+            ("running_requests", "Requests that are computed", lambda: len(self.engine.running)),
+            ("memory_bytes", "Bytes of memories in the process", lambda: sum(p.nbytes for p in self.places)),
+        ):
+            gauge(prefix + name, text, registry=registry).set_function(value)
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model of a request, which may leave its name out where there is one."""
+        names = ", ".join(map(repr, self.models))
+        if name is None and len(self.models) > 1:
+            raise ServerError(400, f"`model` must be one of {names}", "model_missing", "model")
+        if name is not None and name not in self.models:
+            raise ServerError(404, f"there is no model {name!r}; this server has {names}", "model_not_found", "model")
+        return next(iter(self.models.values())) if name is None else self.models[name]
+
+    def find_memory(self, memory_id: str) -> tuple[ServedModel, CompressedContext]:
+        """A memory and a model that reads it."""
+        for model in self.models.values():
+            memory = model.memories.get(memory_id)
+            if memory is not None and memory.model_id == model.model_id:
+                return model, memory
+        message = f"there is no memory {memory_id!r}: {'; or '.join(place.absence for place in self.places)}"
+        raise ServerError(404, message, "memory_not_found", "memory_id")
+
+    def memory_for(self, model: ServedModel, memory_id: str) -> CompressedContext:
+        """A memory that this model reads."""
+        maker, memory = self.find_memory(memory_id)
+        if memory.model_id != model.model_id:
+            message = f"the memory {memory_id!r} was made by the model {maker.name!r}: {model.name!r} cannot read it"
+            raise ServerError(400, message, "memory_of_another_model", "memory_id")
+        return memory
+
+    def check_length(self, what: str, num_tokens: int, limit: int | None, param: str) -> None:
+        """Refuse more tokens than the server, or a model, allows."""
+        most = min(self.settings.max_tokens, limit or self.settings.max_tokens)
+        if num_tokens > most:
+            message = f"{what}: {num_tokens:,} tokens, at most {most:,} are allowed"
+            raise ServerError(400, message, "context_length_exceeded", param)
+
+    async def compression(self, model: ServedModel, request: MemoriesRequest) -> tuple[CompressionJob, int]:
+        """What makes memories of texts, and the tokens of these."""
+        num_tokens = await run_in_threadpool(model.num_tokens, request.text)
+        self.check_length("the texts", num_tokens, None, "text")
+        settings = self.settings
+        return CompressionJob(model, request.text, request.ratio, settings.timeout, settings.batch_size), num_tokens
+
+    async def answer(self, model: ServedModel, request: ChatRequest) -> AnswerJob:
+        """What answers a chat."""
+        memories = [await run_in_threadpool(self.memory_for, model, name) for name in request.memory_ids]
+        messages = [{"role": message.role, "content": message.text} for message in request.messages]
+        text_ids = await run_in_threadpool(model.text_ids, messages, bool(memories))
+        # Below, scores overflow, and the likeliest token is drawn anyhow.
+        drawn = (request.temperature, request.top_p, request.seed) if request.temperature >= 0.01 else ()
+        job = AnswerJob(
+            model,
+            text_ids,
+            memories,
+            max_tokens=request.max_completion_tokens or request.max_tokens or MAX_NEW_TOKENS,
+            sampling=Sampling(*drawn),
+            stops=request.stop,
+            is_streamed=request.stream,
+            seconds=self.settings.timeout,
+            on_first_token=self.first_token.observe,
+        )
+        what = f"{job.num_slots} slots, {len(text_ids)} tokens of text and {job.max_tokens} of the answer"
+        num_tokens = job.num_slots + len(text_ids) + job.max_tokens
+        self.check_length(what, num_tokens, model.max_positions, "messages")
+        return job
+
+    async def first_event(self, job: Job, request: fastapi.Request) -> Any:
+        """The first part of what a job makes, after its turn has come; a job that nobody waits for is cancelled."""
+
+        async def disconnected() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        self.engine.submit(job)
+        event, gone = asyncio.ensure_future(job.next_event()), asyncio.ensure_future(disconnected())
+        try:
+            await asyncio.wait({event, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if event.done():
+                return event.result()
+            # Nobody reads it; it is counted.
+            raise ServerError(499, "the client has gone")
+        except BaseException:
+            self.engine.cancel(job)
+            raise
+        finally:
+            event.cancel()
+            gone.cancel()
+
+
+def _routes(server: _Server) -> fastapi.FastAPI:
+    """The paths of a server, and how it starts, refuses and stops."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
+        server.engine.start()
+        yield
+        await run_in_threadpool(server.engine.close)
+
+    # Pages of documentation would load scripts from elsewhere.
+    app = fastapi.FastAPI(title="context-compressors", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(_Gate, server=server)
+
+    async def refuse(request: fastapi.Request, error: Exception) -> Response:
+        return _refusal(_as_server_error(error))
+
+    for kind in (ServerError, RequestValidationError, HTTPException, ValueError, TypeError, Exception):
+        app.add_exception_handler(kind, refuse)
+
+    @app.get("/health")
+    async def health() -> Response:
+        engine = server.engine
+        state = {"waiting": len(engine.waiting), "running": len(engine.running), "models": list(server.models)}
+        status, code = ("ok", 200) if engine.is_alive else ("stopping", 503)
+        return JSONResponse({"status": status, **state}, code)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        text = prometheus_client.generate_latest(server.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model.card for model in server.models.values()]}
+
+    @app.post("/v1/memories")
+    async def compress(body: MemoriesRequest, request: fastapi.Request) -> dict[str, Any]:
+        job, num_tokens = await server.compression(server.model(body.model), body)
+        memories = await server.first_event(job, request)
+        server.tokens.labels("compressed").inc(num_tokens)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "model": job.model.name, "data": memories, "usage": usage}
+
+    @app.get("/v1/memories/{memory_id:path}")
+    def memory(memory_id: str) -> dict[str, Any]:
+        maker, found = server.find_memory(memory_id)
+        return maker.describe(memory_id, found)
+
+    @app.delete("/v1/memories/{memory_id:path}")
+    def delete(memory_id: str) -> dict[str, Any]:
+        maker, _ = server.find_memory(memory_id)
+        maker.memories.delete(memory_id)
+        return {"id": memory_id, "object": "memory", "deleted": True}
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: fastapi.Request) -> Any:
+        job = await server.answer(server.model(body.model), body)
+        # What fails before the first token is refused with its status, streamed or not.
+        event = await server.first_event(job, request)
+        writer = _AnswerWriter(server, job, body.stream_options.include_usage)
+        if body.stream:
+            return StreamingResponse(writer.lines(event), media_type="text/event-stream")
+        return writer.whole(event)
+
+    return app
+
+
+class _AnswerWriter:
+    """An answer in OpenAI's form, whole or as a stream of server-sent events."""
+
+    def __init__(self, server: _Server, job: AnswerJob, includes_usage: bool):
+        self.server, self.job, self.includes_usage = server, job, includes_usage
+        self.head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": job.model.name}
+
+    def usage(self, answer: Answer) -> dict[str, Any]:
+        """Tokens that the decoder read and wrote; a slot counts as one."""
+        num_read, num_written = self.job.num_slots + len(self.job.text_ids), answer.num_tokens
+        self.server.tokens.labels("read").inc(num_read)
+        self.server.tokens.labels("written").inc(num_written)
+        total, details = num_read + num_written, {"memory_slots": self.job.num_slots}
+        numbers = {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": total}
+        return {**numbers, "prompt_tokens_details": details}
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
+        message = {"role": "assistant", "content": answer.text}
+        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+        return {**self.head, "object": "chat.completion", "choices": [choice], "usage": self.usage(answer)}
+
+    async def lines(self, event: str | Answer) -> AsyncIterator[str]:
+        """The answer as a stream, from its first event on."""
+        try:
+            yield self._chunk({"role": "assistant", "content": ""})
+            while isinstance(event, str):
+                yield self._chunk({"content": event})
+                event = await self.job.next_event()
+            yield self._chunk({}, event.finish_reason)
+            usage = self.usage(event)
+            if self.includes_usage:
+                yield _event({**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+            yield "data: [DONE]\n\n"
+        except ServerError as error:
+            yield _event(error.body)
+        finally:
+            # Whoever went away is not waited for.
+            self.server.engine.cancel(self.job)
+
+    def _chunk(self, delta: dict[str, str], finish_reason: str | None = None) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+        return _event({**self.head, "object": "chat.completion.chunk", "choices": [choice], "usage": None})
+
+
+class _Gate:
+    """Asks for the key, refuses bodies that are too long or too slow, and counts requests."""
+
+    def __init__(self, app: Any, server: _Server):
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        arrived, status = time.monotonic(), 500
+
+        async def counted_send(message: dict[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            headers = dict(scope["headers"])
+            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            await self.app(scope, self._limited(receive, headers.get(b"content-length", b"0")), counted_send)
+        except ServerError as error:
+            await _refusal(error)(scope, receive, counted_send)
+        finally:
+            path = getattr(scope.get("route"), "path", "other")
+            self.server.requests.labels(path, status).inc()
+            self.server.seconds.labels(path).observe(time.monotonic() - arrived)
+
+    def _check_key(self, path: str, given: bytes) -> None:
+        key = self.server.settings.api_key
+        if key is not None and path.startswith("/v1/") and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            message = "a request needs the key of this server: `Authorization: Bearer KEY`"
+            raise ServerError(401, message, "wrong_api_key")
+
+    def _limited(self, receive: Any, content_length: bytes) -> Any:
+        most, seconds = self.server.settings.max_body_bytes, self.server.settings.timeout
+        num_bytes, is_read = 0, False
+
+        async def limited_receive() -> dict[str, Any]:
+            nonlocal num_bytes, is_read
+            try:
+                message = await asyncio.wait_for(receive(), None if is_read else seconds)
+            except TimeoutError:
+                raise HTTPException(408, f"the request was not sent within {seconds:g} seconds (--timeout)") from None
+            num_bytes += len(message.get("body", b""))
+            is_read = not message.get("more_body", False)
+            if max(num_bytes, int(content_length)) > most:
+                raise HTTPException(413, f"the request has more than {most:,} bytes (--max-body-bytes)")
+            return message
+
+        return limited_receive
+
+
+def _as_server_error(error: Exception) -> ServerError:
+    if isinstance(error, HTTPException):
+        return ServerError(error.status_code, str(error.detail))
+    if not isinstance(error, RequestValidationError):
+        return ServerError.of(error)
+    found = []
+    for problem in error.errors():
+        # The first is "body".
+        kind, place = problem["type"], ".".join(map(str, problem["loc"][1:]))
+        if kind == "json_invalid":
+            return ServerError(400, f"the body is no JSON: {problem['ctx']['error']}", "invalid_json")
+        what = (
+            "is no field of this request"
+            if kind == "extra_forbidden"
+            else problem["msg"].removeprefix("Value error, ")
+        )
+        given = "" if kind in ("missing", "value_error") else f", got {json.dumps(problem['input'], default=str)[:80]}"
+        found.append((place, f"{place}: {what}{given}" if place else f"{what}{given}"))
+    return ServerError(400, "; ".join(text for _, text in found[:3]), "invalid_value", found[0][0] or None)
+
+
+def _refusal(error: ServerError) -> Response:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    return JSONResponse(error.body, error.status, headers)
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server does with a model: texts become memories, and conversations about memories are answered."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline, padded
+from ..modeling.memory.compressed_context import CompressedContext
+from .server_engine import Job
+from .server_memories import ProcessMemories, StoredMemories
+
+
+class ServedModel:
+    """A checkpoint under its name, and where its memories are.
+
+    Args:
+        name: in requests.
+        pipe: the checkpoint.
+        memories: of it, and maybe of others.
+
+    Raises:
+        ValueError: a checkpoint whose memories answer one question alone.
+    """
+
+    def __init__(self, name: str, pipe: ContextCompressionQAPipeline, memories: ProcessMemories | StoredMemories):
+        pipe.check_serves_memories("so that it has no memory that could be served")
+        self.name, self.pipe, self.memories = name, pipe, memories
+        self.model_id: str = pipe.model.model_id
+        self.created = int(time.time())
+        config, ends = pipe.model.config, pipe.model.generation_config.eos_token_id
+        self.max_positions: int | None = getattr(config.decoder_config, "max_position_embeddings", None)
+        self.end_ids = set(ends if isinstance(ends, (list, tuple)) else [ends])
+        pad = pipe.tokenizer.pad_token_id
+        self.pad_token_id = pipe.tokenizer.eos_token_id if pad is None else pad
+        # Tokenizers are no place for several threads.
+        self._lock = threading.Lock()
+
+    def num_tokens(self, texts: Sequence[str]) -> int:
+        """Tokens of documents, as they are compressed."""
+        with self._lock:
+            return sum(map(len, self.pipe.document_ids(texts)))
+
+    def text_ids(self, messages: Sequence[Mapping[str, str]], has_memory: bool) -> list[int]:
+        """Token ids of a conversation behind a memory, or of one that has none.
+
+        Raises:
+            ValueError: messages that the checkpoint cannot be asked, or none without a memory.
+        """
+        config = self.pipe.model.config
+        if not has_memory and config.is_encoder_decoder:
+            raise ValueError(f"{self.name!r} answers from memories alone: name one in the first message of the user")
+        inputs = {"question": None, "messages": messages, "context": "", "memory": None, "batch_size": 1}
+        with self._lock:
+            read = self.pipe.preprocess(inputs)
+        # The memory of some methods holds what opens the text.
+        opening = read["document_ids"][0] if config.opens_context and not has_memory else []
+        return [*opening, *read["question_ids"][0]]
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The model in the list of models."""
+        own = {"ratios": list(self.pipe.model.config.compression_ratios), "model_id": self.model_id}
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "context-compressors", **own}
+
+    def describe(self, memory_id: str, memory: CompressedContext) -> dict[str, Any]:
+        """What is known of a memory of one row."""
+        numbers = {"num_tokens": int(memory.num_context_tokens), "num_slots": int(memory.num_slots)}
+        numbers |= {"ratio": int(torch.as_tensor(memory.ratio)), "bytes": memory.nbytes}
+        return {"id": memory_id, "object": "memory", "model": self.name, **numbers}
+
+
+class CompressionJob(Job):
+    """Texts that become memories; its result are their descriptions."""
+
+    def __init__(self, model: ServedModel, texts: list[str], ratio: int | None, seconds: float, batch_size: int):
+        super().__init__(("compression", model.name, ratio), seconds)
+        self.model, self.texts, self.ratio, self.batch_size = model, texts, ratio, batch_size
+
+    @classmethod
+    def run(cls, jobs: list[Any]) -> None:
+        first, model = jobs[0], jobs[0].model
+        texts = [text for job in jobs for text in job.texts]
+        memory = model.pipe.compress(texts, ratio=first.ratio, batch_size=first.batch_size)
+        for job in jobs:
+            rows, memory = memory[: len(job.texts)], memory[len(job.texts) :]
+            if not job.is_over:
+                ids = [f"mem-{uuid.uuid4().hex}" for _ in job.texts]
+                kept = model.memories.add(ids, rows, job.texts)
+                job.finish([model.describe(name, row) for name, row in zip(ids, kept, strict=True)])
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; what is answered together has it in common.
+
+    Args:
+        temperature: 0 takes the likeliest token, whatever the others are.
+        top_p: share of the probability that tokens are drawn from.
+        seed: of an answer that can be drawn again.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For `generate`."""
+        # As OpenAI has it; the library's own default draws from the 50 likeliest.
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0} if self.temperature else {}
+        return {"num_beams": 1, "do_sample": bool(drawn), **drawn}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of an answer: all of its text, why it ended ("stop" or "length"), and its tokens."""
+
+    text: str
+    finish_reason: str
+    num_tokens: int
+
+
+class AnswerJob(Job):
+    """A conversation; its events are texts, if it is streamed, and an `Answer` at the end.
+
+    Args:
+        model: who answers.
+        text_ids: token ids, see `ServedModel.text_ids`.
+        memories: of one row each, read together and in this order.
+        max_tokens: longest answer.
+        sampling: how tokens are chosen.
+        stops: texts, of which the first ends the answer.
+        is_streamed: whether parts are sent as they come.
+        seconds: after which it is given up.
+        on_first_token: called with the seconds since the request came.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        text_ids: list[int],
+        memories: list[CompressedContext],
+        max_tokens: int,
+        sampling: Sampling,
+        stops: Sequence[str],
+        is_streamed: bool,
+        seconds: float,
+        on_first_token: Callable[[float], None],
+    ):
+        # What else is in a batch changes what is drawn: with a seed, nothing is.
+        alone = id(self) if sampling.seed is not None else None
+        super().__init__(("answer", model.name, bool(memories), sampling, alone), seconds)
+        self.model, self.text_ids, self.memories, self.max_tokens = model, text_ids, memories, max_tokens
+        self.sampling, self.stops, self.is_streamed, self.on_first_token = sampling, stops, is_streamed, on_first_token
+        self.num_slots = sum(int(memory.num_slots) for memory in memories)
+        self._tokens: list[int] = []
+        self._sent = ""
+
+    @classmethod
+    def run(cls, jobs: list[Any]) -> None:
+        model, sampling, pipe = jobs[0].model, jobs[0].sampling, jobs[0].model.pipe
+        joined = [job.memories[0].concatenate(job.memories) for job in jobs if job.memories]
+        rows = [memory.to(pipe.device, pipe.model.dtype) for memory in joined]
+        for job in jobs:
+            job._tokens = []
+        with torch.random.fork_rng(enabled=sampling.seed is not None):
+            if sampling.seed is not None:
+                torch.manual_seed(sampling.seed)
+            pipe.model.generate(
+                **padded([job.text_ids for job in jobs], pipe.device),
+                memory=rows[0].stack(rows) if rows else None,
+                max_new_tokens=max(job.max_tokens for job in jobs),
+                stopping_criteria=StoppingCriteriaList([_HandingOver(jobs)]),
+                pad_token_id=model.pad_token_id,
+                **sampling.arguments,
+            )
+        for job in jobs:
+            if not job.is_done and not job.is_over:
+                # The checkpoint's own settings may end an answer, too.
+                job._end(job._text(), "stop")
+
+    def take(self, token: int) -> None:
+        """Take the next token, unless the last one was taken or nobody waits any more."""
+        if self.is_done or self.is_over:
+            return
+        if not self._tokens:
+            self.on_first_token(time.monotonic() - self.arrived)
+        is_end = token in self.model.end_ids
+        self._tokens += [] if is_end else [token]
+        text = self._text()
+        stops = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if is_end or stops or len(self._tokens) == self.max_tokens:
+            self._end(text[: min(stops, default=None)], "stop" if is_end or stops else "length")
+        else:
+            self._send_up_to(self._settled(text))
+
+    def _text(self) -> str:
+        return self.model.pipe.tokenizer.decode(self._tokens, skip_special_tokens=True)
+
+    def _end(self, text: str, reason: str) -> None:
+        self._send_up_to(text.strip())
+        self.finish(Answer(text.strip(), reason, len(self._tokens)))
+
+    def _settled(self, text: str) -> str:
+        """What the next tokens cannot change: no half of a character, space at the end, or beginning of a stop."""
+        for size in range(max(map(len, self.stops), default=1) - 1, 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self.stops):
+                text = text[:-size]
+                break
+        return text.rstrip("\ufffd").strip()
+
+    def _send_up_to(self, text: str) -> None:
+        if self.is_streamed and len(text) > len(self._sent):
+            self.send(text[len(self._sent) :])
+            self._sent = text
+
+
+class _HandingOver(StoppingCriteria):
+    """Hands each new token to its row's job; a row is done when its job is."""
+
+    def __init__(self, jobs: Sequence[AnswerJob]):
+        self.jobs = jobs
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        for job, token in zip(self.jobs, input_ids[:, -1].tolist(), strict=True):
+            try:
+                job.take(token)
+            except Exception as error:
+                # The other rows go on.
+                job.finish(error)
+        return torch.tensor([job.is_done or job.is_over for job in self.jobs], device=input_ids.device)
