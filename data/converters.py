@@ -275,6 +275,8 @@ def _convert_collection(
     on_rows: Callable[[int], Any],
 ) -> None:
     """A corpus, queries and relevance, each in a file of its own."""
+    for _, file, _ in _RETRIEVAL_TABLES.values():
+        _check_new(done.path / file.format(split=split), overwrite)
     for table, (kinds, file, _) in _RETRIEVAL_TABLES.items():
         schema, path = pyarrow.schema(list(kinds.items())), done.path / file.format(split=split)
         needed = [name for name in kinds if name not in ("title", "score")]
@@ -305,6 +307,11 @@ def _collection_records(folder: Path, table: str, split: str) -> Iterator[Mappin
     return read_records(path)
 
 
+def _check_new(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} is there: pass --force to write it anew")
+
+
 def _check_parquet(path: Path) -> None:
     if path.suffix != ".parquet":
         raise ValueError(f"the output must be a .parquet file, got {path}")
@@ -315,8 +322,7 @@ def _parquet(
     done: Conversion, path: Path, schema: pyarrow.Schema, origin: Mapping[str, str], overwrite: bool
 ) -> Iterator[Callable[[pyarrow.Table], None]]:
     """A function that writes tables; the file is there when all of them are, and not before."""
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} is there: pass --force to write it anew")
+    _check_new(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft, label = path.with_name(f"{path.name}.{os.getpid()}.part"), str(path)
     try:

@@ -68,6 +68,24 @@ PAPER = "Below is a paper. Memorize the paper and answer my question after the p
 BOOK = "Below is some paragraphs in the book, T. Memorize the content and answer my question after the book.\n"
 NO_ID = {"id": None, "question": "q"}
 
+# The head of mteb/scifact's card.
+MTEB_CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: test
+    path: qrels/test.jsonl
+- config_name: corpus
+  data_files:
+  - split: corpus
+    path: corpus.jsonl
+- config_name: queries
+  data_files:
+  - split: queries
+    path: queries.jsonl
+---
+"""
+
 
 def lines(*records):
     return "".join(json.dumps(record) + "\n" for record in records)
@@ -288,7 +306,7 @@ def test_questions_of_dpr_stand_among_twenty_documents(tmp_path):
     assert pyarrow.parquet.read_table(tmp_path / "c.parquet")["context"].to_pylist() == ["G\ng"] * 11
 
 
-def test_collections_are_read_from_the_folders_of_beir_and_ms_marco(tmp_path):
+def test_collections_are_read_from_the_hub_and_the_folders_of_beir_and_ms_marco(tmp_path, monkeypatch):
     write_files(
         tmp_path,
         {
@@ -300,19 +318,31 @@ def test_collections_are_read_from_the_folders_of_beir_and_ms_marco(tmp_path):
             "marco/collection.tsv": '1\tthe "first\n2\tsecond\n',
             "marco/queries.dev.small.tsv": "q\twhich\n",
             "marco/qrels.dev.small.tsv": "q\t0\t2\t1\n",
+            "mteb/README.md": MTEB_CARD,
+            "mteb/corpus.jsonl": lines({"_id": "31715818", "title": "T", "text": "d"}),
+            "mteb/queries.jsonl": lines({"_id": "1", "text": "which"}),
+            "mteb/qrels/test.jsonl": lines({"query-id": "1", "corpus-id": "31715818", "score": 1.0}),
         },
     )
     done = convert("fiqa", tmp_path / "fiqa", split="test", source=str(tmp_path / "beir"))
     assert str(done).endswith("left out 1 without query (queries)")
     convert("msmarco", tmp_path / "msmarco", split="dev", source=str(tmp_path / "marco"))
+    hub = dataclasses.replace(PUBLISHED_SETS["scifact"], hub=str(tmp_path / "mteb"))
+    monkeypatch.setitem(PUBLISHED_SETS, "scifact", hub)
+    convert("scifact", tmp_path / "scifact", split="test")
     for name, split, documents, grades in (
         ("fiqa", "test", [("1", "T d"), ("2", "U")], {"1": 2, "2": 1}),
         ("msmarco", "dev", [("1", 'the "first'), ("2", "second")], {"2": 1}),
+        ("scifact", "test", [("31715818", "T d")], {"31715818": 1}),
     ):
         judged = JudgedQueries(RetrievalSource.from_folder(tmp_path / name, split))
         assert (judged.queries, judged.grades, list(judged.documents())) == (["which"], [grades], documents)
     with pytest.raises(ValueError, match=r"did you mean 'test'|allowed: test"):
         RetrievalSource.from_folder(tmp_path / "fiqa", "tset")
+    (tmp_path / "fiqa" / "corpus.parquet").unlink()
+    with pytest.raises(ValueError, match=r"queries\.parquet is there: pass --force"):
+        convert("fiqa", tmp_path / "fiqa", split="test", source=str(tmp_path / "beir"))
+    assert not (tmp_path / "fiqa" / "corpus.parquet").exists()
     with pytest.raises(ValueError, match=r"has no corpus: there is no corpus\.jsonl"):
         convert("fiqa", tmp_path / "other", split="test", source=str(tmp_path / "fiqa"))
     with pytest.raises(ValueError, match="a retrieval collection, which max_rows would tear apart"):
