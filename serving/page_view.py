@@ -101,7 +101,7 @@ def _card(
         mark, verdict = ("✓", "right") if _holds(answer.text, accepted) else ("✗", "not")
         known = f"the document says “{escape(accepted[0])}”"
         body += f'<p class="cc-verdict cc-{verdict}"><span aria-hidden="true">{mark}</span> {known}</p>'
-    rows = (
+    rows: tuple[tuple[str, list[float], str], ...] = (
         ("slots" if kind == "slots" else "tokens", [cost.num_places for cost in costs], f"{answer.num_places:,}"),
         ("kept", [cost.num_bytes for cost in costs], size_text(answer.num_bytes)),
         ("to read", [cost.read_seconds for cost in costs], f"{answer.read_seconds:.2f} s"),
@@ -123,11 +123,9 @@ def _holds(answer: str, accepted: Sequence[str]) -> bool:
 
 def size_text(count: float) -> str:
     """Bytes in the unit that suits them."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024 or unit == "MiB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return ""
+    if count < 2**10:
+        return f"{count:,.0f} B"
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
 
 
 def inside(found: Inside, ratio: int) -> str:

@@ -92,10 +92,12 @@ def test_links_lead_to_files_and_headings(page: str):
 
 
 @pytest.mark.slow
-def test_the_page_on_use_runs(workplace: Path):
+def test_the_pages_on_use_and_on_the_demo_run(workplace: Path):
     names, outputs = pages.run_page(DOCS / "use.md")
     assert {path.stem for path in (workplace / "library").iterdir()} == set(names["collection"])
     assert all(printed for _, printed in outputs)
+    names, _ = pages.run_page(DOCS / "demo.md")
+    assert len(names["found"].is_likeliest) == len(names["ids"])
 
 
 @pytest.mark.slow
@@ -165,7 +167,7 @@ def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
     # A page that is added needs a test of its own; docs/add_a_method.md and docs/papers.md have files of them,
     # docs/frameworks.md has one in tests/integrations, and of the page on benchmarks nothing runs.
-    pages_that_run = ["corpus", "data", "evaluate", "methods", "publish", "serve", "train", "use"]
+    pages_that_run = ["corpus", "data", "demo", "evaluate", "methods", "publish", "serve", "train", "use"]
     assert sorted({*pages_that_run, "add_a_method", "benchmarks", "frameworks", "papers"}) == PAGES
     assert {block.language for page in ("benchmarks", "papers") for block in blocks(page)} <= {"console", "text"}
 

@@ -30,7 +30,7 @@ _COMMANDS = {
     "serve": "serve memories and the chat that reads them, to clients of OpenAI's API",
     "export-decoder": "write the decoder as a plain language model or LoRA adapter, for vLLM and others",
     "upload": "build a Hub repository from a checkpoint, and push it",
-    "demo": "answer questions about five pages from their text and from a few vectors; fine-tune; save",
+    "demo": "open a page to try a checkpoint on; without one, print a demo on five pages, and fine-tune",
 }
 
 _OPTIONS = ("--help", "--version", "--traceback")

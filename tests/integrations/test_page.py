@@ -13,7 +13,8 @@ import torch
 
 from context_compressors import cli
 from context_compressors.cli.loading import load_compressor
-from context_compressors.modeling.parts.prompting import document_ids, full_context_ids
+from context_compressors.demo import decoder_ids
+from context_compressors.modeling.parts.prompting import full_context_ids
 from context_compressors.serving.page import hide, read_file, take_out
 from context_compressors.serving.page_answers import PageModel
 
@@ -132,7 +133,7 @@ def test_streamed_answers_are_those_of_the_pipeline_and_of_the_decoder_with_the_
     assert [answer.is_done for answer in shown] == [False] * (len(shown) - 1) + [True]
     assert (shown[-1].num_places, shown[-1].num_bytes) == (int(memory.num_slots), memory.nbytes)
 
-    text = document_ids(compressor.config, tokenizer, BAKERY)
+    text = decoder_ids(model.pipe, BAKERY)
     ids = torch.tensor([full_context_ids(compressor.config, tokenizer, text, QUESTIONS[BAKERY])])
     output = compressor.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     *_, shown = model.from_text(BAKERY, QUESTIONS[BAKERY])
@@ -275,7 +276,10 @@ def test_what_cannot_be_asked_or_loaded_gets_a_sentence(visit, tmp_path: Path):
     )
     (tmp_path / "picture.txt").write_bytes(b"\x89PNG\xff")
     page.locator("input[type=file]").first.set_input_files(tmp_path / "picture.txt")
-    page.locator("#cc-problem", has_text="picture.txt is not a text file in UTF-8").wait_for()
+    page.locator("#cc-length", has_text="picture.txt is not a text file in UTF-8").wait_for()
+    (tmp_path / "report.pdf").write_bytes(b"%PDF-1.4")
+    page.locator("input[type=file]").first.set_input_files(tmp_path / "report.pdf")
+    page.get_by_text("Invalid file type: report.pdf. Only .txt, .md allowed.").first.wait_for()
     assert page.locator("#cc-document textarea").input_value() == FERRY
     page.locator("#cc-question textarea").fill("")
     page.locator("#cc-ask").click()
