@@ -15,7 +15,7 @@ from typing import Any
 from ..evaluation.metrics import normalize_answer
 from ..evaluation.needles import KINDS, draw_needle
 from . import page_view as view
-from .page_answers import PageModel
+from .page_answers import Answer, PageModel
 
 _FILE_TYPES = (".txt", ".md")
 _BYTES_PER_TOKEN = 64
@@ -195,7 +195,8 @@ class Page:
         ratio, accepted = self.model.ratios[int(step)], self.accepted(document, question, needle)
         yield view.answers(None, None, ratio), same, seen
         memory, cost = self.model.compress(document, ratio)
-        text = slots = None
+        text: Answer | None = None
+        slots: Answer | None = None
         for slots in self.model.from_slots(memory, cost, question):
             yield view.answers(text, slots, ratio, accepted), same, seen
         for text in self.model.from_text(document, question):

@@ -106,7 +106,8 @@ class PageModel:
                 "not read: give a compressor of a decoder-only language model"
             )
         pipe.check_serves_memories("and the page asks memories: give another one")
-        self.pipe, self.model, self.max_new_tokens = pipe, pipe.model, max_new_tokens
+        self.pipe, self.max_new_tokens = pipe, max_new_tokens
+        self.model: Any = pipe.model
         self._tokenizer = text_tokenizer(pipe.tokenizer)
         positions = config.max_position_embeddings or 2**40
         self.max_tokens = max(1, min(max_tokens, positions - _QUESTION_TOKENS - _TEMPLATE_TOKENS - max_new_tokens))
