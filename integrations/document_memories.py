@@ -205,10 +205,11 @@ class DocumentMemories:
     def _kept(self, texts: list[str], ids: Sequence[str | None]) -> list[str | None]:
         """Of each text the id that it has, where that is still right, or else its own; nothing for a blank one."""
         names = [self._own_id(text) if text.strip() else None for text in texts]
-        given = {id_ for id_, name in zip(ids, names, strict=True) if None not in (id_, name) and id_ != name}
+        pairs = zip(ids, names, strict=True)
+        given = [id_ for id_, name in pairs if isinstance(id_, str) and name is not None and id_ != name]
         if self.store is None or not given:
             return names
-        there = [id_ for id_, is_there in zip(given, self._contains(list(given)), strict=True) if is_there]
+        there = [id_ for id_, is_there in zip(given, self._contains(given), strict=True) if is_there]
         rows = self.store.read(there, ["id", "text", "ratio"]).to_pylist() if there else []
         right = {(row["id"], row["text"]) for row in rows if row["ratio"] == self._ratio}
         return [id_ if (id_, text) in right else name for id_, text, name in zip(ids, texts, names, strict=True)]
@@ -269,7 +270,7 @@ def memory_ids(texts: Iterable[str | None], metadata: Iterable[Mapping[str, Any]
     """
     ids = []
     for text, described in zip(texts, metadata, strict=True):
-        if MEMORY_ID in described:
+        if isinstance(described.get(MEMORY_ID), str):
             ids.append(described[MEMORY_ID])
         elif text and text.strip():
             raise ValueError(f"a document without a {MEMORY_ID!r} in its metadata: compress it first, {text[:60]!r}")

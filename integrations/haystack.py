@@ -106,7 +106,7 @@ class MemoryReader(_OfMemories):
         asked = {**self.generation_kwargs, **(generation_kwargs or {})}
         if streaming_callback is None:
             return {"replies": [self.memories.answer(query, ids, **asked)]}
-        pieces = []
+        pieces: list[str] = []
         for piece in self.memories.stream(query, ids, **asked):
             streaming_callback(StreamingChunk(piece, start=not pieces, index=0))
             pieces.append(piece)

@@ -148,16 +148,17 @@ def _read(messages: Sequence[BaseMessage]) -> tuple[list[dict[str, str]], list[s
         if not roles:
             raise ValueError(f"messages are the system's, the user's and the assistant's, got one of {message.type!r}")
         texts = []
-        for block in [message.content] if isinstance(message.content, str) else message.content:
-            kind = "text" if isinstance(block, str) else block.get("type")
+        for part in [message.content] if isinstance(message.content, str) else message.content:
+            block: dict[str, Any] = {"type": "text", "text": part} if isinstance(part, str) else part
+            kind = block.get("type")
             if kind == "memory" and roles == ["user"] and isinstance(block.get(MEMORY_ID), str):
                 ids.append(block[MEMORY_ID])
             elif kind == "text":
-                texts.append(block if isinstance(block, str) else block["text"])
+                texts.append(block["text"])
             else:
                 raise ValueError(
                     "content is text, and in the user's messages {'type': 'memory', 'memory_id': ...}, "
-                    f"got {block!r} in one of {message.type!r}"
+                    f"got {part!r} in one of {message.type!r}"
                 )
         plain.append({"role": roles[0], "content": "\n".join(texts)})
     return plain, ids
