@@ -94,10 +94,11 @@ def test_the_compressor_trains_goes_on_and_answers(chat_base, tmp_path):
     pipe = ContextCompressionQAPipeline(model=model, tokenizer=tokenizer, device="cpu", max_new_tokens=3)
     assert isinstance(pipe("Who?", context="Nora keeps bees.", ratio=4)["answer"], str)
     checkpoint = f"--checkpoint={out / 'checkpoint-1'}"
-    options = ["--method_config=null", checkpoint, f"--output_dir={end}"]
-    run("mean_pooling", "data", "annealing", "cpu", *options, base="null", folder=tmp_path)
-    after = MeanPoolingForCausalLM.from_pretrained(end).state_dict()
-    assert any(not tensor.equal(after[name]) for name, tensor in model.state_dict().items())
+    for stage in ("annealing", "long_context"):
+        options = ["--method_config=null", checkpoint, f"--output_dir={end / stage}"]
+        run("mean_pooling", "data", stage, "cpu", *options, base="null", folder=tmp_path)
+        after = MeanPoolingForCausalLM.from_pretrained(end / stage).state_dict()
+        assert any(not tensor.equal(after[name]) for name, tensor in model.state_dict().items()), stage
 
 
 @pytest.mark.slow
