@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+_TRACKIO = tempfile.TemporaryDirectory(prefix="trackio-")
 # Read when these packages are imported: nothing is reported to anybody, and runs are kept in a folder of the tests.
 os.environ.update(
     ANONYMIZED_TELEMETRY="False",
@@ -21,7 +22,7 @@ os.environ.update(
     GRADIO_ANALYTICS_ENABLED="False",
     HAYSTACK_TELEMETRY_ENABLED="False",
     LANGSMITH_TRACING="false",
-    TRACKIO_DIR=tempfile.mkdtemp(prefix="trackio-"),
+    TRACKIO_DIR=_TRACKIO.name,
 )
 
 
