@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
-from context_compressors import cli
+from context_compressors import ComprExITForCausalLM, ICAEForCausalLM, SnapKVForCausalLM, cli
 from context_compressors.cli.loading import load_compressor
 from context_compressors.demo import decoder_ids
 from context_compressors.modeling.parts.prompting import full_context_ids
+from context_compressors.serving import page_view as view
 from context_compressors.serving.page import hide, read_file, take_out
 from context_compressors.serving.page_answers import PageModel
 
@@ -162,6 +164,26 @@ def test_tokens_are_the_documents_own_characters_and_every_one_is_in_its_slot(mo
     assert [place for slot in inside.slots for place, _ in slot] == list(range(len(inside.pieces)))
     assert len(inside.slots) == int(memory.num_slots)
     assert len(inside.errors) == len(inside.restored)
+
+
+def test_slots_of_every_kind_are_shown_and_asked(small_checkpoints: Path):
+    base = small_checkpoints / "base"
+    tokenizer, decoder = AutoTokenizer.from_pretrained(base), AutoConfig.from_pretrained(base)
+    kinds = {"plan": ComprExITForCausalLM, "attention": ICAEForCausalLM, "kept": SnapKVForCausalLM}
+    for kind, model_class in kinds.items():
+        torch.manual_seed(0)
+        compressor = model_class(model_class.config_class(decoder_config=decoder, compression_ratios=(4,))).eval()
+        reader = PageModel(compressor.question_answering(tokenizer), MOST_TOKENS, 4)
+        memory, cost = reader.compress(FERRY, 4)
+        inside = reader.inside(FERRY, memory)
+        assert (inside.kind, len(inside.slots)) == (kind, int(memory.num_slots))
+        shown = view.inside(inside, 4)
+        assert shown.count('<span class="t') == len(inside.pieces) + len(inside.restored)
+        # Nothing has trained the last one to repeat a text.
+        assert len(inside.errors) == (0 if kind == "kept" else len(inside.restored))
+        assert ("cannot write a document back" in shown) == (kind == "kept")
+        for answers in (reader.from_slots(memory, cost, "Why?"), reader.from_text(FERRY, "Why?")):
+            assert list(answers)[-1].is_done
 
 
 def test_a_needle_is_hidden_between_sentences_and_taken_out_again():
