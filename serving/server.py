@@ -133,6 +133,7 @@ class _Server:
         # Where memories are, each place once.
         self.places = list(dict.fromkeys(model.memories for model in models.values()))
         self.registry = registry = prometheus_client.CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=registry)
         counter, histogram, gauge = prometheus_client.Counter, prometheus_client.Histogram, prometheus_client.Gauge
         prefix = "context_compressors_"
         self.requests = counter(f"{prefix}requests", "Requests by answer", ["path", "status"], registry=registry)

@@ -170,8 +170,8 @@ class Engine:
                 self.running = [job for job in self.waiting if job.key == key][: self.batch_size]
                 self.waiting = [job for job in self.waiting if job not in self.running]
             self._run(self.running)
-            for job in self.running if self.is_closing else ():
-                if not job.is_done:
+            for job in self.running:
+                if self.is_closing and not job.is_done:
                     job.finish(_stopping())
 
     def _run(self, jobs: list[Job]) -> None:

@@ -4,10 +4,11 @@
     python -m benchmarks.serving.measure
     python -m benchmarks.serving.measure --clients 1 --tokens 256 1024 4096
 
-Starts the server with the checkpoint, and asks it as a program would: each client has a document of its own, asks
-about it, waits for the last token and asks again. The document stands in the request as text, or was made a memory
-before the clock starts; how long that took stands beside it. Answers are streamed; the first token is what the first
-event with text brings, waiting for a turn included. The clients run on the same machine.
+Starts the server with the checkpoint, and asks it as a program would: each client asks about a document, waits for the
+last token and asks again. The document stands in the request as text, or was made a memory before the clock starts.
+Answers are streamed; the first token is what the first event with text brings, waiting for a turn included. Beside
+what the clock says stands the server's own processor time, for a request and for making a memory, on which other
+programs of the machine have little influence.
 """
 
 from __future__ import annotations
@@ -62,6 +63,13 @@ class Server:
             raise OSError(f"{response.status}: {response.read().decode()}")
         return response
 
+    def processor_seconds(self) -> float:
+        """Of its process so far."""
+        connection = http.client.HTTPConnection(self._place, timeout=3600)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("process_cpu_seconds_total"))
+
     def stop(self) -> None:
         """End it."""
         self._process.terminate()
@@ -94,30 +102,34 @@ def ask(server: Server, content: Any, new_tokens: int) -> tuple[float, float]:
 
 
 def contents(server: Server, texts: Sequence[str], way: str) -> tuple[list[Any], float]:
-    """What requests hold in one of the ways, "text" or a ratio as "4x", and seconds of compression for each text."""
+    """What requests hold in one of the ways, "text" or a ratio as "4x", and processor seconds to make a memory."""
     if way == "text":
         return [f"{text}\n\n{_QUESTION}" for text in texts], 0.0
-    start = time.perf_counter()
+    start = server.processor_seconds()
     made = json.load(server.post("/v1/memories", {"text": list(texts), "ratio": int(way.removesuffix("x"))}))
-    seconds = (time.perf_counter() - start) / len(texts)
+    seconds = (server.processor_seconds() - start) / len(texts)
     question = {"type": "text", "text": _QUESTION}
     return [[{"type": "memory", "memory_id": memory["id"]}, question] for memory in made["data"]], seconds
 
 
-def measure(server: Server, texts: Sequence[str], way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One row: as many clients as texts, in one of the ways."""
+def measure(
+    server: Server, texts: Sequence[str], clients: int, way: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """One row: clients that have the texts in turn, in one of the ways."""
     held, compression = contents(server, texts, way)
 
-    def client(content: Any) -> list[tuple[float, float]]:
+    def client(number: int) -> list[tuple[float, float]]:
+        content = held[number % len(held)]
         return [ask(server, content, arguments.new_tokens) for _ in range(arguments.rounds)]
 
-    start = time.perf_counter()
-    with ThreadPoolExecutor(len(texts)) as pool:
-        times = [pair for pairs in pool.map(client, held) for pair in pairs]
-    seconds = time.perf_counter() - start
+    start, processor = time.perf_counter(), server.processor_seconds()
+    with ThreadPoolExecutor(clients) as pool:
+        times = [pair for pairs in pool.map(client, range(clients)) for pair in pairs]
+    seconds, processor = time.perf_counter() - start, server.processor_seconds() - processor
     first, last = zip(*times, strict=True)
-    row = {"clients": len(texts), "way": way, "requests": len(times), "seconds": seconds}
-    row |= {"requests_per_second": len(times) / seconds, "compression_seconds": compression}
+    row = {"clients": clients, "way": way, "requests": len(times), "seconds": seconds}
+    row |= {"requests_per_second": len(times) / seconds, "processor_seconds": processor / len(times)}
+    row |= {"compression_processor_seconds": compression}
     for name, values in (("first", first), ("last", last)):
         row |= {f"{name}_token_p{share}": float(np.percentile(values, share)) for share in (50, 95)}
     return row
@@ -125,21 +137,13 @@ def measure(server: Server, texts: Sequence[str], way: str, arguments: argparse.
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The results as a table."""
-    header = [
-        "tokens",
-        "clients",
-        "from",
-        "requests a second",
-        "first token p50",
-        "p95",
-        "last token p50",
-        "to compress",
-    ]
-    names = ("first_token_p50", "first_token_p95", "last_token_p50")
+    header = ["tokens", "clients", "from", "requests a second", "first token p50", "p95", "last token p50"]
+    header += ["processor, a request", "a memory"]
+    names = ["first_token_p50", "first_token_p95", "last_token_p50", "processor_seconds"]
+    names += ["compression_processor_seconds"]
     lines = [
         [f"{row['tokens']:,}", str(row["clients"]), row["way"], f"{row['requests_per_second']:.2f}"]
-        + [f"{row[name]:.2f} s" for name in names]
-        + [f"{row['compression_seconds']:.2f} s" if row["compression_seconds"] else ""]
+        + [f"{row[name]:.2f} s" if row[name] else "" for name in names]
         for row in rows
     ]
     return markdown_table(header, lines)
@@ -153,6 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--checkpoint", default=str(CHECKPOINT), help="default: that of this repository")
     add("--clients", type=positive_int, nargs="+", default=[1, 8, 64], help="default: 1 8 64")
     add("--tokens", type=positive_int, nargs="+", default=[512], help="of a document (default: 512)")
+    add("--documents", type=positive_int, default=64, help="different ones, at most (default: 64)")
     add("--ways", nargs="+", default=["text", "4x", "8x"], help="default: text 4x 8x")
     add("--new-tokens", type=positive_int, default=16, help="longest answer (default: 16)")
     add("--rounds", type=positive_int, default=3, help="requests of each client (default: 3)")
@@ -179,12 +184,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options += ["--device", arguments.device] if arguments.device else []
     server, rows = Server(arguments.checkpoint, options), []
     try:
-        measure(server, [document(0, 64, tokenizer)], "text", arguments)  # warms up
+        measure(server, [document(0, 64, tokenizer)], 1, "text", arguments)  # warms up
         sizes = [(tokens, clients) for tokens in arguments.tokens for clients in arguments.clients]
         for tokens, clients in tqdm(sizes, disable=not sys.stderr.isatty()):
-            texts = [document(1 + client, tokens, tokenizer) for client in range(clients)]
+            texts = [document(1 + number, tokens, tokenizer) for number in range(min(clients, arguments.documents))]
             for way in arguments.ways:
-                rows.append({"tokens": tokens, **measure(server, texts, way, arguments)})
+                rows.append({"tokens": tokens, **measure(server, texts, clients, way, arguments)})
+                print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     finally:
         server.stop()
     arguments.checkpoint = Path(arguments.checkpoint).name
