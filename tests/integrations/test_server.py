@@ -277,6 +277,8 @@ def test_every_form_of_memory_is_served_in_batches_and_from_a_store_and_another_
 def together(calls, gate, running):
     """Run calls in threads, the first of which has its turn alone, and the others when all wait."""
     threads = [threading.Thread(target=call) for call in calls]
+    # An answer is here before its batch has ended.
+    running.until(lambda: running.metric("running_requests") == 0)
     threads[0].start()
     running.until(lambda: running.metric("running_requests"))
     for thread in threads[1:]:
@@ -381,7 +383,7 @@ def test_a_request_that_fails_in_a_batch_fails_alone(serve, pipe, gate, monkeypa
         patch.setattr(server_jobs.AnswerJob, "take", fail)
         with pytest.raises(openai.APIError, match="the server failed at this request"):
             text_of(running.chat([ids[0]], stream=True))
-        assert running.metric("running_requests") == 0
+        running.until(lambda: running.metric("running_requests") == 0)
     assert running.chat([ids[0]]).choices[0].message.content == wanted[0]
 
 
