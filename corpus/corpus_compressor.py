@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 
-BATCH_TOKENS = 16_384
+# Tokens that a model reads at once: a CPU is fastest while a layer's states stay in its cache.
+BATCH_TOKENS = {"cpu": 512, "accelerator": 16_384}
 
 
 class CorpusCompressor:
@@ -41,7 +42,8 @@ class CorpusCompressor:
         ratio: Context tokens per slot; the checkpoint's first if not given.
         text_column: The column of the texts.
         memory_dtype: What slots are kept in: "int8", "int4" or "float16".
-        batch_tokens: Tokens that the model reads at once, pads included. A longer text is read alone.
+        batch_tokens: Tokens that the model reads at once, pads included; a longer text is read alone. 512 on a CPU and
+            16,384 on an accelerator if not given.
         max_tokens: Keep only so many tokens of each text; all if not given.
         allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
         device: Where to compute; "auto" takes an accelerator if there is one.
@@ -62,7 +64,7 @@ class CorpusCompressor:
         *,
         text_column: str = "text",
         memory_dtype: str = "int8",
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int | None = None,
         max_tokens: int | None = None,
         allow_untrained_ratio: bool = False,
         device: str = "auto",
@@ -167,7 +169,8 @@ class CorpusCompressor:
             except (TypeError, ValueError) as error:
                 yield [row], error
         ids = [ids[: self.max_tokens] for ids in self.pipe.document_ids([texts[row] for row in good])]
-        waiting = length_batches([len(row) for row in ids], batch_tokens=self.batch_tokens)[::-1]
+        kind = "cpu" if self.pipe.device.type == "cpu" else "accelerator"
+        waiting = length_batches([len(row) for row in ids], batch_tokens=self.batch_tokens or BATCH_TOKENS[kind])[::-1]
         while waiting:
             batch = waiting.pop()
             result: CompressedContext | Exception

@@ -128,5 +128,7 @@ def test_what_is_wrong_with_all_rows_is_refused(folder, pipe):
         pickle.dumps(CorpusCompressor(pipe))
     with pytest.raises(ValueError, match="unknown memory_dtype 'int3'"):
         CorpusCompressor(folder, memory_dtype="int3")
+    at_once = [len(rows) for rows, _ in CorpusCompressor(pipe).compress(["a word " * 60] * 20)]
+    assert 1 < max(at_once) < 20, "512 tokens on a CPU"
     with pytest.raises(ValueError, match="`batch_tokens` must be 1 or more, got 0"):
         CorpusCompressor(folder, batch_tokens=0)
