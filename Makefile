@@ -9,7 +9,7 @@ FUZZ_EXAMPLES ?= 10000
 TYPED := build/typed
 BUILD_TYPED = rm -rf $(TYPED) && $(VENV_PYTHON) -W ignore -c 'import setuptools; setuptools.setup()' --quiet build_py --build-lib $(TYPED)
 # What the site shows or links to, as it lies in the repository.
-PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples training/recipes checkpoints/*/*.md checkpoints/*/*.png
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples training/recipes checkpoints/*/*.md checkpoints/*/*.png modeling/modeling_*.py modeling/parts/position_layout.py
 PYTEST := $(VENV_PYTHON) -P -m pytest
 
 .PHONY: demo test test-fast test-integrations fuzz lint docs dist format clean

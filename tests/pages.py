@@ -146,6 +146,39 @@ def stand_in_checkpoints(small: Path, folder: Path) -> None:
     (place / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def letters_tokenizer(name: str, is_reversed: bool = False) -> Any:
+    """Save a tokenizer whose tokens are letters in a folder of the current directory."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=is_reversed)
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.save_pretrained(name)
+    return tokenizer
+
+
+def base_of_letters(name: str, width: int, is_reversed: bool = False) -> None:
+    """Save a random language model with such a tokenizer under a name that pages have for a base."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = letters_tokenizer(name, is_reversed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=32,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(name)
+
+
 def run_on_the_checkpoint(path: Path, folder: Path) -> list[tuple[Block, str]]:
     """Run a page in a folder that has the checkpoints of this repository; its output blocks with what was printed."""
     (folder / "checkpoints").symlink_to(ROOT / "checkpoints")

@@ -11,12 +11,11 @@ import pages
 import pytest
 import yaml
 from pages import DOCS, ROOT
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from context_compressors import __version__
 
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
+ALL_PAGES = sorted(path.relative_to(DOCS).as_posix().removesuffix(".md") for path in DOCS.rglob("*.md"))
 # What a page only shows: it needs a network, a server, several GPUs, large files or a shell of one's own.
 SHOWN = ("accelerate", "git", "make", "pip", "pytest", "python", "ray", "vllm", "hf", "curl", "context-compressors")
 SHOWN += ("trackio",)
@@ -41,34 +40,13 @@ def two_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random models of two widths, whose tokenizers give a letter different ids, under the names of a page."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    for name, width, letters in (
-        ("Qwen/Qwen3-0.6B", 16, alphabet),
-        ("HuggingFaceTB/SmolLM2-135M", 24, alphabet[::-1]),
-    ):
-        backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            intermediate_size=32,
-            num_hidden_layers=8,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        LlamaForCausalLM(config).save_pretrained(name)
-        tokenizer.save_pretrained(name)
+    pages.base_of_letters("Qwen/Qwen3-0.6B", width=16)
+    pages.base_of_letters("HuggingFaceTB/SmolLM2-135M", width=24, is_reversed=True)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_block_runs_or_is_of_a_kind_that_is_only_shown_and_cannot_run_here(page: str):
+def test_every_block_runs_or_is_of_a_kind_that_is_only_shown_and_cannot_run_here():
     languages = ("python", "bash", "yaml", "jsonl", "console", "text")
-    for block in blocks(page):
+    for page, block in ((name, block) for name in ALL_PAGES for block in blocks(name)):
         assert block.language in languages, f"{page}.md has a block of {block.language!r}"
         if block.language in ("yaml", "jsonl"):
             assert re.match(r"# \S+\n", block.content), f"{page}.md: {block.content[:40]!r} starts with no file's name"
@@ -77,18 +55,20 @@ def test_every_block_runs_or_is_of_a_kind_that_is_only_shown_and_cannot_run_here
             commands = [line[2:] for line in lines if line.startswith("$ ")]
             assert commands, f"a console block of {page}.md has no line that starts with $"
             for command in commands:
-                assert command.split()[0].partition("=")[0] in SHOWN or "=" in command.split()[0], command
+                assert command.split()[0].partition("=")[0] in SHOWN or "=" in command.split()[0], f"{page}: {command}"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files_and_headings(page: str):
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    for target, heading in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", text):
-        path = (DOCS / target).resolve() if target else DOCS / f"{page}.md"
-        assert path.exists(), f"{page}.md links to {target}"
-        if heading:
-            titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], heading
+def test_links_lead_to_files_and_headings():
+    for page in ALL_PAGES:
+        here = DOCS / f"{page}.md"
+        text = here.read_text(encoding="utf-8")
+        for target, heading in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", text):
+            path = (here.parent / target).resolve() if target else here
+            assert path.exists(), f"{page}.md links to {target}"
+            if heading:
+                titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+                names = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+                assert heading in names, f"{page}.md links to {target}#{heading}"
 
 
 @pytest.mark.slow
@@ -165,10 +145,11 @@ def test_the_page_on_publishing_runs(workplace: Path, capsys: pytest.CaptureFixt
 def test_every_page_is_in_the_readme_and_every_page_that_runs_is_run():
     readme = pages.README.read_text(encoding="utf-8")
     assert [page for page in PAGES if f"(docs/{page}.md)" not in readme] == []
-    # A page that is added needs a test of its own; docs/add_a_method.md and docs/papers.md have files of them,
-    # docs/frameworks.md has one in tests/integrations, and of the page on benchmarks nothing runs.
+    # A page that is added needs a test of its own; docs/add_a_method.md, docs/papers.md and docs/methods/ have files
+    # of them, docs/frameworks.md and docs/server.md have some in tests/integrations, and of the page on benchmarks
+    # nothing runs.
     pages_that_run = ["corpus", "data", "demo", "evaluate", "methods", "publish", "serve", "train", "use"]
-    assert sorted({*pages_that_run, "add_a_method", "benchmarks", "frameworks", "papers"}) == PAGES
+    assert sorted({*pages_that_run, "add_a_method", "benchmarks", "frameworks", "papers", "server"}) == PAGES
     assert {block.language for page in ("benchmarks", "papers") for block in blocks(page)} <= {"console", "text"}
 
 

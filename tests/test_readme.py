@@ -58,12 +58,14 @@ def test_what_code_prints_goes_into_the_text_block_right_behind_it(tmp_path: Pat
     assert pages.filled(text, outputs) == text.replace("old", "{}")
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!https?://)([^)]+)\)", TEXT))))
-def test_links_lead_to_files(target: str):
-    assert (pages.ROOT / target).is_file()
+def test_links_lead_to_files():
+    targets = set(re.findall(r"\]\((?!https?://)([^)]+)\)", TEXT))
+    assert len(targets) > 20
+    assert [target for target in sorted(targets) if not (pages.ROOT / target).is_file()] == []
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", TEXT, re.MULTILINE))))
-def test_make_targets_exist(target: tuple[str, str]):
+def test_make_targets_exist():
     makefile = (pages.ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE)
+    named = set(re.findall(r"^make ([a-z-]+)", TEXT, re.MULTILINE)) | set(re.findall(r"`make ([a-z-]+)`", TEXT))
+    assert named
+    assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
