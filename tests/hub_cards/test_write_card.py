@@ -305,7 +305,7 @@ def test_a_refused_card_leaves_the_old_one(root: Path):
 
 def test_training_leaves_its_hours_and_hardware(root: Path):
     summary = json.loads((root / "base" / "training_summary.json").read_text())
-    # The clock of the log also runs while the Trainer gets ready, and stops some milliseconds earlier; both are rounded.
+    # The clock of the log also runs while the Trainer gets ready, and stops milliseconds earlier; both are rounded.
     assert 0 < summary["hours"] <= (1.01 * summary["log"][-1]["train_runtime"] + 0.05) / 3600
     assert "thread" in summary["device"]
 
