@@ -11,6 +11,7 @@ from .field_checks import (
     boolean,
     language_model_config,
     lora_settings,
+    marker_counts,
     one_of,
     pattern_list,
     positive_int_or_none,
@@ -73,6 +74,13 @@ class CompressorConfig(PreTrainedConfig):
             names). `None`: the encoder is frozen.
         decoder_lora (`dict`, *optional*):
             LoRA of the decoder, likewise. `None`: the decoder is frozen.
+        shared_adapter (`bool`, defaults to `False`):
+            Whether the decoder reads with the encoder's adapter, the same weights, which get gradient from both sides.
+            Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`.
+        slot_markers (`dict[str, int]`, *optional*):
+            How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them (`"after"`),
+            such as `{"after": 1}` for a separator. Each is a place of the decoder and is kept with the memory: it
+            counts among the slots. `None`: none. They stand between embeddings with contiguous positions alone.
         trainable_parameters (sequence of `str`, *optional*):
             Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
             part of the checkpoint and is applied again when it is loaded.
@@ -141,6 +149,8 @@ class CompressorConfig(PreTrainedConfig):
         position_layout: str = "default",
         encoder_lora: dict[str, Any] | None = None,
         decoder_lora: dict[str, Any] | None = None,
+        shared_adapter: bool = False,
+        slot_markers: dict[str, int] | None = None,
         trainable_parameters: list[str] | tuple[str, ...] | None = None,
         restores_context_start: bool = True,
         bos_before_text: bool = True,
@@ -168,6 +178,8 @@ class CompressorConfig(PreTrainedConfig):
         self.position_layout = one_of("position_layout", position_layout, POSITION_LAYOUTS)
         self.encoder_lora = lora_settings("encoder_lora", encoder_lora)
         self.decoder_lora = lora_settings("decoder_lora", decoder_lora)
+        self.shared_adapter = boolean("shared_adapter", shared_adapter)
+        self.slot_markers = marker_counts(slot_markers)
         self.trainable_parameters = pattern_list(trainable_parameters)
         self.restores_context_start = boolean("restores_context_start", restores_context_start)
         self.bos_before_text = boolean("bos_before_text", bos_before_text)
@@ -186,8 +198,25 @@ class CompressorConfig(PreTrainedConfig):
         for name, default in _RECORD.items():
             setattr(self, name, kwargs.pop(name, default))
         super().__init__(**kwargs)
+        self._check_parts()
         self.auto_map = self.default_auto_map()
         self.custom_pipelines = self.default_custom_pipelines()
+
+    def _check_parts(self) -> None:
+        if self.shared_adapter:
+            self.decoder_lora = self.encoder_lora if self.decoder_lora is None else self.decoder_lora
+            if self.encoder_lora is None or self.decoder_lora != self.encoder_lora or self.encoder_config is not None:
+                raise ValueError(
+                    "`shared_adapter` needs an `encoder_lora`, no other `decoder_lora` and no `encoder_config`, got "
+                    f"{self.encoder_lora!r}, {self.decoder_lora!r} and {type(self.encoder_config).__name__}"
+                )
+        if self.markers_per_chunk and (
+            self.carrier != "embeddings" or self.is_encoder_decoder or self.position_layout == "enhanced"
+        ):
+            raise ValueError(
+                f"`slot_markers` must be left out where a memory holds keys and values, where a decoder reads it by "
+                f"cross-attention, and under `position_layout='enhanced'`, got {self.slot_markers!r}"
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -351,15 +380,20 @@ class CompressorConfig(PreTrainedConfig):
         """Operations of compressing a chunk (see `LayerShape`): the encoder's; a method adds those of its parts."""
         return stack_flops(self.get_encoder_config(), num_tokens + self.chunk_memory_tokens(num_tokens, ratio))
 
+    @property
+    def markers_per_chunk(self) -> int:
+        """Learned vectors around the slots of each chunk: places of the decoder beside `chunk_slots`."""
+        return sum(self.slot_markers.values())
+
     def num_slots(self, num_context_tokens: int, ratio: int) -> int:
-        """Slots of a context, all chunks together.
+        """Slots of a context, all chunks and their markers together: what the decoder reads in its place.
 
         Args:
             num_context_tokens: L.
             ratio: r, context tokens per slot.
         """
         chunks = self._chunks(num_context_tokens, ratio)
-        return sum(times * self.chunk_slots(length, ratio) for length, times in chunks)
+        return sum(times * (self.chunk_slots(length, ratio) + self.markers_per_chunk) for length, times in chunks)
 
     def compression_flops(self, num_context_tokens: int, ratio: int) -> int:
         """Operations of compressing one context; arguments as `num_slots`."""

@@ -79,6 +79,8 @@ class ShallowEncoderConfig(CompressorConfig):
             bos_before_text=bos_before_text,
             **kwargs,
         )
+        if self.shared_adapter:
+            raise ValueError("`shared_adapter` must be False: the encoder has weights of its own, got True")
         encoder = self.get_encoder_config()
         self.encoder_layers = int_between("encoder_layers", encoder_layers, 1, encoder.num_hidden_layers)
         self.encoder_config = first_layers(encoder, self.encoder_layers)

@@ -15,7 +15,8 @@ from transformers.utils import logging
 from ..checkpoint.fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import inverse_frequencies, key_value_shape
-from .chunking import Chunks, Slots, cut, join, memory_position_ids
+from ..parts.ratio_selection import row_ratios
+from .chunking import Chunks, Slots, cut, join, memory_position_ids, with_markers
 from .input_checks import TokenRows, check_context_length, check_ratios, check_together, token_rows
 from .pretrained_compressor import CompressorPreTrainedModel
 
@@ -30,6 +31,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
     pools_windows = False
     # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
     warns_of_no_context = True
+    # Learned vectors in front of the slots of each chunk and behind them.
+    marker_embeddings: nn.Parameter | None
     _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
     # That of the stored weights, by that of the same weights as they were loaded.
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
@@ -155,6 +158,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
         memories = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
             counts = slot_counts(config, chunks.lengths, chunk_ratio)
+            if config.markers_per_chunk and max(counts):
+                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
+                slots, counts = with_markers(slots, counts, *around)
+            if isinstance(ratio, str):
+                ratio = row_ratios(chunk_ratio, chunks.lengths, counts, chunks.chunks_per_row)
             slots, slot_mask = join(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memories.append(

@@ -82,6 +82,31 @@ def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
     return (places < torch.tensor(counts, device=device)[:, None]).long()
 
 
+def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
+    """Put the same vectors in front of the slots of each chunk, and behind them; a chunk without slots has none.
+
+    Args:
+        slots: `(num_chunks, slots_per_chunk, hidden_size)`, left-aligned.
+        counts: Slots of each chunk.
+        before: `(num_before, hidden_size)`.
+        after: `(num_after, hidden_size)`.
+
+    Returns:
+        `(num_chunks, num_before + max(counts) + num_after, hidden_size)`, left-aligned, and how many there are in each
+        chunk.
+    """
+    around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
+    joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
+    num_markers = len(before) + len(after)
+    totals = [count + num_markers if count else 0 for count in counts]
+    if min(counts) < max(counts):
+        mask = first_places(counts, slots.device)
+        marks = mask[:, :1].expand(-1, num_markers)
+        mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
+        joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
+    return joined, totals
+
+
 def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
     """Join the chunks' slots row by row, without gaps.
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint.base_weights import DECODER_BASE, base_name, base_record
-from ..parts.lora import DECODER
+from ..parts.lora import DECODER, SHARED
 from .serving import check_decoder_served
 
 EXPORT_FORMS = ("merged", "lora")
@@ -80,11 +80,12 @@ def _save_adapter(model: Any, folder: Path) -> None:
             "write it whole (merged)"
         )
     backbone = model.base_model.language_model
-    layers = {path: layer for path, layer in backbone.named_modules() if DECODER in getattr(layer, "lora_A", ())}
+    name = SHARED if config.shared_adapter else DECODER
+    layers = {path: layer for path, layer in backbone.named_modules() if name in getattr(layer, "lora_A", ())}
     # PEFT and servers name a map by its place in the model with a head.
     prefix = f"base_model.model.{backbone.base_model_prefix}"
     weights = {
-        f"{prefix}.{path}.{part}.weight": getattr(layer, part)[DECODER].weight.detach().cpu().contiguous()
+        f"{prefix}.{path}.{part}.weight": getattr(layer, part)[name].weight.detach().cpu().contiguous()
         for path, layer in layers.items()
         for part in ("lora_A", "lora_B")
     }

@@ -27,7 +27,7 @@ from ..memory.key_value_memory import aligned_right, check_sliding_window, fille
 from ..memory.memory_validation import refuse_values, value_flags
 from ..parts.base_precision import in_base_precision, note_trained_weights
 from ..parts.call_views import for_one_call
-from ..parts.lora import DECODER, ENCODER, initialize_lora, inject_lora, merge_lora, use_adapter
+from ..parts.lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, initialize_lora, inject_lora, merge_lora, use_adapter
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, text_positions, through_first
 from .backbone import CompressorBackbone
 from .input_checks import (
@@ -47,6 +47,8 @@ from .pretrained_compressor import CompressorPreTrainedModel
 
 logger = logging.get_logger(__name__)
 
+# Learned vectors that a method may have beside parts of its own.
+_OWN_EMBEDDINGS = ("task_embeddings", "marker_embeddings")
 CHECKED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
 
 
@@ -117,7 +119,7 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
         """Add the adapters to the weights they sit on, so that inference needs no `peft`.
 
         A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
-        warning says so. What else trains goes on training.
+        warning says so. With a `shared_adapter` it stays one. What else trains goes on training.
         """
         backbone, config = self.base_model, self.config
         if config.encoder_lora is not None or config.decoder_lora is not None:
@@ -127,7 +129,7 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
                 )
             # Most weights are the base's no more.
             remember_base(self, None)
-            if config.has_encoder and backbone.encoder_model is None:
+            if config.has_encoder and backbone.encoder_model is None and not config.shared_adapter:
                 logger.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
                 backbone.encoder_model = copy.deepcopy(backbone.language_model)
                 config.encoder_config = copy.deepcopy(config.decoder_config)
@@ -135,6 +137,7 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
                 merge_lora(backbone.encoder_model, ENCODER)
             merge_lora(backbone.language_model, DECODER)
             config.encoder_lora = config.decoder_lora = None
+            config.shared_adapter = False
             if config.trainable_parameters is not None:
                 names = [f"model.{name}" if self is backbone else name for name, _ in self.named_parameters()]
                 # None left is an empty list: `None` would be the method's own set.
@@ -173,7 +176,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
 
     def __init__(self, config: CompressorConfig):
         super().__init__(config)
-        self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", "task_embeddings", *self.method_parts]
+        self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", *_OWN_EMBEDDINGS, *self.method_parts]
         dtype = torch.get_default_dtype()
         for part in (config.decoder_config, config.encoder_config):
             if part is not None and part.model_type not in CHECKED_ARCHITECTURES:
@@ -185,25 +188,31 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         self.encoder_model = None
         if config.encoder_config is not None:
             self.encoder_model = AutoModel.from_config(config.encoder_config, dtype=dtype)
-        if config.encoder_lora is not None:
+        if config.shared_adapter:
+            inject_lora(self.language_model, SHARED, config.encoder_lora)
+        elif config.encoder_lora is not None:
             inject_lora(self.encoder_backbone, ENCODER, config.encoder_lora, self.encoder_lora_exclusions())
-        if config.decoder_lora is not None:
+        if config.decoder_lora is not None and not config.shared_adapter:
             inject_lora(self.language_model, DECODER, config.decoder_lora)
         self.task_embeddings = None
         if config.task_token_ids:
             self.task_embeddings = nn.Parameter(torch.zeros(len(config.task_token_ids), config.hidden_size))
+        self.marker_embeddings = None
+        if config.markers_per_chunk:
+            self.marker_embeddings = nn.Parameter(torch.zeros(config.markers_per_chunk, config.hidden_size))
         self._base_alone = _BaseAlone()
 
     @property
     def method_parameters(self) -> tuple[str, ...]:
-        """Patterns of what trains: adapters, task tokens and the method's parts."""
-        parts = "|".join(("task_embeddings", *self.method_parts))
-        return r"\.lora_[AB]\.(encoder|decoder)\.", rf"(^|\.)({parts})(\.|$)"
+        """Patterns of what trains: adapters, task tokens, markers and the method's parts."""
+        parts = "|".join((*_OWN_EMBEDDINGS, *self.method_parts))
+        return rf"\.lora_[AB]\.({'|'.join(OWN_ADAPTERS)})\.", rf"(^|\.)({parts})(\.|$)"
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self and self.task_embeddings is not None:
-            self._init_like_embeddings(self.task_embeddings, self.language_model)
+        for own in (self.task_embeddings, self.marker_embeddings) if module is self else ():
+            if own is not None:
+                self._init_like_embeddings(own, self.language_model)
 
     def start_from_base(self) -> None:
         """Give parts that start from the base's own weights their values; by default there are none."""

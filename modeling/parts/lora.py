@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 ENCODER, DECODER = "encoder", "decoder"
-OWN_ADAPTERS = (ENCODER, DECODER)
+# One that is active whatever the backbone is at the moment.
+SHARED = "shared"
+OWN_ADAPTERS = (ENCODER, DECODER, SHARED)
 _PASSES = "_context_compressor_passes"
 
 
@@ -89,7 +91,7 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
 
     Args:
         model: the language model's backbone; it must not yet hold an adapter of that name.
-        name: "encoder" or "decoder".
+        name: "encoder", "decoder", or "shared" for one that both of them read with.
         settings: `rank`, `alpha`, `dropout`, `target_modules` as in [`CompressorConfig`].
         exclude: paths of modules that get none.
 
@@ -133,7 +135,7 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
             layer.__class__ = _adapted_by_pass(kind)
         layer.passes = passes
         # Outside of any pass the backbone is the decoder.
-        layer._active_adapter = [DECODER] if DECODER in layer.lora_A else []
+        layer._active_adapter = [own for own in (DECODER, SHARED) if own in layer.lora_A]
         for part in ("lora_A", "lora_B"):
             for module in getattr(layer, part).values():
                 module._is_hf_initialized = True
@@ -157,7 +159,8 @@ def _activated(passes: _Passes, names: list[str] | None) -> Iterator[None]:
 
 
 def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
-    """Make `name` the only active adapter of this project inside `model`, in this thread and a `with` block.
+    """Make `name`, and one that is shared, the only active adapters of this project inside `model`, in this thread
+    and a `with` block.
 
     Adapters that somebody else put there (e.g. `peft.get_peft_model` over the compressor) stay active, unless that
     somebody has switched them off. `None`: none of this project's adapters is active.
@@ -171,7 +174,7 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
         # PEFT switches all layers together, also those that have no adapter of the name.
         active = layer._active_adapter
         foreign = [other for other in ([active] if isinstance(active, str) else active) if other not in OWN_ADAPTERS]
-    return _activated(passes, foreign if name is None else [name, *foreign])
+    return _activated(passes, foreign if name is None else [name, SHARED, *foreign])
 
 
 class CheckpointWithAdapters:
@@ -207,10 +210,10 @@ def _all_activated(active: Sequence[tuple[_Passes, list[str] | None]]) -> Iterat
 
 @torch.no_grad()
 def merge_lora(model: nn.Module, name: str) -> None:
-    """Add the adapter `name` to the weights it sits on and take all LoRA layers out of `model`."""
+    """Add the adapter `name`, and one that is shared, to the weights it sits on, and take all LoRA layers out."""
     for path, layer in [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]:
-        if name in layer.lora_A:
-            layer.merge(safe_merge=True, adapter_names=[name])
+        if names := [own for own in (name, SHARED) if own in layer.lora_A]:
+            layer.merge(safe_merge=True, adapter_names=names)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
     if hasattr(model, _PASSES):

@@ -89,7 +89,13 @@ METHODS = [
             "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": TASK_TOKENS},
             "bidirectional_enhanced": {"token_attention": "bidirectional", "position_layout": "enhanced"},
             "bos_first": {"bos_before_slots": True},
-            "no_linear": {"linear_after_encoder": False},
+            # COCOM.
+            "shared_adapter": {
+                "linear_after_encoder": False,
+                "shared_adapter": True,
+                "chunk_size": 5,
+                "slot_markers": {"before": 1, "after": 1},
+            },
             "fixed_encoder": {"encoder_lora": None},
             "tied": {"decoder_config": {"tie_word_embeddings": True}},
             "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
@@ -107,7 +113,15 @@ METHODS = [
             "fixed": {"chunk_size": 6, "memory_tokens": "fixed"},
             "fixed_enhanced": {"chunk_size": 6, "memory_tokens": "fixed", "position_layout": "enhanced"},
             "no_task_tokens": {"task_token_ids": {}, "position_layout": "enhanced"},
-            "decoder_lora": {"decoder_lora": SMALL_LORA},
+            # PISCO.
+            "separator": {
+                "chunk_size": 6,
+                "memory_tokens": "fixed",
+                "task_token_ids": {},
+                "slot_markers": {"after": 1},
+                "encoder_lora": SMALL_LORA,
+                "decoder_lora": SMALL_LORA,
+            },
             "own_encoder": {"encoder_config": {}},
             "tied": {"decoder_config": {"tie_word_embeddings": True}},
         },
@@ -375,7 +389,10 @@ WEIGHT_FIELDS = frozenset(name for case in VARIANT_CASES for name in case.method
 )
 # Fields that say which maps have an adapter, and in whose weights it is.
 ADAPTER_FIELDS = frozenset(
-    ["encoder_lora", "decoder_lora", "encoder_config", "decoder_config", "encoder_type", "training_stage"]
+    [
+        *("encoder_lora", "decoder_lora", "shared_adapter", "encoder_config", "decoder_config"),
+        *("encoder_type", "training_stage"),
+    ]
 )
 CASES = {
     "method_case": METHOD_CASES,
