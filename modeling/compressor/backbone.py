@@ -15,7 +15,6 @@ from transformers.utils import logging
 from ..checkpoint.fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import inverse_frequencies, key_value_shape
-from ..parts.ratio_selection import row_ratios
 from .chunking import Chunks, Slots, cut, join, memory_position_ids, with_markers
 from .input_checks import TokenRows, check_context_length, check_ratios, check_together, token_rows
 from .pretrained_compressor import CompressorPreTrainedModel
@@ -161,8 +160,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
             if config.markers_per_chunk and max(counts):
                 around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
                 slots, counts = with_markers(slots, counts, *around)
-            if isinstance(ratio, str):
-                ratio = row_ratios(chunk_ratio, chunks.lengths, counts, chunks.chunks_per_row)
             slots, slot_mask = join(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memories.append(
