@@ -61,7 +61,7 @@ def load_datasets(
             found.append(_ruler_task(source, tokenizer, domain, data_dir, seed, num_documents, length))
         elif source.generated:
             examples = _generated_examples(source, tokenizer, seed, num_documents, length)
-            found.append(EvaluationDataset(_name(source), examples, domain, source.max_samples, source.tasks))
+            found.append(EvaluationDataset(data_set_name(source), examples, domain, source.max_samples, source.tasks))
         elif source.kind is not None:
             check_choice(f"kind of source {source.label!r}:", source.kind, ruler.TASKS)
         else:
@@ -69,7 +69,8 @@ def load_datasets(
     return found
 
 
-def _name(source: DataSource) -> str:
+def data_set_name(source: DataSource) -> str:
+    """What reports call the data set of a source: its title, or what names it."""
     if source.title is not None:
         return source.title
     if source.path is not None:
@@ -86,10 +87,10 @@ def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> l
         return EvaluationDataset(name, rows.to_pylist(), domain, max_samples, source.tasks)
 
     if source.by is None:
-        return [data_set(_name(source), wanted)]
+        return [data_set(data_set_name(source), wanted)]
     values = column_of(table, source.by, source)
     return [
-        data_set(f"{_name(source)}/{value}", wanted.filter(pyarrow.compute.equal(values, value)))
+        data_set(f"{data_set_name(source)}/{value}", wanted.filter(pyarrow.compute.equal(values, value)))
         for value in values.unique()
         if value.is_valid
     ]

@@ -149,7 +149,7 @@ def evaluate_model(
             "prompts": model_label(prompts) if isinstance(prompts, str) else prompts,
             "prompt_format": builder.prompt_format,
             "context_prefix": builder.context_prefix,
-            "generation": _generation(model, scorer.generation),
+            "generation": decoding_of(model, scorer.generation),
             "bert_score_model": settings.bert_score_model and model_label(settings.bert_score_model),
             "dtype": str(model.dtype),
             "device": model.device.type,
@@ -180,7 +180,7 @@ def _documents(samples: Sequence[tuple[EvaluationDataset, str, Sequence[Sample]]
     return {name: " ".join(sorted(ids)) for name, ids in found.items()}
 
 
-def _generation(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
+def decoding_of(model: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
     """How everything is written, where that is not greedy: the model's own configuration, and what was given."""
     own = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
     kept = {name: value for name, value in own.items() if not name.endswith(("_id", "_version")) and name[0] != "_"}

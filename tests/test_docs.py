@@ -89,7 +89,7 @@ def test_the_page_on_use_says_what_the_checkpoint_prints(smollm2_base: Path, tmp
 @pytest.mark.slow
 def test_the_page_on_training_runs(workplace: Path):
     names, _ = pages.run_page(DOCS / "train.md")
-    for folder in ("berths", "restore_first", "distilled", "pretrained", "icae", "sft/final"):
+    for folder in ("berths", "restore_first", "distilled", "written", "pretrained", "icae", "sft/final"):
         assert list((workplace / "outputs" / folder).glob("modeling_*.py")), folder
     assert json.loads((workplace / "outputs/icae/config.json").read_text())["prompt_format"] == "chat"
     assert math.isfinite(names["result"].training_loss)

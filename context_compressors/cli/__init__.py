@@ -15,6 +15,7 @@ from ..configuration.nearest_names import nearest
 _COMMANDS = {
     "train": "train a compressor (or a teacher, or a base model) as a recipe says",
     "data": "write a published data set as Parquet in the columns that training and evaluation read",
+    "write-targets": "let a language model write from the whole context what a compressor shall learn to write",
     "evaluate": "score a checkpoint beside no context and full context",
     "evaluate-needles": "ask for one fact in running text, by length and ratio",
     "evaluate-retrieval": "rank the corpus of a folder of BEIR's form: nDCG@10 by ratio",

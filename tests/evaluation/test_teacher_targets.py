@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets that a language model writes from whole contexts: what it writes, stops, refusals, and training on them."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from naive_twin import ROWS, encode
+
+from context_compressors import cli
+from context_compressors.data.sources import DataSource
+from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.evaluation.teacher_targets import write_targets
+from context_compressors.training.fields import DataArguments
+from context_compressors.training.objectives.compression_dataset import CompressionDataset
+
+NEW = 6
+# A question that is asked twice, and none of them with an answer.
+QUESTIONS = [{"id": f"q{n}", "context": row["context"], "question": row["question"]} for n, row in enumerate(ROWS)]
+QUESTIONS.append({**QUESTIONS[0], "id": "q3"})
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in QUESTIONS))
+    return DataSource(path=str(path), licence="cc-by-4.0", title="questions")
+
+
+@pytest.fixture
+def settings():
+    limits = {"question_answering": NEW, "summarisation": NEW}
+    return EvaluationSettings(batch_size=2, max_new_tokens=limits)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def naive_target(teacher, tokenizer, context, prompt):
+    """Greedy tokens without a cache, a batch or padding."""
+    ids = [tokenizer.bos_token_id, *encode(tokenizer, context), *encode(tokenizer, prompt)]
+    written = []
+    while len(written) < NEW and tokenizer.eos_token_id not in written:
+        with torch.no_grad():
+            written.append(int(teacher(torch.tensor([ids + written]), use_cache=False).logits[0, -1].argmax()))
+    return tokenizer.decode(written, skip_special_tokens=True).strip(), tokenizer.eos_token_id in written
+
+
+def test_each_row_gets_what_the_teacher_writes_alone_in_the_order_of_the_source(
+    teacher, tokenizer, questions, settings, tmp_path
+):
+    path = tmp_path / "out" / "targets.jsonl"
+    # One that ends at once, so that empty and unfinished targets are both there.
+    bias = torch.zeros(len(tokenizer))
+    found = []
+    for favour in (0.0, 100.0):
+        bias[tokenizer.eos_token_id] = favour
+        teacher.lm_head.bias = torch.nn.Parameter(bias.clone())
+        target = path.with_name(f"{favour}.jsonl")
+        record = write_targets(teacher, tokenizer, [questions], target, settings=settings, progress=False)
+        rows = read(target)
+        assert [(row["id"], row["context"]) for row in rows] == [(row["id"], row["context"]) for row in QUESTIONS]
+        for row in rows:
+            text, ended = naive_target(teacher, tokenizer, row["context"], f"\nQuestion: {row['question']}\nAnswer:")
+            assert (row["answers"], row["finished"], row["truncated"]) == ([text] if text else [], ended, False)
+        found.append((record["rows"], record["unfinished"], record["empty"], record["truncated"]))
+        teacher.lm_head.bias = None
+    assert found == [(4, 4, 0, 0), (4, 0, 4, 0)]
+
+
+def test_a_stopped_run_is_gone_on_with_and_another_run_is_refused(teacher, tokenizer, questions, settings, tmp_path):
+    def write(path, teacher=teacher, settings=settings, **kwargs):
+        return write_targets(teacher, tokenizer, [questions], path, settings=settings, progress=False, **kwargs)
+
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "whole2.jsonl"
+    record = write(whole)
+    write(stopped)
+    stopped.write_text("".join(whole.read_text().splitlines(keepends=True)[:2]) + '{"id": "q2", "con')
+    with pytest.raises(ValueError, match=r"whole2\.jsonl is there: go on with it \(--resume\)"):
+        write(stopped)
+    with pytest.raises(ValueError, match="another run, which differs in max_context_tokens"):
+        write(stopped, settings=EvaluationSettings(**{**vars(settings), "max_context_tokens": 60}), resume=True)
+    # The path in the record is the file's own name.
+    (tmp_path / "more").mkdir()
+    moved = stopped.rename(tmp_path / "more" / "whole.jsonl")
+    (tmp_path / "whole2.jsonl.json").unlink()
+    with pytest.raises(ValueError, match="does not say how it was made"):
+        write(moved, resume=True)
+    (tmp_path / "more" / "whole.jsonl.json").write_text(json.dumps(record))
+    assert write(moved, resume=True) == record
+    assert moved.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_command_passes_teacher_licence_and_settings_on_and_training_reads_its_file(
+    folders, tokenizer, questions, tmp_path, capsys
+):
+    output = tmp_path / "targets.jsonl"
+    argv = ["write-targets", str(folders / "teacher"), "--output", str(output), "--documents", "1", "--device", "cpu"]
+    argv += ["--data", "generated", f"{{path: {questions.path}, licence: cc-by-4.0}}"]
+    argv += ["--max-new-tokens", str(NEW), "--batch-size", "2"]
+    assert cli.main(argv) == 0
+    printed = capsys.readouterr().out
+    record = json.loads((tmp_path / "targets.jsonl.json").read_text())
+    assert (record["teacher"], record["max_new_tokens"], record["prompt_format"]) == ("teacher", NEW, "plain")
+    assert record["prompt"] == "\nQuestion: {question}\nAnswer:"
+    assert not any(folder in json.dumps(record) for folder in (str(tmp_path), str(folders)))
+    (source,) = yaml.safe_load(printed.partition("a recipe's source: ")[2])
+    assert source == record["source"]
+    assert source["licence"] == "Apache-2.0, cc-by-4.0"
+    rows = read(output)
+    assert record["rows"] == len(rows) > len(QUESTIONS)
+    # Only the questions of the file, which all came to the limit.
+    kept = {**source, "where": {"source": "questions", "finished": False}, "max_samples": 1}
+    data = DataArguments(sources=[kept], data_dir=str(tmp_path), canonical_prompts=True)
+    example = CompressionDataset(data, tokenizer)[0]
+    (row,) = [row for row in rows if example["id"].endswith(row["id"]) and row["source"] == "questions"]
+    assert tokenizer.decode(example["context_ids"]) == row["context"]
+    assert tokenizer.decode(example["target_ids"]).strip() == f"{row['answers'][0]}<eos>"
+
+
+def test_summaries_are_written_for_texts_alone_and_long_contexts_are_cut_where_they_may_be(
+    teacher, tokenizer, settings, tmp_path
+):
+    path = tmp_path / "texts.jsonl"
+    texts = [ROWS[0]["context"], ROWS[2]["context"], ROWS[0]["context"]]
+    path.write_text("".join(f"{json.dumps({'context': text})}\n" for text in texts))
+    short = {**vars(settings), "max_context_tokens": 40}
+    output, task = tmp_path / "summaries.jsonl", "summarisation"
+    with pytest.raises(ValueError, match=r"does not fit.*--truncate-context"):
+        write_targets(
+            teacher, tokenizer, [DataSource(path=str(path))], output, task=task, settings=EvaluationSettings(**short)
+        )
+    assert not output.exists()
+    settings = EvaluationSettings(**{**short, "truncate_context": True})
+    record = write_targets(
+        teacher, tokenizer, [DataSource(path=str(path))], output, task=task, settings=settings, progress=False
+    )
+    rows = read(output)
+    assert [row["context"] for row in rows] == texts
+    assert [row["truncated"] for row in rows] == [False, True, False]
+    assert rows[0]["summary"] == rows[2]["summary"] != rows[1]["summary"]
+    assert record["truncated"] == 1
+    assert "licence" not in record["source"]
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is(model, teacher, tokenizer, questions, tmp_path):
+    output = tmp_path / "targets.jsonl"
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"context": "No question here."}\n')
+    asked = DataSource(path=questions.path, tasks=("question_answering",), contexts_per_document=2)
+    for wrong, error, message in (
+        ({"teacher": model}, TypeError, "the teacher must be a causal language model, got MeanPooling"),
+        ({"task": "continuation"}, ValueError, "unknown task 'continuation'"),
+        ({"sources": []}, ValueError, "there are no sources"),
+        ({"sources": [DataSource(path=str(texts))]}, ValueError, "has no column 'question', which question_answering"),
+        ({"sources": [asked]}, ValueError, "contexts_per_document of source .* joined when training draws them"),
+    ):
+        arguments = {"teacher": teacher, "tokenizer": tokenizer, "sources": [questions], "output": output, **wrong}
+        with pytest.raises(error, match=message):
+            write_targets(**arguments)
+        assert not list(tmp_path.glob("targets*"))
