@@ -350,6 +350,11 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def num_attention_heads(self) -> int:
+    @property
+    def selects_ratios(self) -> bool:
+        """Whether a context may say itself how far it is compressed, `ratio="auto"`."""
+        return False
+
         return self.decoder_config.num_attention_heads
 
     @property

@@ -37,7 +37,7 @@ _REORDERED = 0.001
 # Values that are summed at once: few enough for a processor's cache.
 _CHUNK = 1 << 20
 # Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
-# how fast and in what type it computes, when a text ends.
+# which ratio is selected (a memory knows its own), how fast and in what type it computes, when a text ends.
 _BESIDE_MEMORIES = {
     *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
@@ -49,6 +49,7 @@ _BESIDE_MEMORIES = {
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
 
+    *("ratio_selector", "ratio_scale"),
 
 def fingerprint(
     model: nn.Module, dtype: torch.dtype = torch.bfloat16, stored: Mapping[str, Tensor] | None = None

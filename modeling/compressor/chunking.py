@@ -27,6 +27,9 @@ class Chunks:
         starts: `(batch_size * chunks_per_row,)`, context tokens in front of each chunk.
         lengths: Real tokens of each chunk, known on the host.
         chunks_per_row: Number of chunks of the longest row; shorter rows have empty ones.
+        inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
+            the ids' own embeddings; `None` for these.
+        selected_ratios: `(batch_size * chunks_per_row,)`, what a method's `encode` has chosen where a ratio is "auto".
     """
 
     input_ids: Tensor
@@ -35,6 +38,8 @@ class Chunks:
     starts: Tensor
     lengths: list[int]
     chunks_per_row: int
+    inputs_embeds: Tensor | None = None
+    selected_ratios: Tensor | None = None
 
     @property
     def is_full(self) -> bool:

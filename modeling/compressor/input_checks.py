@@ -203,14 +203,21 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
 
 
 def check_ratios(
-    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool
-) -> list[int | Tensor]:
-    """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one.
+    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool = False
+) -> list[int | Tensor | str]:
+    """Ratios as ints or LongTensors `(batch_size,)`, or "auto"; `None` becomes the first trained one.
+
+    Args:
+        ratios: of the caller.
+        trained: of the checkpoint.
+        input_ids: what is compressed, `(batch_size, num_tokens)`.
+        allow_untrained: whether it may be another one than those.
+        selects: whether "auto" is allowed.
 
     Raises:
-        TypeError: a ratio that is neither an int nor an integer tensor.
-        ValueError: no ratio, one below 1 or above 65,536, one that the checkpoint was not trained for, or a tensor of
-            another shape.
+        TypeError: a ratio that is neither an int nor an integer tensor nor "auto".
+        ValueError: no ratio, "auto" where it is not allowed, one below 1 or above 65,536, one that the checkpoint was
+            not trained for, or a tensor of another shape.
     """
     if not ratios:
         raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {list(trained)}")
@@ -233,7 +240,7 @@ def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_un
         ratio = ratio.to(device=input_ids.device, dtype=torch.long)
         values = set(ratio.tolist())
     elif isinstance(ratio, bool) or not isinstance(ratio, int):
-        raise TypeError(f"`ratio` must be an int, a LongTensor or a list of ints, got {ratio!r}")
+        raise TypeError(f"`ratio` must be an int, a LongTensor, 'auto' or a list of these, got {ratio!r}")
     else:
         values = {ratio}
     for value in sorted(values):
@@ -267,12 +274,19 @@ def warn_about_positions(
     decoder_config: PreTrainedConfig, memory: CompressedContext, offset: Tensor, num_text_tokens: int
 ) -> None:
     """Say once that slots and text reach further than the decoder's positions, where it may have learned nothing.
+    if not selects and any(isinstance(ratio, str) and ratio == "auto" for ratio in ratios):
+        raise ValueError(
+            "`ratio` is 'auto', but the checkpoint has no ratio selector (`ratio_selector` of its configuration): "
+            f"give one of {list(trained)}"
+        )
 
     Args:
         decoder_config: the decoder's.
         memory: the slots in front of the text.
         offset: `(batch_size,)`, position of each row's first text token.
         num_text_tokens: of the longest text.
+    if isinstance(ratio, str) and ratio == "auto":
+        return ratio
     """
     limit = getattr(decoder_config, "max_position_embeddings", None)
     # Under the enhanced layout a text stands behind all tokens of the context, how many only the device knows.
@@ -345,7 +359,7 @@ def check_memory_ratio(memory: CompressedContext | None, ratio: Any, context_att
 
     Raises:
         TypeError: a ratio that is neither an int nor an integer tensor.
-        ValueError: a mask, a ratio without a memory, or another one than the memory's, with both.
+        ValueError: a mask, a ratio without a memory, "auto", or another one than the memory's, with both.
     """
     if context_attention_mask is not None:
         raise ValueError("`context_attention_mask` is the mask of `context_input_ids`, which are not given")
@@ -413,6 +427,8 @@ def check_logits_to_keep(value: Any) -> None:
     elif isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"`logits_to_keep` must be an int or an integer tensor, got {value!r}")
     elif value < 0:
+    if isinstance(ratio, str) and ratio == "auto":
+        raise ValueError(f"`ratio` is 'auto', but `memory` has its ratio already, {memory.ratio}: leave `ratio` out")
         raise ValueError(f"`logits_to_keep` must be 0 or more, got {value}")
 
 

@@ -78,7 +78,9 @@ def trainer_arguments(
             )
         dataset_class = PackedTexts
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    how = {"batch_size": args.per_device_train_batch_size, "context_tokenizer": context_tokenizer}
+    how: dict[str, Any] = {"batch_size": args.per_device_train_batch_size, "context_tokenizer": context_tokenizer}
+    if isinstance(config, CompressorConfig) and config.selects_ratios and mode in ("compressed", "distillation"):
+        how["with_log_ratios"] = True
     num_examples = args.max_steps * batch if args.max_steps > 0 else None
     dataset = dataset_class(data_args, texts, num_examples, seed=args.seed, **how)
     # An example is a function of its index, drawn at random already; in order, lengths grow and resuming is exact.

@@ -42,6 +42,8 @@ class CompressionCollator:
     the opening of the user's turn in a chat, take the place of BOS. With a task token a full context stands where the
     slots would, and as they are made: context start ids, context, task token, prompt, target.
 
+    Examples with a `log_ratio` give `log_ratios` `(batch_size,)`, what a ratio selector learns; NaN where unknown.
+
     Labels are -100 on everything but the targets. The batch goes to a stock `trl.SFTTrainer` with
     `dataset_kwargs={"skip_prepare_dataset": True}` and `remove_unused_columns=False`.
 
@@ -171,11 +173,19 @@ class CompressionCollator:
             batch |= self._padded_text([self._teacher_row(example) for example in examples], "full_")
         if self.ratios is not None:
             batch["ratio"] = torch.tensor([self._ratio(example) for example in examples])
-        if self.with_metadata:
-            batch["example_ids"] = [str(example.get("id", "")) for example in examples]
-            batch["num_cut"] = [int(example.get("num_cut", 0)) for example in examples]
-            batch["documents"] = [name for example in examples for name in example.get("documents", ())]
-        return batch
+        if "log_ratio" in examples[0]:
+            batch["log_ratios"] = torch.tensor([example["log_ratio"] for example in examples])
+        return batch | self._metadata(examples)
+
+    def _metadata(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+        """What `with_metadata` adds."""
+        if not self.with_metadata:
+            return {}
+        return {
+            "example_ids": [str(example.get("id", "")) for example in examples],
+            "num_cut": [int(example.get("num_cut", 0)) for example in examples],
+            "documents": [name for example in examples for name in example.get("documents", ())],
+        }
 
     def _ratio(self, example: Mapping[str, Any]) -> int:
         # A data set that comes to a row once more has another index for it.

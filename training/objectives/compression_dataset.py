@@ -48,10 +48,14 @@ class CompressionDataset(Dataset):
         seed: everything is drawn from it.
         context_tokenizer: the encoder's, where it reads other tokens than the decoder; all lengths are in tokens of
             `tokenizer`.
+        with_log_ratios: examples also have `log_ratio`, log2 of the tokens of the whole text that their context is
+            from, over those of the row's summary: what a ratio selector learns. NaN of a row without a summary, of
+            several contexts in one, and of a generated document.
 
     Raises:
         ValueError: a source or a schedule that is not allowed, some but not all weights given, a task of the
-            schedule that no source has, a source whose tasks it never has, or no number of examples.
+            schedule that no source has, a source whose tasks it never has, no number of examples, or `with_log_ratios`
+            and no source with summaries.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class CompressionDataset(Dataset):
         batch_size: int = 1,
         seed: int = 0,
         context_tokenizer: PreTrainedTokenizerBase | None = None,
+        with_log_ratios: bool = False,
     ):
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, which ends every target")
@@ -86,6 +91,14 @@ class CompressionDataset(Dataset):
             entry if entry.generated else FileSource(entry, data.data_dir, seed, tokenizer) for entry in entries
         ]
         self.task_points = None if data.task_schedule is None else check_task_schedule(data.task_schedule)
+        self.with_log_ratios = with_log_ratios
+        if with_log_ratios and not any(
+            isinstance(source, FileSource) and "summary" in source.columns for source in self.sources
+        ):
+            labels = [entry.label for entry in entries]
+            raise ValueError(
+                f"a ratio selector learns from summaries, but none of the sources {labels} has a column 'summary'"
+            )
         self._check_tasks(entries)
         self._deal(entries, num_examples)
 
@@ -216,6 +229,8 @@ class CompressionDataset(Dataset):
         if self.context_tokenizer is not None:
             ids = in_encoder_tokens(example["context_ids"], self.tokenizer, self.context_tokenizer)
             example["encoder_context_ids"] = ids
+        if self.with_log_ratios:
+            example.setdefault("log_ratio", math.nan)
         return {**example, "index": index}
 
     def as_dataset(self) -> datasets.Dataset:
@@ -269,7 +284,9 @@ class CompressionDataset(Dataset):
                 f"{limit} tokens"
             )
         identifier = source.identifier(row)
-        documents = {"documents": [texts.document_id(row)]}
+        documents: dict[str, Any] = {"documents": [texts.document_id(row)]}
+        if self.with_log_ratios:
+            documents["log_ratio"] = self._log_ratio(source, row, len(ids))
         if is_window:
             return documents | self._text_example(task, ids.tolist(), limit, identifier, rng)
         if task == "summarisation":
@@ -284,6 +301,12 @@ class CompressionDataset(Dataset):
         rows = [row, *rng.sample(others, min(len(others), self.data.questions_per_example - 1))]
         pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
         return documents | self._question_example(context_ids, pairs, limit, identifier, rng)
+
+    def _log_ratio(self, source: FileSource, row: int, num_tokens: int) -> float:
+        """log2 of a text's tokens over those of its summary, NaN where it has none."""
+        summary = source.value("summary", row) if "summary" in source.columns else None
+        num_summary_tokens = len(encode(self.tokenizer, (summary or "").strip()))
+        return math.log2(num_tokens / num_summary_tokens) if num_summary_tokens else math.nan
 
     def _joined_contexts(
         self, source: FileSource, row: int, limit: int, rng: random.Random

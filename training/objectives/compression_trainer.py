@@ -48,6 +48,9 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     several, the log has `num_ratios_summed` and `loss_mean_over_ratios` beside `loss`. Logits exist for target
     positions only, `distillation_chunk_size` of them at a time.
 
+    A compressor with a ratio selector learns beside that to predict `log_ratios`, log2 of context tokens over those of
+    a summary: the mean squared error over the chunks of rows that have one is added (`loss_ratio_selector`).
+
     With another `context_mode` than "compressed", nothing is compressed: the compressor's decoder reads texts that
     have the context in front of them, or none. These are the bounds FullContext and NoContext (EPL, Appendix D) of a
     compressor whose task tokens alone train, `trainable_parameters=["task_embeddings$"]`.
@@ -90,8 +93,9 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         """Log; what is a sum over ratios says so, and has its mean beside it."""
         counts = self._metrics["train" if self.model.training else "eval"].pop("num_ratios_summed", [])
         count = sum(counts) / len(counts) if counts else 1
+        selector = self._metrics["train" if self.model.training else "eval"].get("loss_ratio_selector", [0.0])
         for name in [name for name in logs if re.fullmatch(r"(eval_(\w+_)?)?loss", name)] if count > 1 else []:
-            logs[f"{name}_mean_over_ratios"] = logs[name] / count
+            logs[f"{name}_mean_over_ratios"] = (logs[name] - sum(selector) / len(selector)) / count
             logs["num_ratios_summed"] = count
         super().log(logs, *args, **kwargs)
 
@@ -131,20 +135,44 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
             raise ValueError(f"batches need context_input_ids: use CompressionCollator(mode={self._collator_mode!r})")
         if self.args.ratio_mode == "per_sample" and given and "ratio" not in inputs:
             raise ValueError("ratio_mode 'per_sample' needs a ratio in each row: use CompressionCollator(ratios=...)")
+        if given and self.model.config.selects_ratios and not {"log_ratios", "reconstruction_labels"} & inputs.keys():
+            raise ValueError(
+                "a ratio selector learns from `log_ratios`: make the examples with CompressionDataset(with_log_ratios="
+                "True), from sources with summaries"
+            )
         if context_mode != "compressed" and given:
             raise ValueError(f"batches have context_input_ids, which context_mode {context_mode!r} does not compress")
 
-    def _memories(self, batch: dict[str, Tensor]) -> list[tuple[str, CompressedContext | None]]:
-        """The name of each loss of the step and the memory that its text is read behind, all from one encoding."""
+    def _memories(self, batch: dict[str, Tensor]) -> tuple[list[tuple[str, CompressedContext | None]], Tensor | float]:
+        """The name of each loss of the step and the memory that its text is read behind, all from one encoding.
+
+        Beside them the loss of the ratio selector, for a whole step; zero where there is none.
+        """
         if self.args.context_mode != "compressed":
-            return [(self.args.context_mode, None)]
+            return [(self.args.context_mode, None)], 0.0
         ratios = self.step_ratios()
         context = {"input_ids": batch["context_input_ids"], "attention_mask": batch["context_attention_mask"]}
         if self.args.ratio_mode == "per_sample" and self.model.training:
-            return [(_MIXED, self._unwrapped().compress(**context, ratio=batch["ratio"]))]
-        memories = self._unwrapped().compress(**context, ratio=ratios)
+            memory, selector_loss = self._compressed(batch, context, batch["ratio"])
+            return [(_MIXED, memory)], selector_loss
+        memories, selector_loss = self._compressed(batch, context, ratios)
         self._metrics["train" if self.model.training else "eval"]["num_ratios_summed"].append(len(memories))
-        return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)]
+        return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)], selector_loss
+
+    def _compressed(
+        self, batch: dict[str, Tensor], context: dict[str, Tensor], ratio: Any
+    ) -> tuple[Any, Tensor | float]:
+        """What `compress` makes of the contexts, and the ratio selector's loss."""
+        model = self._unwrapped()
+        if not model.config.selects_ratios:
+            return model.compress(**context, ratio=ratio), 0.0
+        memories, predicted = model.base_model.compress_with_log_ratios(**context, ratios=ratio)
+        # Behind a row's last chunk, and in a row without a summary, there is nothing to learn.
+        errors = predicted - batch.get("log_ratios", predicted.new_full((len(predicted),), torch.nan))[:, None]
+        errors = errors[~errors.isnan()]
+        loss = errors.square().sum() / max(1, len(errors))
+        self._record("loss_ratio_selector", loss)
+        return memories, loss
 
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
         """Last hidden states of a text, `(batch_size, width, hidden_size)`."""
@@ -153,11 +181,15 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
 
     def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
         target = self._target(batch, num_items_in_batch)
+        memories, selector_loss = self._memories(batch)
         losses = [
-            self._memory_loss(self._states(batch, memory), batch["labels"], target, name)
-            for name, memory in self._memories(batch)
+            self._memory_loss(self._states(batch, memory), batch["labels"], target, name) for name, memory in memories
         ]
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum() + self._share(selector_loss, num_items_in_batch)
+
+    def _share(self, loss: Tensor | float, num_items_in_batch: Tensor | int | None) -> Tensor | float:
+        """A mean over a batch as its part of a step, where the losses beside it are parts of one."""
+        return loss if num_items_in_batch is None else loss / self.current_gradient_accumulation_steps
 
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
         """What every memory of the step shares: here the number of target tokens that the loss is divided by."""

@@ -177,11 +177,12 @@ class JointPretrainingTrainer(CompressionTrainer):
     def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
         counts = self._target(batch, num_items_in_batch)
         losses = []
-        for name, memory in self._memories(batch):
+        memories, selector_loss = self._memories(batch)
+        for name, memory in memories:
             for (task, weight), count in zip(self.weights.items(), counts, strict=True):
                 states = self._states(batch, memory, f"{task}_")
                 losses.append(weight * self._memory_loss(states, batch[f"{task}_labels"], count, f"{task}_{name}"))
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum() + self._share(selector_loss, num_items_in_batch)
 
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
         """Number of target tokens of each text with a weight, `(num_texts,)`."""
