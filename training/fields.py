@@ -233,6 +233,8 @@ class TrainingFields:
         ratio_schedule: list of [fraction of training, ratios]: the checkpoint's ratios that are trained from there on,
             e.g. `[[0.0, [2]], [0.4, [2, 4, 8]]]`; all of them all the time when not given.
         distillation_chunk_size: answer tokens whose vocabulary scores are in memory at once.
+        kl_weight: of the objective distillation, weight of KL(teacher || student).
+        nll_weight: of the objective distillation, weight of the answer's own cross-entropy beside it.
         save_dtype: type that the final weights are stored in, e.g. bfloat16; as they are held by default.
             They are read back in the type that they were trained in.
         alpha: weight of the reconstruction in the objective joint, 0 to 1; the continuation has the rest.
@@ -250,6 +252,8 @@ class TrainingFields:
     ratio_mode: str = field(default="all", metadata={"help": "all ratios at each step, or one: random, per_sample"})
     ratio_schedule: Entries | None = field(default=None, metadata={"help": "which ratios are trained when"})
     distillation_chunk_size: int = field(default=256, metadata={"help": "answer tokens scored at once"})
+    kl_weight: float = field(default=1.0, metadata={"help": "weight of the teacher's KL in distillation"})
+    nll_weight: float = field(default=0.0, metadata={"help": "weight of cross-entropy in distillation"})
 
     save_dtype: str | None = field(default=None, metadata={"help": "type that the final weights are stored in"})
     alpha: float = field(default=0.5, metadata={"help": "weight of the reconstruction in joint pretraining"})
@@ -271,6 +275,9 @@ class TrainingFields:
             check_choice("save_dtype", self.save_dtype, ("float32", "bfloat16", "float16"))
         if self.distillation_chunk_size < 1:
             raise ValueError(f"distillation_chunk_size must be at least 1, got {self.distillation_chunk_size}")
+        for name in ("kl_weight", "nll_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
         if self.sample_answers_steps < 0:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..loading import teacher_language_model
-from ..losses import distillation_loss, logits_function, prediction_positions
+from ..losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions
 from .compression import load, record_prompts, trainer_arguments
 from .compression_trainer import CompressionTrainer
 
@@ -23,7 +23,8 @@ class DistillationTrainer(CompressionTrainer):
 
     Equations 5 and 6 of the paper: KL(teacher || student) at the gold answer tokens, summed over them and over the
     step's ratios; the mean is taken over rows only. Batches come from `CompressionCollator(mode="distillation")`, so
-    that teacher and student see the same prompt and answer.
+    that teacher and student see the same prompt and answer. `args.nll_weight` adds the answer's own cross-entropy,
+    over the same tokens and rows, to `args.kl_weight` times this: xRAG tunes with NLL + 2 KL.
 
     Args:
         model: a compressor.
@@ -80,7 +81,15 @@ class DistillationTrainer(CompressionTrainer):
             logits_function(teacher),
             self.args.distillation_chunk_size,
         )
-        self._record(f"kl_per_token_{name}", total / chosen.sum().clamp(min=1))
+        count = chosen.sum().clamp(min=1)
+        self._record(f"kl_per_token_{name}", total / count)
+        total = self.args.kl_weight * total
+        if self.args.nll_weight:
+            targets = labels[:, 1:][chosen[:, :-1]]
+            head, size = logits_function(student), self.args.distillation_chunk_size
+            nll, _ = negative_log_likelihood(states[chosen], targets, head, size)
+            self._record(f"loss_{name}", nll / count)
+            total = total + self.args.nll_weight * nll
         return total / labels.shape[0]
 
 

@@ -205,14 +205,16 @@ def test_ratio_schedule_says_which_ratios_a_step_has(make_trainer):
         make_trainer(config={"ratio_schedule": [[0.0, [2, 8]]]})
 
 
-def plain_distillation(model, teacher_logits, batch):
-    """Equations 5 and 6 written out, with full vocabularies."""
+def plain_distillation(model, teacher_logits, batch, kl_weight, nll_weight):
+    """Equations 5 and 6 written out, with full vocabularies, and xRAG's cross-entropy beside them."""
     teacher = functional.log_softmax(teacher_logits[:, :-1], -1)[batch["full_labels"][:, 1:] != -100]
     total = 0.0
     for memory in model.compress(**context_of(batch), ratio=[2, 4]):
         logits = model(**text_of(batch), memory=memory).logits
         student = functional.log_softmax(logits[:, :-1], -1)[batch["labels"][:, 1:] != -100]
-        total = total + (teacher.exp() * (teacher - student)).sum()
+        total = total + kl_weight * (teacher.exp() * (teacher - student)).sum()
+        labels = batch["labels"][batch["labels"] != -100]
+        total = total - nll_weight * student.gather(1, labels[:, None]).sum()
     return total / len(batch["labels"])
 
 
@@ -228,7 +230,8 @@ def test_distillation_equals_a_plain_computation(
         for parameter in teacher.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
     reference = (language_model if own_base else copy.deepcopy(teacher)).eval()
-    config = {"distillation_chunk_size": chunk_size}
+    weights = {"kl_weight": 2.0, "nll_weight": 1.0} if own_base else {"kl_weight": 1.0, "nll_weight": 0.0}
+    config = {"distillation_chunk_size": chunk_size, **(weights if own_base else {})}
     trainer = make_trainer(DistillationTrainer, "distillation", config, teacher=teacher)
     model = trainer.model.train()
     torch.manual_seed(2)
@@ -240,7 +243,7 @@ def test_distillation_equals_a_plain_computation(
         teacher_logits = reference(
             input_ids=batch["full_input_ids"], attention_mask=batch["full_attention_mask"]
         ).logits
-    plain = plain_distillation(model, teacher_logits, batch)
+    plain = plain_distillation(model, teacher_logits, batch, **weights)
     plain.backward()
     expected = gradients(model)
     loss = trainer.compute_loss(model, batch)
@@ -336,6 +339,8 @@ def test_wrong_models_and_arguments_are_refused(make_trainer, language_model, ma
         CompressionTrainer(model=language_model, args=make_config())
     with pytest.raises(TypeError, match="args must be a TrainingConfig"):
         CompressionTrainer(model=language_model, args=SFTConfig(str(tmp_path), bf16=False, use_cpu=True))
+    with pytest.raises(ValueError, match=r"nll_weight must be 0 or more, got -1"):
+        make_config(nll_weight=-1.0)
     language_model.resize_token_embeddings(410)
     with pytest.raises(ValueError, match=r"must share a vocabulary, got \d+ and 410"):
         make_trainer(DistillationTrainer, "distillation", teacher=language_model)
