@@ -76,7 +76,8 @@ class CompressorConfig(PreTrainedConfig):
             LoRA of the decoder, likewise. `None`: the decoder is frozen.
         shared_adapter (`bool`, defaults to `False`):
             Whether the decoder reads with the encoder's adapter, the same weights, which get gradient from both sides.
-            Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`.
+            Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`; another one is an adapter
+            beside it, in a stage that trains that alone.
         slot_markers (`dict[str, int]`, *optional*):
             How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them (`"after"`),
             such as `{"after": 1}` for a separator. Each is a place of the decoder and is kept with the memory: it
@@ -128,6 +129,8 @@ class CompressorConfig(PreTrainedConfig):
     # Whether what opens a text, BOS or the user's turn of a chat, is compressed in front of a document, and the text
     # goes on where the document ends.
     opens_context = False
+    # Whether BOS stands in front of a task token behind slots, too.
+    bos_before_task_token = False
     # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
     plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
     # The method's fields that a model card names -> what it calls them.
@@ -205,7 +208,8 @@ class CompressorConfig(PreTrainedConfig):
     def _check_parts(self) -> None:
         if self.shared_adapter:
             self.decoder_lora = self.encoder_lora if self.decoder_lora is None else self.decoder_lora
-            if self.encoder_lora is None or self.decoder_lora != self.encoder_lora or self.encoder_config is not None:
+            has_other = self.decoder_adapter is not None and not self.has_frozen_memories
+            if self.encoder_lora is None or has_other or self.encoder_config is not None:
                 raise ValueError(
                     "`shared_adapter` needs an `encoder_lora`, no other `decoder_lora` and no `encoder_config`, got "
                     f"{self.encoder_lora!r}, {self.decoder_lora!r} and {type(self.encoder_config).__name__}"
@@ -332,8 +336,23 @@ class CompressorConfig(PreTrainedConfig):
         return None
 
     @property
+    def has_frozen_memories(self) -> bool:
+        """Whether this stage of a training changes no memory: the decoder's own adapter alone trains."""
+        return False
+
+    @property
+    def decoder_adapter(self) -> dict[str, Any] | None:
+        """Settings of an adapter of the decoder's own; `None` where it has none, or reads with a shared one alone."""
+        return None if self.shared_adapter and self.decoder_lora == self.encoder_lora else self.decoder_lora
+
+    @property
     def compresses_questions(self) -> bool:
         """Whether a context is compressed together with its question, so that a memory answers no other one."""
+        return False
+
+    @property
+    def selects_ratios(self) -> bool:
+        """Whether a context may say itself how far it is compressed, `ratio="auto"`."""
         return False
 
     @property
@@ -350,11 +369,6 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def num_attention_heads(self) -> int:
-    @property
-    def selects_ratios(self) -> bool:
-        """Whether a context may say itself how far it is compressed, `ratio="auto"`."""
-        return False
-
         return self.decoder_config.num_attention_heads
 
     @property
@@ -365,8 +379,13 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def has_encoder(self) -> bool:
-        """Whether a language model reads the context, which is then no longer than that has positions."""
+        """Whether a language model reads the context."""
         return True
+
+    @property
+    def encoder_limit(self) -> int | None:
+        """Positions of the language model that reads whole chunks, which are then no longer; `None` for no limit."""
+        return getattr(self.get_encoder_config(), "max_position_embeddings", None) if self.has_encoder else None
 
     @property
     def num_memory_tokens(self) -> int | None:
@@ -425,8 +444,8 @@ class CompressorConfig(PreTrainedConfig):
         appended = self.chunk_memory_tokens(longest_chunk, ratio)
         if self.num_memory_tokens is not None and appended > self.num_memory_tokens:
             return False
-        limit = getattr(self.get_encoder_config(), "max_position_embeddings", None)
-        if limit is None or not self.has_encoder:
+        limit = self.encoder_limit
+        if limit is None:
             return True
         # Chunks start anew at 0, with memory tokens behind them; or they count on from 1, and memory tokens share the
         # positions of their chunk.

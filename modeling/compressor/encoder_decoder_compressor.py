@@ -171,6 +171,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         ratio: int | Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        context_chunk_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
         r"""
@@ -194,6 +195,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             ratio: ratio for the contexts, as in `compress`; beside a memory, its own or none.
             use_cache: whether to return the cache; in evaluation mode as the configuration says if not given.
             logits_to_keep: compute only the last so many logits, or those at these indices; 0 for all.
+            context_chunk_lengths: second form, `(batch_size, num_passages)`: `chunk_lengths` as in `compress`.
 
         Returns:
             `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, the cache, and
@@ -215,15 +217,17 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             if decoder_input_ids is not None or input_ids is None:
                 raise ValueError("with `memory` or `context_input_ids` the decoder's text is `input_ids`")
             if context_input_ids is None:
-                check_memory_ratio(memory, ratio, context_attention_mask)
+                check_memory_ratio(memory, ratio, context_attention_mask, context_chunk_lengths)
             elif memory is not None:
                 raise ValueError("give either `context_input_ids` or `memory`, not both")
             else:
-                memory = self._compress(context_input_ids, context_attention_mask, ratio, "context_input_ids")
+                context = (context_input_ids, context_attention_mask, ratio, "context_input_ids")
+                memory = self._compress(*context, context_chunk_lengths)
             outputs = self.text_states(input_ids, attention_mask, memory, **decoding)
             slots = None if memory is None else memory.embeddings
         else:
-            check_memory_ratio(None, None if encoder_outputs is None else ratio, context_attention_mask)
+            given = (None if encoder_outputs is None else ratio, context_attention_mask, context_chunk_lengths)
+            check_memory_ratio(None, *given)
             slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio)
             if decoder_input_ids is None:
                 if labels is None:
@@ -248,9 +252,14 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         return result if return_dict in (None, True) else result.to_tuple()
 
     def _compress(
-        self, input_ids: Tensor, attention_mask: Tensor | None, ratio: int | Tensor | None, name: str = "input_ids"
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        ratio: int | Tensor | None,
+        name: str = "input_ids",
+        chunk_lengths: Any = None,
     ) -> CompressedContext:
-        context = self.model.context_rows(input_ids, attention_mask, name)
+        context = self.model.context_rows(input_ids, attention_mask, name, chunk_lengths)
         check_together(context)
         return self.model.compress_rows(context, [ratio])[0]
 
@@ -297,7 +306,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
             context_attention_mask: Their mask.
             ratio: Ratio for the contexts, as in `compress`; beside a memory, its own or none.
-            kwargs: Arguments of `transformers.GenerationMixin.generate`.
+            kwargs: Arguments of `transformers.GenerationMixin.generate`, and `context_chunk_lengths` beside
+                `context_input_ids`.
 
         Returns:
             As `GenerationMixin.generate`: the question and new tokens; or, of a context alone, as for any
@@ -346,8 +356,9 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             raise ValueError(
                 f"with `memory` or `context_input_ids` the decoder's text is `input_ids`; leave out {', '.join(given)}"
             )
+        chunk_lengths = kwargs.pop("context_chunk_lengths", None)
         if memory is not None:
-            check_memory_ratio(memory, ratio, context[1])
+            check_memory_ratio(memory, ratio, context[1], chunk_lengths)
         start, in_encoder = self.config.decoder_start_token_id, self.config.compresses_questions
         has_question = question is not None
         if question is None:
@@ -359,7 +370,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         if memory is None:
             if in_encoder:
                 context = question_in_front(*context, question, question_mask, self.config)[:2]
-            memory = self._compress(*context, ratio, "context_input_ids")
+            memory = self._compress(*context, ratio, "context_input_ids", chunk_lengths)
         elif in_encoder:
             memory = check_memory(memory, self.model, question)
             check_question(memory, question, own_tokens(question, question_mask, self.config))

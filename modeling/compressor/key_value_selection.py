@@ -97,6 +97,8 @@ class KeyValueSelectionModel(CompressorModel):
         self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = True, **beside: Any
     ) -> list[CompressedContext]:
         """See [`CompressorBackbone.compress_rows`]; no ratio is one that was not trained for."""
+        if context.passages is not None:
+            raise ValueError(f"the base reads a context whole, without `chunk_lengths`, got {context.passages}")
         memories = super().compress_rows(context, ratios, True, **beside)
         for memory in memories:
             memory.position_ids = self.slot_position_ids(memory) * memory.attention_mask

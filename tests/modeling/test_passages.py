@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts of passages: each is compressed apart from the others, wherever its borders are."""
+
+import pytest
+import torch
+from decal_models import build
+from tiny_models import TRAINING_FREE_CASES, ids_of
+
+from context_compressors import CompressedContext
+
+# Methods whose chunks know nothing of each other.
+CUT_APART = ("mean_pooling", "compression_tokens", "icae", "five_hundred_x", "comprexit", "gmsa")
+PASSAGES = [[5, 1, 9], [], [7]]
+ROWS = [ids_of(15), ids_of(0), ids_of(7, seed=2)]
+GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture
+def batch(pad_rows):
+    ids, mask = pad_rows([row[0] for row in ROWS], "left")
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("name", CUT_APART)
+def test_passages_are_compressed_as_if_each_stood_alone(name, method_cases, batch):
+    """With positions that start anew, in a batch with pads and a row without any passage, at a ratio for each row."""
+    model = method_cases[name].build(chunk_size=6)
+    ratios = torch.tensor([2, 2, 3])
+    lengths = torch.tensor([[5, 1, 9], [0, 0, 0], [0, 7, 0]])
+    found = model.compress(**batch, ratio=ratios, chunk_lengths=lengths)
+    assert found.num_context_tokens.tolist() == [15, 0, 7]
+    for row, (ids, passages, ratio) in enumerate(zip(ROWS, PASSAGES, ratios.tolist(), strict=True)):
+        alone = [model.compress(part, ratio=ratio) for part in ids.split(passages or [0], dim=1)]
+        joined = CompressedContext.concatenate(alone)
+        count = int(found.num_slots[row])
+        assert count == int(joined.num_slots)
+        assert count == sum(model.config.num_slots(n, ratio) for n in passages)
+        if found.embeddings is not None:
+            torch.testing.assert_close(found.embeddings[row, :count], joined.embeddings[0], atol=2e-4, rtol=0)
+    text = ids_of(4, seed=3)
+    row = CompressedContext.concatenate([model.compress(part, ratio=2) for part in ROWS[0].split([5, 1, 9], dim=1)])
+    read = {"context_input_ids": ROWS[0], "context_chunk_lengths": torch.tensor([[5, 1, 9]]), "ratio": 2}
+    if name != "five_hundred_x":
+        # Its joined keys are rotated to their later places; those of one context were made in theirs.
+        torch.testing.assert_close(
+            model(input_ids=text, **read).logits, model(input_ids=text, memory=row).logits, atol=2e-3, rtol=0
+        )
+    assert model.generate(text, **read, **GREEDY).shape == (1, 10)
+
+
+def test_a_later_passage_changes_nothing_in_the_first_ones_slots(method_cases):
+    model = method_cases["compression_tokens"].on(variant="shared_adapter").build()
+    ids = ids_of(20)
+    other = torch.cat([ids[:, :8], ids_of(12, seed=5)], dim=1)
+    found, changed = (model.compress(row, ratio=2, chunk_lengths=[[8, 12]]).embeddings for row in (ids, other))
+    # Two chunks of 5 and 3 tokens, each with a vector in front and one behind.
+    of_first = model.config.num_slots(8, 2)
+    assert of_first == 3 + 2 + 2 * 2
+    assert found[:, :of_first].equal(changed[:, :of_first])
+    assert not found[:, of_first:].equal(changed[:, of_first:])
+
+
+def test_layouts_that_count_on_count_on_through_passages(method_cases):
+    """A row cut where its chunks end is the row itself."""
+    for variant in ("uniform", "enhanced"):
+        model, ids = method_cases["icae"].on(variant=variant).build(), ids_of(15)
+        plain, given = model.compress(ids), model.compress(ids, chunk_lengths=[[6, 6, 3]])
+        torch.testing.assert_close(given.embeddings, plain.embeddings, atol=1e-5, rtol=0)
+        assert given.position_ids.equal(plain.position_ids)
+
+
+def test_passages_of_an_encoder_decoder():
+    model = build()
+    ids, text = ids_of(12), ids_of(3, seed=1)
+    memory = model.compress(ids, chunk_lengths=[[5, 7]])
+    parts = [model.compress(part) for part in ids.split([5, 7], dim=1)]
+    torch.testing.assert_close(memory.embeddings, CompressedContext.concatenate(parts).embeddings, atol=1e-5, rtol=0)
+    read = {"context_input_ids": ids, "context_chunk_lengths": torch.tensor([[5, 7]])}
+    expected = model(input_ids=text, memory=memory).logits
+    torch.testing.assert_close(model(input_ids=text, **read).logits, expected)
+    assert model.generate(text, **read, **GREEDY).equal(model.generate(text, memory=memory, **GREEDY))
+
+
+def test_lengths_that_do_not_fit_are_refused(method_cases):
+    model, ids = method_cases["icae"].model, ids_of(6)
+    for lengths, error, reason in (
+        ([[2, 3]], ValueError, r"`chunk_lengths` must be 0 or more.*got \[2, 3\] in row 0, which has 6 tokens"),
+        ([[7, -1]], ValueError, r"got \[7, -1\]"),
+        ([[6], [6]], ValueError, r"with 1 rows, got \(2, 1\)"),
+        (torch.tensor([6]), ValueError, r"got \(1,\)"),
+        ([6], TypeError, r"a list of ints for each row, got \[6\]"),
+        (torch.tensor([[6.0]]), TypeError, r"got torch.float32"),
+        ("6", TypeError, "got str"),
+    ):
+        with pytest.raises(error, match=reason):
+            model.compress(ids, chunk_lengths=lengths)
+    given = {"context_chunk_lengths": torch.tensor([[6]])}
+    with pytest.raises(ValueError, match=r"`context_chunk_lengths` must be .* in row 0, which has 5 tokens"):
+        model(input_ids=ids, context_input_ids=ids[:, :5], **given)
+    for memory in ({}, {"memory": model.compress(ids)}):
+        for call in (model, model.generate):
+            with pytest.raises(ValueError, match="`context_chunk_lengths` are those of `context_input_ids`"):
+                call(input_ids=ids, **memory, **given)
+    with pytest.raises(ValueError, match=r"reads a context whole, without `chunk_lengths`, got \[\[6\]\]"):
+        TRAINING_FREE_CASES[0].model.compress(ids, chunk_lengths=[[6]])
