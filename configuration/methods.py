@@ -24,6 +24,7 @@ METHODS = {
     "comprexit": ("ComprExITConfig", "ComprExITModel", "ComprExITForCausalLM"),
     "gmsa": ("GMSAConfig", "GMSAModel", "GMSAForCausalLM"),
     "tcp_autoencoder": ("TCPAutoencoderConfig", "TCPAutoencoderModel", "TCPAutoencoderForCausalLM"),
+    "xrag": ("XRAGConfig", "XRAGModel", "XRAGForCausalLM"),
     "streaming_llm": ("StreamingLLMConfig", "StreamingLLMModel", "StreamingLLMForCausalLM"),
     "snap_kv": ("SnapKVConfig", "SnapKVModel", "SnapKVForCausalLM"),
     "decal": ("DeCALConfig", "DeCALModel", "DeCALForConditionalGeneration", "DeCALForRetrieval"),

@@ -251,6 +251,24 @@ def gmsa() -> Picture:
     return picture
 
 
+def xrag() -> Picture:
+    picture = Picture("xRAG", "A retriever's embedding of each passage, through a perceptron, is the passage's slot.")
+    picture.text(CONTEXT.left, 55, "context, in passages of r tokens", "start muted")
+    for first, column in zip((0, 4, 8), WINDOWS, strict=True):
+        edge, width = CONTEXT.edge(first) - 3, CONTEXT.step * 4 - 2
+        picture.row(CONTEXT, first, TOKENS_Y, named("x", 12)[first : first + 4], TOKEN)
+        picture.arrows(CONTEXT, range(first, first + 4), TOKENS_Y + ROW + 1, READER_Y - 1)
+        picture.box(edge, READER_Y, width, 62, FROZEN)
+        picture.text(edge + 8, READER_Y + 18, "sentence encoder", "small start")
+        picture.lines(CONTEXT, [(i, column) for i in range(first, first + 4)], 130, 158, "seen")
+        picture.arrows(CONTEXT, [column], 163, 205)
+    picture.text(CONTEXT.middle(1.5) + 6, 188, "its embedding")
+    picture.box(READER_X, 207, READER_WIDTH, 24, TRAINS, "perceptron")
+    picture.arrows(CONTEXT, WINDOWS, 233, SLOTS_Y - 2)
+    ask(picture, WINDOWS, QUESTION, READS, "decoder")
+    return picture
+
+
 def comprexit() -> Picture:
     picture = Picture("ComprExIT", "A gate mixes a token's states of all layers, and transport makes slots of them.")
     read(picture, [], 66, (), False, "the base, as it is: hidden states of all layers")
@@ -376,7 +394,7 @@ def streaming_llm() -> Picture:
 
 def files() -> dict[Path, str]:
     """What stands in each file."""
-    methods = [mean_pooling, compression_tokens, icae, five_hundred_x, comprexit, gmsa, tcp_autoencoder]
+    methods = [mean_pooling, compression_tokens, icae, five_hundred_x, comprexit, gmsa, tcp_autoencoder, xrag]
     methods += [streaming_llm, snap_kv, decal]
     return {FOLDER / f"{draw.__name__}.svg": draw().svg() for draw in methods}
 

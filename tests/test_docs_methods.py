@@ -62,6 +62,7 @@ def test_the_code_of_each_page_runs_and_its_trainings_can_be_read(tmp_path: Path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     pages.base_of_letters("Qwen/Qwen3-0.6B", width=16)
+    pages.base_of_letters("sentence-transformers/all-MiniLM-L6-v2", width=24, is_reversed=True)
     tokenizer = pages.letters_tokenizer("google/t5-v1_1-large")
     t5 = T5Config(
         vocab_size=len(tokenizer),
@@ -80,7 +81,7 @@ def test_the_code_of_each_page_runs_and_its_trainings_can_be_read(tmp_path: Path
         assert type(names["model"]).__name__ in METHODS[method], method
         # A letter is a token here.
         num_tokens = names["document"]["input_ids"].shape[1]
-        assert int(names["memory"].num_slots) == -(-num_tokens // 4), method
+        assert int(names["memory"].num_slots) == -(-num_tokens // names["memory"].ratio), method
         assert names["answer"].shape[0] == 1, method
         shown = "".join(block.content for block in pages.blocks_of(text) if block.language == "console")
         lines = re.findall(r"^\$ context-compressors train (.+)$", shown.replace("\\\n", " "), re.MULTILINE)

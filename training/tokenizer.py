@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from ..data.prompts import format_prompt
 from ..data.rows import distinct_texts, read_rows
@@ -87,10 +87,3 @@ def train_tokenizer(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD)
-
-
-def leave_out_bos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let a tokenizer put nothing around a text any more, in place; saved and loaded again it does not either."""
-    if getattr(tokenizer, "backend_tokenizer", None) is not None:
-        tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
-    tokenizer.add_bos_token = False

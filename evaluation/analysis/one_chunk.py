@@ -32,5 +32,6 @@ def one_chunk(
             f"{shown} of a context of 1 to {config.chunk_size or 'any number of'} tokens (one chunk), "
             f"got {max(context.lengths)}"
         )
-    check_context_length(config.get_encoder_config(), int(chunks.position_ids.max()) + 1, config.chunk_size)
+    if config.encoder_limit is not None:
+        check_context_length(config.get_encoder_config(), int(chunks.position_ids.max()) + 1, config.chunk_size)
     return chunks, ratios[0]

@@ -29,8 +29,8 @@ class SlotOrigins:
 
     Args:
         kind: what tells it: "plan", the weights that tokens are transported with; "attention" of memory tokens, in the
-            last layer; "windows" of neighbouring tokens whose mean a slot is; or "kept", tokens whose own keys and
-            values a slot holds, as shares of the heads of all layers.
+            last layer; "windows" of neighbouring tokens whose mean, or embedding, a slot is; or "kept", tokens
+            whose own keys and values a slot holds, as shares of the heads of all layers.
         chunks: for each chunk of the document `(num_slots, num_tokens)`; what a slot is made of sums up to 1.
     """
 

@@ -74,6 +74,7 @@ def load_checkpoint(
     model.apply_trainable_set()
     if name is not None and model.config.encoder_tokenizer is not None:
         model.encoder_tokenizer = load_encoder_tokenizer(name, model.config.encoder_tokenizer, keywords)
+        model.base_model.take_from_tokenizer(model.encoder_tokenizer)
     if name is not None:
         remember_start(model, name)
     return (model, info) if wants_info else model

@@ -111,6 +111,8 @@ def start_from_base(
     if encoder is not None:
         model.encoder_tokenizer = different_tokenizer(base, encoder, source, encoder_source)
         config.encoder_tokenizer = None if model.encoder_tokenizer is None else ENCODER_TOKENIZER
+        if model.encoder_tokenizer is not None:
+            model.base_model.take_from_tokenizer(model.encoder_tokenizer)
     return model.eval()
 
 

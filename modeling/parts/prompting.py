@@ -73,6 +73,15 @@ def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
+def leave_out_bos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a tokenizer put nothing around a text any more, in place; saved and loaded again it does not either."""
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        from tokenizers import processors
+
+        tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
+    tokenizer.add_bos_token = False
+
+
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
     """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token.
 

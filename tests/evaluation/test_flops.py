@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BertConfig,
     DynamicCache,
     EncoderDecoderCache,
     LlamaConfig,
@@ -189,6 +190,7 @@ def test_counts_refuse_what_is_no_number(wrong):
 
 # --- by method ---
 
+BERT = BertConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, vocab_size=64)
 # Whole windows of ComprExIT, one segment and one chunk: nothing is padded, nothing is read behind a cache.
 SETTINGS = [
     *((method, {}) for method in methods_on(llama())),
@@ -205,12 +207,14 @@ SETTINGS = [
     ("gmsa", {"encoder_layers": 3, "lsa_layers": 0}),
     ("gmsa", {"encoder_layers": 1, "lsa_layers": 2, "encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
     ("gmsa", {"encoder_layers": 2, "appended_tokens": 64}),
+    ("xrag", {"encoder_config": BERT, "passage_start_ids": (1, 3), "passage_end_ids": (2,)}),
 ]
 
 
 @pytest.mark.parametrize(("method", "fields"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")
 def test_compression_is_what_torch_counts(method: str, fields: dict):
-    fields = {name: llama(**value) if name == "encoder_config" else value for name, value in fields.items()}
+    own = {name: llama(**value) for name, value in fields.items() if name == "encoder_config" and type(value) is dict}
+    fields = fields | own
     config = config_class(method).for_base(llama(), [4, 8], encoder_lora=None, **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     ids = torch.full((1, 256), 3)

@@ -31,6 +31,7 @@ class Method:
         memory_tokens: whether memory tokens stand behind the context.
         sliding_window: of the bases that have one, where the method cannot do with the tests' short one.
         own_encoder: whether the encoder always has weights of its own.
+        passages: whether each window of r tokens is encoded by itself: a pass for each ratio, positions that start anew.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Method:
     memory_tokens: bool = False
     sliding_window: int | None = None
     own_encoder: bool = False
+    passages: bool = False
     idle: tuple[str, ...] = ()
 
     @property
@@ -210,6 +212,18 @@ METHODS = [
         bidirectional=False,
         memory_tokens=True,
         own_encoder=True,
+    ),
+    Method(
+        name="xrag",
+        easy={"compression_ratios": (2, 3, 8), "passage_start_ids": (3,), "passage_end_ids": (4, 3)},
+        hard={
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "passage_readout": "mean"},
+            "lora": {"passage_end_ids": (), "normalize_embeddings": True, "encoder_lora": SMALL_LORA},
+            "own_encoder": {"encoder_config": {}},
+            "wide_encoder": {"encoder_config": {"hidden_size": 48, "num_attention_heads": 4}},
+        },
+        bidirectional=False,
+        passages=True,
     ),
 ]
 

@@ -11,13 +11,13 @@ from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.parts.prompting import (
     context_start_ids,
     encode,
+    leave_out_bos,
     restored_ids,
     start_ids,
     text_tokenizer,
 )
 from context_compressors.training.arguments import ModelArguments
 from context_compressors.training.loading import load_compressor
-from context_compressors.training.tokenizer import leave_out_bos
 
 SMALL = {"compression_ratios": [4], "chunk_size": 16, "encoder_lora": {"rank": 2}}
 

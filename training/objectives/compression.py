@@ -11,10 +11,9 @@ from ...configuration.configuration_compressor import CompressorConfig
 from ...configuration.nearest_names import check_choice
 from ...data.prompts import load_prompts
 from ...data.task_tokens import text_starts
-from ...modeling.parts.prompting import context_end_ids, opening_ids, text_tokenizer
+from ...modeling.parts.prompting import context_end_ids, leave_out_bos, opening_ids, text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..loading import load_compressor, load_tokenizer
-from ..tokenizer import leave_out_bos
 from .compression_collator import CompressionCollator
 from .compression_dataset import CompressionDataset
 from .compression_trainer import CompressionTrainer

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""xRAG alone: passages beside a naive twin, a sentence encoder with a tokenizer of its own, counts and sizes."""
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, base_config, ids_of
+from torch.nn import functional
+from transformers import AutoModel, BertConfig, BertTokenizer, LlamaForCausalLM, MistralConfig
+
+from context_compressors import XRAGConfig, XRAGForCausalLM
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ."
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+CLS, SEP = 2, 3
+TEXT = torch.tensor([[1, 9, 40, 7]])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of a decoder, and of a sentence encoder, a BERT of another width with its tokenizer."""
+    folder = tmp_path_factory.mktemp("xrag")
+    torch.manual_seed(0)
+    LlamaForCausalLM(base_config()).save_pretrained(folder / "decoder")
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    bert = BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, initializer_range=0.3, **shape)
+    AutoModel.from_config(bert).save_pretrained(folder / "encoder")
+    BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(folder / "encoder")
+    return folder / "decoder", folder / "encoder"
+
+
+def test_slots_equal_a_naive_twins_values_and_gradients(folders):
+    context, ratios = ids_of(11, most=len(WORDS)), (4, 3, 11)
+    retriever = AutoModel.from_pretrained(folders[1]).eval()
+    for readout in ("last_token", "first_token", "mean"):
+        for is_normal in (False, True):
+            fields = {"passage_readout": readout, "normalize_embeddings": is_normal, "compression_ratios": ratios}
+            model = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], **fields).train()
+            first, _, last = model.model.slot_mlp
+            for ratio in ratios:
+                found = model.compress(context, ratio=ratio).embeddings[0]
+                expected = []
+                for start in range(0, 11, ratio):
+                    # As `tokenizer(passage)` gives it.
+                    ids = torch.tensor([[CLS, *context[0, start : start + ratio].tolist(), SEP]])
+                    states = retriever(ids).last_hidden_state[0].detach()
+                    embedding = {"last_token": states[-1], "first_token": states[0], "mean": states.mean(dim=0)}[
+                        readout
+                    ]
+                    embedding = embedding / embedding.norm() if is_normal else embedding
+                    expected.append(last(functional.gelu(first(embedding))))
+                torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-4)
+                weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                pairs = zip(
+                    torch.autograd.grad(found.pow(2).sum(), weights),
+                    torch.autograd.grad(torch.stack(expected).pow(2).sum(), weights),
+                    strict=True,
+                )
+                for one, other in pairs:
+                    torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_a_context_has_a_slot_for_each_180_tokens_begun(folders):
+    config = XRAGConfig()
+    counts = {0: 0, 1: 1, 179: 1, 180: 1, 181: 2, 540: 3, 100_000: 556}
+    assert {length: config.num_slots(length, 180) for length in counts} == counts
+    assert config.compression_ratios == (180,)
+    assert config.max_context_tokens(180) is None
+    model = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[7])
+    context = ids_of(45, most=len(WORDS))
+    memory = model.compress(context)
+    assert (int(memory.num_slots), memory.ratio, memory.num_context_tokens.tolist()) == (7, 7, [45])
+    # Passages are read apart, and documents in chunks of their own begin new ones.
+    other = context.clone()
+    other[0, 15] = CLS
+    changed = [not a.equal(b) for a, b in zip(model.compress(other).embeddings[0], memory.embeddings[0], strict=True)]
+    assert changed == [False, False, True, False, False, False, False]
+    assert XRAGConfig(chunk_size=200).num_slots(400, 180) == 4
+
+
+def test_the_perceptron_alone_trains_and_has_the_papers_size(folders):
+    small = base_config(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+    sentence_encoder = BertConfig(hidden_size=384, num_hidden_layers=1, num_attention_heads=12, vocab_size=64)
+    large = MistralConfig(num_hidden_layers=1, vocab_size=64)
+    for decoder, encoder, size in ((small, sentence_encoder, 554_112), (large, large, 33_562_624)):
+        with torch.device("meta"):
+            model = XRAGForCausalLM(XRAGConfig(decoder_config=decoder, encoder_config=encoder))
+        trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        parts = (f"model.slot_mlp.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias"))
+        assert (set(trained), sum(trained.values())) == (set(parts), size)
+
+
+@torch.no_grad()
+def test_what_the_encoders_tokenizer_puts_around_a_text_stands_around_each_passage(folders, tmp_path, caplog):
+    model = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[7])
+    assert "bert" not in caplog.text
+    assert (model.config.passage_start_ids, model.config.passage_end_ids) == ([CLS], [SEP])
+    document = "the otter sleeps at noon. " * 3
+    context = model.encoder_tokenizer(document, return_tensors="pt")
+    assert not {CLS, SEP} & set(context.input_ids[0].tolist())
+    assert "longer than the specified maximum" not in caplog.text
+    memory = model.compress(**context)
+    assert int(memory.num_slots) == -(-context.input_ids.shape[1] // 7)
+    answer = model.generate(TEXT, memory=memory, max_new_tokens=3, do_sample=False)
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "light", include_base=False)
+    copies = {"base_model": folders[0], "encoder_base_model": folders[1]}
+    for name, places in (("whole", {}), ("light", copies)):
+        loaded = XRAGForCausalLM.from_pretrained(tmp_path / name, **places)
+        assert loaded.encoder_tokenizer(document).input_ids == context.input_ids[0].tolist(), name
+        assert loaded.compress(**context).embeddings.equal(memory.embeddings), name
+        assert loaded.generate(TEXT, memory=memory, max_new_tokens=3, do_sample=False).equal(answer), name
+    own = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[7], passage_end_ids=[SEP, SEP])
+    assert (own.config.passage_start_ids, own.config.passage_end_ids) == ([], [SEP, SEP])
+
+
+def test_wrong_ratios_and_settings_are_refused_by_name(folders):
+    model = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[7])
+    context = ids_of(40, most=len(WORDS))
+    with pytest.raises(ValueError, match=r"not trained for the ratio 4; it has \[7\]"):
+        model.compress(context, ratio=4)
+    assert int(model.compress(context, ratio=4, allow_untrained_ratio=True).num_slots) == 10
+    # 30 tokens, [CLS] and [SEP] are all the positions there are; a shorter context is no longer passage.
+    assert int(model.compress(context, ratio=30, allow_untrained_ratio=True).num_slots) == 2
+    assert int(model.compress(context[:, :30], ratio=99, allow_untrained_ratio=True).num_slots) == 1
+    message = r"a passage of 31 tokens needs 33 positions, the encoder has 32 .*lower ratio"
+    with pytest.raises(ValueError, match=message):
+        model.compress(context, ratio=31, allow_untrained_ratio=True)
+    with pytest.raises(ValueError, match=message):
+        XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[31])
+    with pytest.raises(ValueError, match=r"`input_ids` has the token id 100.*vocabulary of 61"):
+        model.compress(torch.full((1, 3), VOCAB_SIZE - 28))
+    for fields, message in (
+        ({"passage_readout": "max"}, "`passage_readout` must be one of .*'mean'.*got 'max'"),
+        ({"normalize_embeddings": 1}, "`normalize_embeddings` must be True or False, got 1"),
+        ({"passage_end_ids": [-1]}, "`passage_end_ids` must be a list of token ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            XRAGConfig(**fields)
