@@ -21,6 +21,7 @@ METHODS = {
     "compression_tokens": ("CompressionTokensConfig", "CompressionTokensModel", "CompressionTokensForCausalLM"),
     "icae": ("ICAEConfig", "ICAEModel", "ICAEForCausalLM"),
     "five_hundred_x": ("FiveHundredXConfig", "FiveHundredXModel", "FiveHundredXForCausalLM"),
+    "voco": ("VoCoConfig", "VoCoModel", "VoCoForCausalLM"),
     "comprexit": ("ComprExITConfig", "ComprExITModel", "ComprExITForCausalLM"),
     "gmsa": ("GMSAConfig", "GMSAModel", "GMSAForCausalLM"),
     "tcp_autoencoder": ("TCPAutoencoderConfig", "TCPAutoencoderModel", "TCPAutoencoderForCausalLM"),

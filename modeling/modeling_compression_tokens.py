@@ -43,15 +43,6 @@ class CompressionTokensModel(MemoryTokenModel):
             return
         super()._init_weights(module)
 
-    def start_memory_tokens(self) -> None:
-        # The design's choice: the mean of the embedding matrix.
-        table = self.encoder_backbone.get_input_embeddings()
-        scale = getattr(table, "scalar_embed_scale", 1.0)
-        init.copy_(self.memory_embeddings, scale * table.weight.float().mean(dim=0, keepdim=True))
-
-    def memory_vectors(self, num_memory_tokens: int) -> Tensor:
-        return self.memory_embeddings.expand(num_memory_tokens, -1)
-
     def read_memory(self, rows: MemoryRows) -> list[Tensor]:
         # Section 3: the encoder reads t_1 ... t_L, c_1 ... c_ceil(L/r); the states of the c_k are the slots.
         return [self._project(slots) for slots in rows.read(rows.hidden_states(self))]

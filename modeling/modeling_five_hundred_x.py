@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from ..configuration.configuration_five_hundred_x import FiveHundredXConfig
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
+from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel, recorded_key_values
 from .memory.compressed_context import KeyValues
-from .memory.key_value_memory import KeyValueRecorder, key_value_shape
+from .memory.key_value_memory import key_value_shape
 from .parts.lora import linear_module_names
 
 
@@ -41,12 +41,7 @@ class FiveHundredXModel(MemoryTokenModel):
 
     def read_memory(self, rows: MemoryRows) -> list[KeyValues]:
         # Equation 1: M~(i), KV(i) = LLM([S(i); M(i)] | theta_LoRA); 500xCompressor carries KV over.
-        recorder = KeyValueRecorder(rows.places)
-        rows.hidden_states(self, past_key_values=recorder)
-        # Under autocast rotated keys are float32 and values are not.
-        return rows.read_key_values(
-            [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close()]
-        )
+        return recorded_key_values(self, rows)
 
 
 class FiveHundredXForCausalLM(CompressorForCausalLM):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..memory.compressed_context import KeyValues
-from ..memory.key_value_memory import sliding_window
+from ..memory.key_value_memory import KeyValueRecorder, sliding_window
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, take_places
 from ..parts.position_layout import encoder_memory_ids
 from .backbone import slot_counts
@@ -21,7 +22,7 @@ from .input_checks import check_context_length
 from .modeling_compressor import CompressorModel
 
 # Implementations that take a mask with a value for every pair of places.
-_PAIRWISE_MASKS = ("eager", "sdpa")
+PAIRWISE_MASKS = ("eager", "sdpa")
 
 
 @dataclass
@@ -75,6 +76,7 @@ def memory_rows(
     ratios: Sequence[int | Tensor],
     vectors: Callable[[int], Tensor],
     bidirectional: bool = False,
+    token_ids: Callable[[Chunks, Tensor, int], Tensor] | None = None,
 ) -> Iterator[MemoryRows]:
     """`[S(i); M(i)]` for each pass of the encoder, with the memory tokens of all its ratios behind one context.
 
@@ -89,6 +91,7 @@ def memory_rows(
         ratios: an int or a LongTensor `(num_chunks,)` each.
         vectors: gives the first memory tokens, as many as it is asked for, `(num_memory_tokens, hidden_size)`.
         bidirectional: whether a memory token sees the ones behind it, too.
+        token_ids: gives the memory tokens' position ids, see `memory_token_ids`, which is it if not given.
 
     Raises:
         ValueError: memory tokens beyond the encoder's positions, or an attention implementation that cannot take the
@@ -98,9 +101,9 @@ def memory_rows(
     # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
     are_nested = not bidirectional and model.config.position_layout == "default"
     counts = [slot_counts(model.config, chunks.lengths, ratio) for ratio in ratios]
-    is_together = are_nested or config._attn_implementation in _PAIRWISE_MASKS
+    is_together = are_nested or config._attn_implementation in PAIRWISE_MASKS
     for group in [counts] if is_together else [[count] for count in counts]:
-        yield _joined_rows(model, chunks, group, vectors, are_nested, bidirectional)
+        yield _joined_rows(model, chunks, group, vectors, are_nested, bidirectional, token_ids)
 
 
 def _joined_rows(
@@ -110,24 +113,28 @@ def _joined_rows(
     vectors: Callable[[int], Tensor],
     are_nested: bool,
     bidirectional: bool,
+    token_ids: Callable[[Chunks, Tensor, int], Tensor] | None,
 ) -> MemoryRows:
     """The rows of one pass; `counts` has for each ratio the memory tokens of each chunk."""
     layout, config, device = model.config.position_layout, model.encoder_backbone.config, chunks.input_ids.device
     lengths = torch.tensor(chunks.lengths, device=device)
+    token_ids = token_ids or partial(memory_token_ids, layout)
     blocks = [[max(of_chunk) for of_chunk in zip(*counts, strict=True)]] if are_nested else counts
     widths = [max(block) for block in blocks]
     if layout == "default":
         places = [n + m for block in blocks for n, m in zip(chunks.lengths, block, strict=True) if m]
         check_context_length(config, max(places), model.config.chunk_size)
     memory_ids = [
-        encoder_memory_ids(lengths, torch.tensor(block, device=device), chunks.starts, layout, width)
+        token_ids(chunks, torch.tensor(block, device=device), width)
         for block, width in zip(blocks, widths, strict=True)
     ]
     memory_mask = torch.cat([first_places(block, device) for block in blocks], dim=1)
     is_full = chunks.is_full and all(min(b) == max(b) for b in blocks)
     pad = layout != "default" and reads_falling_ids_as_packed(config, len(lengths))
     sequence = pack(chunks.attention_mask, memory_mask, pad_in_front=pad, is_full=is_full)
-    context = model.encoder_backbone.get_input_embeddings()(chunks.input_ids)
+    context = chunks.inputs_embeds
+    if context is None:
+        context = model.encoder_backbone.get_input_embeddings()(chunks.input_ids)
     tokens = torch.cat([vectors(width) for width in widths]).to(context.dtype)
     mask: Tensor | dict[str, Tensor] = sequence.attention_mask
     if len(blocks) > 1 or bidirectional:
@@ -162,10 +169,10 @@ def _block_mask(
         bidirectional: whether memory tokens see the ones of their block behind them.
         dtype: of the encoder's hidden states.
     """
-    if config._attn_implementation not in _PAIRWISE_MASKS:
+    if config._attn_implementation not in PAIRWISE_MASKS:
         raise ValueError(
             "memory tokens that see each other need one of the attention implementations "
-            f"{list(_PAIRWISE_MASKS)}, not {config._attn_implementation!r}"
+            f"{list(PAIRWISE_MASKS)}, not {config._attn_implementation!r}"
         )
     device, num_tokens = lengths.device, sequence.attention_mask.shape[1] - sum(widths) - sequence.pad_in_front
     sizes = [num_tokens, *widths]
@@ -182,12 +189,24 @@ def _block_mask(
     visible = visible & sequence.attention_mask.bool()[:, None]
     window = sliding_window(config)
     near = visible if window is None else visible & ((place - other_place).abs() < window)
+    return mask_for(config, visible, near, dtype)
+
+
+def mask_for(config: Any, visible: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Who sees whom, in the form that a backbone takes.
+
+    Args:
+        config: the backbone's.
+        visible: `(num_rows, num_places, num_places)` bool, in layers that see everything.
+        near: likewise, in layers with a sliding window; `visible` where there are none.
+        dtype: of the backbone's hidden states.
+    """
     # A pad that saw nothing would become NaN.
-    itself = torch.eye(visible.shape[1], dtype=torch.bool, device=device)
+    itself = torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device)
     full, near = (_attention_bias(mask | itself, config, dtype) for mask in (visible, near))
     if getattr(config, "layer_types", None):
         return {"full_attention": full, "sliding_attention": near}
-    return full if window is None else near
+    return full if sliding_window(config) is None else near
 
 
 def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
@@ -197,6 +216,27 @@ def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
         return visible
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     return torch.where(visible, zero, torch.finfo(dtype).min)
+
+
+def memory_token_ids(layout: str, chunks: Chunks, counts: Tensor, width: int) -> Tensor:
+    """Position ids of memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and 12).
+
+    Args:
+        layout: "default", "uniform" or "enhanced".
+        chunks: the context.
+        counts: `(num_chunks,)`, memory tokens of each chunk.
+        width: the largest of them.
+    """
+    lengths = torch.tensor(chunks.lengths, device=counts.device)
+    return encoder_memory_ids(lengths, counts, chunks.starts, layout, width)
+
+
+def recorded_key_values(model: CompressorModel, rows: MemoryRows) -> list[KeyValues]:
+    """The memory tokens' keys and values of each ratio from a pass of a model's encoder, by layer."""
+    recorder = KeyValueRecorder(rows.places)
+    rows.hidden_states(model, past_key_values=recorder)
+    # Under autocast rotated keys are float32 and values are not.
+    return rows.read_key_values([(keys.to(model.dtype), values.to(model.dtype)) for keys, values in recorder.close()])
 
 
 def first_memory_tokens(model: CompressorModel, num_memory_tokens: int) -> Tensor:
@@ -246,16 +286,29 @@ class MemoryTokenModel(CompressorModel):
             self.start_memory_tokens()
 
     def start_memory_tokens(self) -> None:
-        """Give the memory tokens their start values."""
-        start_memory_tokens(self)
+        """Give the memory tokens their start values: one that is repeated is the mean of the embedding matrix."""
+        if self.config.num_memory_tokens is not None:
+            start_memory_tokens(self)
+            return
+        table = self.encoder_backbone.get_input_embeddings()
+        scale = getattr(table, "scalar_embed_scale", 1.0)
+        init.copy_(self.memory_embeddings, scale * table.weight.float().mean(dim=0, keepdim=True))
 
     def memory_vectors(self, num_memory_tokens: int) -> Tensor:
-        """The first `num_memory_tokens` memory tokens, `(num_memory_tokens, hidden_size)`."""
+        """The first `num_memory_tokens` memory tokens, `(num_memory_tokens, hidden_size)`, or so many of the one."""
+        if self.config.num_memory_tokens is None:
+            return self.memory_embeddings.expand(num_memory_tokens, -1)
         return first_memory_tokens(self, num_memory_tokens)
+
+    def memory_token_ids(self, chunks: Chunks, counts: Tensor, width: int) -> Tensor:
+        """Position ids of the memory tokens; see [`memory_token_ids`]."""
+        return memory_token_ids(self.config.position_layout, chunks, counts, width)
 
     def memory_rows(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Iterator[MemoryRows]:
         """What the encoder reads; see [`memory_rows`]."""
-        return memory_rows(self, chunks, ratios, self.memory_vectors, self.has_bidirectional_memory)
+        return memory_rows(
+            self, chunks, ratios, self.memory_vectors, self.has_bidirectional_memory, self.memory_token_ids
+        )
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Slots]:
         return [slots for rows in self.memory_rows(chunks, ratios) for slots in self.read_memory(rows)]

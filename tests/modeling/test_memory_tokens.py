@@ -225,7 +225,7 @@ def test_which_attention_takes_falling_ids_for_packed_rows(tiny_base_config):
 
 
 def test_without_pairwise_masks_ratios_go_one_by_one_and_copies_cannot_see_each_other(tokens, monkeypatch):
-    monkeypatch.setattr(memory_tokens, "_PAIRWISE_MASKS", ())
+    monkeypatch.setattr(memory_tokens, "PAIRWISE_MASKS", ())
     ids = ids_of(12)
     model, passes = tokens.build(position_layout="uniform"), []
     original = model.model.encoder_states

@@ -148,6 +148,20 @@ METHODS = [
         sliding_window=128,
     ),
     Method(
+        name="voco",
+        easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA},
+        hard={
+            "chunks": {"chunk_size": 5},
+            "uniform": {"chunk_size": 6, "position_layout": "uniform"},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced"},
+            "no_adapter": {"encoder_lora": None},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+        },
+        bidirectional=False,
+        memory_tokens=True,
+        sliding_window=128,
+    ),
+    Method(
         name="comprexit",
         easy={"compression_ratios": (2, 3, 8), "gate_size": 8, "metric_size": 8, "window_size": 4},
         hard={

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VoCo on text: one masked pass is compressing and then reading; its mask, its positions, what trains."""
+
+import pytest
+import torch
+from tiny_models import SMALL_LORA, base_config, ids_of
+from transformers import LlamaConfig
+
+from context_compressors import CompressedContext, VoCoConfig, VoCoForCausalLM, VoCoModel
+from context_compressors.modeling.parts.position_layout import voco_position_ids
+
+LAYOUTS = ("default", "uniform", "enhanced")
+
+
+@pytest.fixture
+def voco(method_cases):
+    return method_cases["voco"]
+
+
+def seen_inputs(model, monkeypatch):
+    """What the language model is given, pass by pass."""
+    backbone, calls = model.model.language_model, []
+    forward = backbone.forward
+
+    def recorded(*args, **kwargs):
+        calls.append(kwargs)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(backbone, "forward", recorded)
+    return calls
+
+
+def loss_and_gradients(model, text, mask, **context):
+    """Logits at real tokens, and the gradient of everything that trains."""
+    outputs = model(text, mask, labels=text.masked_fill(mask == 0, -100), use_cache=False, **context)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return outputs.logits * mask[:, :, None], torch.autograd.grad(outputs.loss, parameters)
+
+
+@pytest.mark.parametrize("base", ["llama-sdpa", "llama-eager", "mistral-sdpa", "gemma2-eager"])
+def test_the_masked_pass_is_compressing_and_then_reading_in_values_and_gradients(case_on, base, random_rows, pad_rows):
+    ids, mask = pad_rows(random_rows([15, 4, 11]), "left")
+    text, text_mask = pad_rows(random_rows([5, 3, 6], seed=1), "right")
+    window = {} if base.startswith("llama") else {"decoder_config": {"sliding_window": 16}}
+    for layout in LAYOUTS:
+        for chunk_size in (None, 6):
+            model = case_on("voco", base).build(position_layout=layout, chunk_size=chunk_size, **window).train()
+            for ratio in (3, torch.tensor([2, 3, 8])):
+                context = {"context_input_ids": ids, "context_attention_mask": mask, "ratio": ratio}
+                logits, gradients = loss_and_gradients(model, text, text_mask, **context)
+                memory = model.compress(ids, mask, ratio=ratio)
+                expected, wanted = loss_and_gradients(model, text, text_mask, memory=memory)
+                torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+                for found, gradient in zip(gradients, wanted, strict=True):
+                    assert gradient.abs().max() > 0
+                    torch.testing.assert_close(found, gradient, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_nothing_behind_the_voco_tokens_sees_the_context_or_its_bos(voco, attention, monkeypatch):
+    model = voco.on(attention=attention).build().train()
+    calls = seen_inputs(model, monkeypatch)
+    model(ids_of(4, seed=1), context_input_ids=torch.cat([torch.tensor([[1]]), ids_of(5)], dim=1), ratio=3)
+    (call,) = calls
+    mask = call["attention_mask"][0, 0]
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    expected = torch.zeros(12, 12, dtype=torch.bool)
+    for row in range(12):
+        for column in range(row + 1):
+            # 6 context tokens from BOS on, VoCo tokens 6 and 7, text from 8 on.
+            expected[row, column] = column >= 6 if row >= 8 else True
+    assert seen.equal(expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_stand_where_figure_8_says(voco, layout, monkeypatch):
+    for num_tokens, num_voco in ((6, 2), (4, 2), (7, 3), (12, 4)):
+        model = voco.build(num_voco_tokens=num_voco, position_layout=layout).train()
+        calls = seen_inputs(model, monkeypatch)
+        expected = voco_position_ids(num_tokens, num_voco, 5, layout)
+        model(ids_of(5, seed=1), context_input_ids=ids_of(num_tokens))
+        assert calls[0]["position_ids"][0].tolist() == torch.cat(expected).tolist()
+        memory = model.compress(ids_of(num_tokens))
+        model(ids_of(5, seed=1), memory=memory)
+        assert calls[1]["position_ids"][0].tolist() == torch.cat(expected[:2]).tolist()
+        assert memory.position_ids[0].tolist() == expected[1].tolist()
+        assert calls[2]["position_ids"][0].tolist() == expected[2].tolist()
+    if layout == "enhanced":
+        figure = [ids.tolist() for ids in voco_position_ids(6, 2, 2)]
+        assert figure == [[0, 1, 2, 3, 4, 5], [1, 4], [6, 7]]
+
+
+def test_one_token_is_repeated_and_told_apart_by_its_position_alone(voco):
+    model = voco.build(num_voco_tokens=3)
+    memory = model.compress(ids_of(9))
+    assert model.model.memory_embeddings.shape == (1, 32)
+    keys, values = memory.key_values[0]
+    torch.testing.assert_close(values[:, :, 0], values[:, :, 2], atol=1e-6, rtol=0)
+    assert not keys[:, :, 0].allclose(keys[:, :, 2], atol=1e-3)
+    assert model.compress(ids_of(40)).num_slots.tolist() == [3]
+
+
+def test_a_pass_that_wants_a_cache_or_cannot_take_the_mask_compresses_first(voco, monkeypatch):
+    model = voco.build().train()
+    inputs = {"input_ids": ids_of(4, seed=1), "context_input_ids": ids_of(9)}
+    calls = seen_inputs(model, monkeypatch)
+    joint = model(**inputs)
+    assert len(calls) == 1
+    assert joint.past_key_values is None
+    cached = model(**inputs, use_cache=True)
+    assert len(calls) == 3
+    assert cached.past_key_values.get_seq_length() == 5 + 4
+    monkeypatch.setattr(model.model.language_model.config, "_attn_implementation_internal", "flash_attention_2")
+    assert model.model.joint_inputs(model.model.text_rows(inputs["input_ids"], None), None, 2, None, None, {}) is None
+    monkeypatch.undo()
+    evaluated = model.eval()(**inputs)
+    for outputs in (cached, evaluated):
+        torch.testing.assert_close(outputs.logits, joint.logits, atol=1e-5, rtol=0)
+
+
+def test_the_masked_pass_keeps_its_gradients_under_checkpointing(voco):
+    model = voco.build().train()
+    text, mask = ids_of(5, seed=1), torch.ones(1, 5).long()
+    _, expected = loss_and_gradients(model, text, mask, context_input_ids=ids_of(9))
+    model.gradient_checkpointing_enable()
+    _, gradients = loss_and_gradients(model, text, mask, context_input_ids=ids_of(9))
+    for found, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
+
+def test_documents_are_joined_behind_each_other(voco):
+    model = voco.build(position_layout="enhanced")
+    first, second = model.compress(ids_of(9)), model.compress(ids_of(7, seed=1))
+    joined = CompressedContext.concatenate([first, second])
+    assert joined.position_ids[0].tolist() == [*first.position_ids[0], *(second.position_ids[0] + 9)]
+    assert model.model.text_position_offset(joined, ids_of(1), None).tolist() == [16]
+
+
+def test_all_of_a_base_may_train_with_the_voco_token(voco):
+    """The paper's own setting: no adapter, and the same weights on both sides."""
+    model = voco.build(encoder_lora=None, trainable_parameters=["language_model", "lm_head", "memory_embeddings"])
+    model.train()
+    text, mask = ids_of(5, seed=1), torch.ones(1, 5).long()
+    for context in ({"context_input_ids": ids_of(9)}, {"memory": model.compress(ids_of(9))}):
+        _, gradients = loss_and_gradients(model, text, mask, **context)
+        assert len(gradients) == len(list(model.parameters()))
+        assert all(gradient.abs().max() > 0 for gradient in gradients)
+
+
+def test_what_trains_on_the_shape_of_llama_3_2_1b_is_one_adapter_and_one_token():
+    shape = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 64, "tie_word_embeddings": True}
+    base = LlamaConfig(hidden_size=2048, num_hidden_layers=16, intermediate_size=8192, head_dim=64, **shape)
+    with torch.device("meta"):
+        model = VoCoModel(VoCoConfig(decoder_config=base))
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 11_272_192 + 2048
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"encoder_config": base_config()}, "`shared_adapter` needs"),
+        ({"encoder_lora": None, "encoder_config": base_config()}, "`encoder_config` must be left out"),
+        ({"shared_adapter": False}, "`shared_adapter` must be left out: .* got False"),
+        ({"decoder_lora": {**SMALL_LORA, "rank": 2}}, "`shared_adapter` needs"),
+        ({"encoder_lora": None, "decoder_lora": SMALL_LORA}, "`decoder_lora` must be left out"),
+        ({"task_token_ids": {"[AE]": 128}}, "`task_token_ids` must be left out"),
+        ({"num_voco_tokens": 0}, "`num_voco_tokens` must be an int of at least 1 or None, got 0"),
+        ({"vision_language_config": base_config()}, "`vision_language_config` must be that of a model with image"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        VoCoForCausalLM(VoCoConfig(**{"decoder_config": base_config(), **fields}))

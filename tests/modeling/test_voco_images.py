@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VoCo on images: tiny models of LLaVA's and SmolVLM's shape, beside what `transformers` makes of the same images."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import BOS, SMALL_LORA, base_config, ids_of
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    Qwen2VLConfig,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
+
+from context_compressors import CompressedContext, VoCoConfig, VoCoForCausalLM
+from context_compressors.modeling.parts.position_layout import voco_position_ids
+
+IMAGE = 127
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"image_size": 8, "patch_size": 2},
+}
+# Image tokens of one image, and the shape of the pixels of two rows with an image each.
+SHAPES = {"llava": (16, (2, 3, 8, 8)), "smolvlm": (4, (2, 1, 3, 8, 8))}
+GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+
+def vision_language_model(kind):
+    torch.manual_seed(0)
+    if kind == "llava":
+        vision = CLIPVisionConfig(**VISION, projection_dim=16)
+        parts = {"vision_config": vision, "text_config": base_config()}
+        config = LlavaConfig(**parts, image_token_index=IMAGE, vision_feature_layer=-1)
+        return LlavaForConditionalGeneration(config).eval()
+    config = SmolVLMConfig(vision_config=VISION, text_config=base_config(), image_token_id=IMAGE, scale_factor=2)
+    return SmolVLMForConditionalGeneration(config).eval()
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def base(request, tmp_path_factory):
+    """A vision-language model in a folder, and itself."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = vision_language_model(request.param)
+    model.save_pretrained(folder)
+    return request.param, folder, model
+
+
+def start(base, **fields):
+    """A compressor on it, nothing at a start value that could hide a mistake."""
+    torch.manual_seed(1)
+    fields = {"num_voco_tokens": 2, "encoder_lora": SMALL_LORA, **fields}
+    model = VoCoForCausalLM.from_base(base[1], **fields)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.15 * torch.randn_like(parameter)
+    return model
+
+
+def images(kind, before=3, behind=1):
+    """Two rows of BOS, text, an image and text, and the pixels."""
+    num_tokens, shape = SHAPES[kind]
+    row = [BOS, *range(5, 4 + before), *[IMAGE] * num_tokens, *range(20, 20 + behind)]
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": torch.tensor([row] * 2), "pixel_values": pixels}
+
+
+def in_forward(context):
+    return {"context_input_ids": context["input_ids"], "pixel_values": context["pixel_values"]}
+
+
+@torch.no_grad()
+def test_a_memory_is_what_the_base_itself_would_cache_of_voco_tokens_behind_the_image(base):
+    kind, _, model = base
+    compressor, context = start(base, encoder_lora=None, num_voco_tokens=3), images(kind)
+    memory = compressor.compress(**context)
+    cache = model(**context, use_cache=True).past_key_values
+    length = context["input_ids"].shape[1]
+    voco = compressor.model.memory_embeddings.expand(2, 3, -1)
+    model.model.get_decoder()(inputs_embeds=voco, past_key_values=cache, use_cache=True)
+    for (keys, values), layer in zip(memory.key_values, cache.layers, strict=True):
+        torch.testing.assert_close(keys, layer.keys[:, :, length:], atol=1e-5, rtol=0)
+        torch.testing.assert_close(values, layer.values[:, :, length:], atol=1e-5, rtol=0)
+    other = compressor.compress(context["input_ids"], pixel_values=context["pixel_values"].flip(0))
+    torch.testing.assert_close(other.key_values[1][1].flip(0), memory.key_values[1][1], atol=1e-5, rtol=0)
+    assert not memory.key_values[1][1][0].allclose(memory.key_values[1][1][1], atol=1e-3), "the images differ"
+
+
+def test_the_masked_pass_is_compressing_and_then_reading_and_reaches_the_projector(base):
+    kind, *_ = base
+    trains = [r"\.lora_", "memory_embeddings", "projector|connector"]
+    text = ids_of(5, seed=2, most=120).repeat(2, 1)
+    for layout in ("default", "enhanced"):
+        model = start(base, position_layout=layout, trainable_parameters=trains).train()
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        joint = model(text, labels=text, **in_forward(images(kind)))
+        gradients = torch.autograd.grad(joint.loss, parameters)
+        read = model(text, labels=text, memory=model.compress(**images(kind)), use_cache=False)
+        expected = torch.autograd.grad(read.loss, parameters)
+        torch.testing.assert_close(joint.logits, read.logits, atol=1e-5, rtol=0)
+        for found, wanted in zip(gradients, expected, strict=True):
+            assert wanted.abs().max() > 0
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_voco_tokens_share_the_ids_of_the_image_alone(base):
+    kind, *_ = base
+    num_tokens, _ = SHAPES[kind]
+    for layout in ("uniform", "enhanced"):
+        model, context = start(base, position_layout=layout), images(kind, before=3, behind=2)
+        _, voco, _ = voco_position_ids(num_tokens, 2, 0, layout, start_id=3)
+        memory = model.compress(**context)
+        assert memory.position_ids.tolist() == [voco.tolist()] * 2
+        behind = num_tokens + 5 + (0 if layout == "enhanced" else 2)
+        assert model.model.text_position_offset(memory, ids_of(1), None).tolist() == [behind] * 2
+        # Without an image it is a text like any other.
+        assert model.compress(ids_of(6, most=120)).position_ids[0].tolist() == voco_position_ids(6, 2, 0)[1].tolist()
+
+
+@torch.no_grad()
+def test_padded_rows_are_read_as_alone_and_several_questions_follow_one_image(base):
+    kind, *_ = base
+    model = start(base, compression_ratios=(4,), num_voco_tokens=None)
+    first, second = images(kind), images(kind, before=1, behind=0)
+    rows = [first["input_ids"][0], second["input_ids"][1]]
+    width = max(map(len, rows)) + 1
+    ids, mask = torch.zeros(2, width).long(), torch.zeros(2, width).long()
+    for row, tokens in enumerate(rows):
+        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1
+    together = model.compress(ids, mask, pixel_values=first["pixel_values"])
+    for row, tokens in enumerate(rows):
+        alone = model.compress(tokens[None], pixel_values=first["pixel_values"][row : row + 1])
+        assert int(alone.num_slots) == -(-len(tokens) // 4)
+        for (keys, values), (own_keys, own_values) in zip(
+            together.rows(row).key_values, alone.key_values, strict=True
+        ):
+            torch.testing.assert_close(keys, own_keys, atol=1e-5, rtol=0)
+            torch.testing.assert_close(values, own_values, atol=1e-5, rtol=0)
+    questions = torch.cat([ids_of(4, seed=seed, most=120) for seed in (1, 2, 3)])
+    answers = model.generate(questions, memory=together.rows(0), **GREEDY)
+    for question, answer in zip(questions, answers, strict=True):
+        image = {"context_input_ids": rows[0][None], "pixel_values": first["pixel_values"][:1]}
+        assert model.generate(question[None], **image, **GREEDY)[0].equal(answer)
+
+
+def test_it_starts_from_the_bases_own_weights_and_is_saved_and_loaded_whole(base, tmp_path):
+    kind, folder, own = base
+    model, context, text = start(base), images(kind), ids_of(4, seed=1, most=120)
+    frozen = dict(own.model.named_parameters())
+    held = dict(model.model.image_model.named_parameters())
+    assert held, "the part that makes image tokens"
+    assert all(torch.equal(parameter, frozen[name]) for name, parameter in held.items())
+    assert not any(parameter.requires_grad for parameter in held.values())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in own.parameters()) + trained
+    memory = model.compress(**context)
+    memory.save(tmp_path / "memory.safetensors")
+    model.save_pretrained(tmp_path / "checkpoint")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert again.config.vision_language_config.model_type == kind
+    loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=again.model_id)
+    assert again.generate(text, memory=loaded.rows(0), **GREEDY).equal(
+        model.generate(text, memory=memory.rows(0), **GREEDY)
+    )
+    assert again.compress(**context).key_values[1][1].equal(memory.key_values[1][1])
+    with pytest.raises(ValueError, match="its checkpoints are always whole"):
+        model.save_pretrained(tmp_path / "light", include_base=False)
+    half = VoCoForCausalLM.from_base(folder, num_voco_tokens=1, dtype=torch.bfloat16)
+    assert half.compress(**context).dtype == torch.bfloat16
+
+
+def test_images_and_their_places_must_go_together(base):
+    model, context, text = start(base), images(base[0]), ids_of(3, most=120).repeat(2, 1)
+    ids, pixels = context["input_ids"], {"pixel_values": context["pixel_values"]}
+    memory = model.compress(**context)
+    calls = {
+        r"places for \d+ image tokens, and `pixel_values` make 0": lambda: model.compress(ids),
+        "take both from one call of the base's processor": lambda: model.compress(ids[:, :-2], **pixels),
+        "places for 0 image tokens": lambda: model.compress(text, **pixels),
+        rf"`input_ids` hold image tokens \(id {IMAGE}\)": lambda: model(ids, memory=memory),
+        "`pixel_values` must come with `context_input_ids`": lambda: model(text, memory=memory, **pixels),
+        "pixel_values": lambda: model.generate(text, memory=memory, **pixels),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_base_without_images_or_with_other_positions_is_refused(method_cases):
+    model = method_cases["voco"].model
+    with pytest.raises(ValueError, match="the base of this checkpoint has no part that sees images"):
+        model.compress(ids_of(4), pixel_values=torch.zeros(1, 3, 8, 8))
+    with pytest.raises(ValueError, match="has three for each image token"):
+        VoCoConfig(decoder_config=Qwen2VLConfig(text_config={"rope_parameters": {"mrope_section": [2, 3, 3]}}))
+
+
+def test_what_the_bases_processor_makes_is_compressed_as_it_comes(tmp_path, tiny_tokenizer):
+    tiny_tokenizer.add_special_tokens({"additional_special_tokens": ["<unused_27>"]})
+    assert tiny_tokenizer.convert_tokens_to_ids("<unused_27>") < IMAGE
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**VISION),
+        text_config=base_config(),
+        image_token_index=tiny_tokenizer.convert_tokens_to_ids("<unused_27>"),
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(0)
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    resize = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(**resize),
+        tiny_tokenizer,
+        patch_size=2,
+        vision_feature_select_strategy="default",
+        image_token="<unused_27>",
+        num_additional_image_tokens=1,
+    )
+    model = VoCoForCausalLM.from_base(tmp_path / "base", num_voco_tokens=2)
+    model.save_pretrained(tmp_path / "checkpoint")
+    processor.save_pretrained(tmp_path / "checkpoint")
+    processor = AutoProcessor.from_pretrained(tmp_path / "checkpoint")
+    pictures = [np.random.default_rng(seed).integers(0, 255, (12, 10, 3), dtype=np.uint8) for seed in (0, 1)]
+    prompts = ["Look: <unused_27>", "<unused_27>"]
+    context = processor(images=pictures, text=prompts, return_tensors="pt", padding=True)
+    assert (context["input_ids"] == config.image_token_id).sum(dim=1).tolist() == [16, 16]
+    memory = model.compress(**context)
+    question = processor.tokenizer("Which?", return_tensors="pt", add_special_tokens=False)
+    for row in range(2):
+        alone = processor(images=pictures[row], text=prompts[row], return_tensors="pt")
+        expected = model.generate(**question, memory=model.compress(**alone), **GREEDY)
+        assert model.generate(**question, memory=memory.rows(row), **GREEDY).equal(expected)
