@@ -34,7 +34,7 @@ class CorpusJob:
         inputs: see [`corpus_parts`].
         store: the store's place.
         model: Hub id or folder of a compressor.
-        ratio: context tokens per slot.
+        ratio: context tokens per slot, or "auto".
         dtype: what slots are kept in, see [`MemoryStore.create`].
         columns: names of the inputs' columns.
         keep_texts: whether the texts are kept beside the memories.
@@ -48,7 +48,7 @@ class CorpusJob:
     inputs: tuple[str, ...]
     store: str
     model: str
-    ratio: int
+    ratio: int | str
     dtype: str = "int8"
     columns: CorpusColumns = field(default_factory=CorpusColumns)
     keep_texts: bool = True
@@ -73,7 +73,8 @@ class CorpusJob:
             raise ValueError(f"there is a store {self.store} already: go on with --resume, or take another name")
         if store.form.dtype != self.dtype:
             raise ValueError(f"the store {self.store} is in {store.form.dtype!r}, not in {self.dtype!r}")
-        if others := store.ratios() - {self.ratio}:
+        # Texts that selected their ratios may have any.
+        if self.ratio != "auto" and (others := store.ratios() - {self.ratio}):
             raise ValueError(f"the store {self.store} has memories at ratio {min(others)}, not at {self.ratio}")
         return parts
 

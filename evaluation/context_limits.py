@@ -15,7 +15,9 @@ from .samples import EvaluationDataset, Sample, SampleBuilder
 logger = logging.getLogger(__name__)
 
 
-def context_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ratios: Sequence[int]) -> int | None:
+def context_limit(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ratios: Sequence[int | str]
+) -> int | None:
     """Most of the decoder's tokens that a context may have, beside the tokens that every context starts with.
 
     Args:
@@ -29,22 +31,30 @@ def context_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ra
     Raises:
         ValueError: no token is left.
     """
-    limit = model.config.max_context_tokens(min(ratios))
+    lowest = _lowest(model, ratios)
+    limit = model.config.max_context_tokens(lowest)
     if limit is None or _encoder_tokenizer(model) is not None:
         return None
     num_start = len(context_opening(model.config, tokenizer))
     if limit <= num_start:
         raise ValueError(
-            f"the encoder reads contexts of {limit} tokens at most at ratio {min(ratios)}, of which {num_start} are "
+            f"the encoder reads contexts of {limit} tokens at most at ratio {lowest}, of which {num_start} are "
             "start tokens: take a higher ratio"
         )
     return limit - num_start
 
 
+def _lowest(model: PreTrainedModel, ratios: Sequence[int | str]) -> int:
+    """The lowest ratio that contexts may be compressed at; "auto" may take any of the checkpoint's."""
+    return min(
+        number for ratio in ratios for number in (model.config.compression_ratios if ratio == "auto" else [ratio])
+    )
+
+
 def within_encoder_tokens(
     model: PreTrainedModel,
     builder: SampleBuilder,
-    ratios: Sequence[int],
+    ratios: Sequence[int | str],
     work: Iterable[tuple[EvaluationDataset, str, Sequence[Sample]]],
 ) -> list[tuple[EvaluationDataset, str, Sequence[Sample]]]:
     """Cut contexts that are too long in the tokens of an encoder with a tokenizer of its own.
@@ -62,7 +72,7 @@ def within_encoder_tokens(
         ValueError: with the first context that does not fit, where contexts may not be cut or nothing of it fits.
     """
     own = _encoder_tokenizer(model)
-    limit = None if own is None else model.config.max_context_tokens(min(ratios))
+    limit = None if own is None else model.config.max_context_tokens(_lowest(model, ratios))
     if limit is None:
         return list(work)
     num_start = len(context_start_ids(own))
@@ -90,7 +100,7 @@ def within_encoder_tokens(
             advice = "shorten its prefix" if builder.truncate_context else "allow truncation (--truncate-context)"
             raise ValueError(
                 f"data set {dataset.name!r}, {task}: a context of {len(sample.context_ids)} tokens has {length} of "
-                f"the encoder's own, which reads {limit} at ratio {min(ratios)}; {advice}"
+                f"the encoder's own, which reads {limit} at ratio {_lowest(model, ratios)}; {advice}"
             )
         return cut(kept)
 

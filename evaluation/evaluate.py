@@ -78,9 +78,10 @@ def evaluate_model(
     Raises:
         TypeError: the model is neither a compressor nor a causal language model.
         ValueError: ratios, a teacher or zero shot for a plain language model, a ratio that the checkpoint was not
-            trained for, a task that no data set serves, two data sets of one name, a teacher with another vocabulary,
-            a context that does not fit and may not be cut, documents that trained a model or chose it, generation
-            settings that are not allowed, or a report or file to resume from that is of another evaluation.
+            trained for, "auto" without a ratio selector, a task that no data set serves, two data sets of one name, a
+            teacher with another vocabulary, a context that does not fit and may not be cut, documents that trained a
+            model or chose it, generation settings that are not allowed, or a report or file to resume from that is of
+            another evaluation.
     """
     settings = settings or EvaluationSettings()
     compresses = can_compress(model)
@@ -146,6 +147,7 @@ def evaluate_model(
         settings={
             **asdict(settings),
             "ratios": ratios,
+            **({"ratio_scale": model.config.ratio_scale} if "auto" in ratios else {}),
             "prompts": model_label(prompts) if isinstance(prompts, str) else prompts,
             "prompt_format": builder.prompt_format,
             "context_prefix": builder.context_prefix,
@@ -303,10 +305,12 @@ def _work(datasets: Sequence[EvaluationDataset], settings: EvaluationSettings) -
     return work
 
 
-def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int]:
+def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int | str]:
     trained = [int(ratio) for ratio in config.compression_ratios]
     ratios = list(settings.ratios or trained)
-    untrained = [ratio for ratio in ratios if ratio not in trained and config.is_trained]
+    if "auto" in ratios and not config.selects_ratios:
+        raise ValueError(f"the ratio 'auto' needs a checkpoint with a ratio selector; this one has {trained} alone")
+    untrained = [ratio for ratio in ratios if ratio not in (*trained, "auto") and config.is_trained]
     if untrained and not settings.allow_untrained_ratio:
         raise ValueError(
             f"the checkpoint was not trained for the ratios {untrained}, only for {trained}; allow_untrained_ratio "
@@ -316,7 +320,7 @@ def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int]
 
 
 def _conditions(
-    model: PreTrainedModel, teacher: PreTrainedModel | None, ratios: list[int], settings: EvaluationSettings
+    model: PreTrainedModel, teacher: PreTrainedModel | None, ratios: list[int | str], settings: EvaluationSettings
 ) -> list[Condition]:
     if settings.task_tokens_in_bounds and (teacher is not None or not getattr(model.config, "task_token_ids", None)):
         raise ValueError(
@@ -371,7 +375,10 @@ def _max_positions(configs: Sequence[PreTrainedConfig]) -> int | None:
 
 
 def _max_context_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ratios: Sequence[int], settings: EvaluationSettings
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ratios: Sequence[int | str],
+    settings: EvaluationSettings,
 ) -> int | None:
     """Most tokens of a context: what the settings allow and, where it is compressed, what the encoder reads."""
     limits = [settings.max_context_tokens, context_limit(model, tokenizer, ratios) if ratios else None]
@@ -382,7 +389,7 @@ def _check_prefix(
     model: PreTrainedModel,
     prefix_ids: Sequence[int],
     teacher: PreTrainedModel | None,
-    ratios: Sequence[int],
+    ratios: Sequence[int | str],
     settings: EvaluationSettings,
 ) -> None:
     """Raise `ValueError` when a context starts with learned tokens and another model than the decoder reads it."""

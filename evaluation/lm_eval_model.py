@@ -74,7 +74,7 @@ class CompressorLM(TemplateLM):
     Args:
         pretrained: a compressor with its LM head, or its Hub id or folder.
         tokenizer: the one saved with it; read from `pretrained` where that is a name.
-        ratio: tokens per slot; the checkpoint's first if not given.
+        ratio: tokens per slot, or "auto" for a checkpoint with a ratio selector; its first if not given.
         document_field: the column of the task's rows that is compressed, such as "context", "passage" or "article";
             `None` to have prompts read whole.
         document_in_prompt: whether the task's prompts hold the document word for word, as most tasks' do. `False` for
@@ -100,7 +100,7 @@ class CompressorLM(TemplateLM):
         self,
         pretrained: str | os.PathLike | PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        ratio: int | None = None,
+        ratio: int | str | None = None,
         document_field: str | None = "context",
         document_in_prompt: bool = True,
         missing_document: str = "refuse",

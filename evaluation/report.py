@@ -40,6 +40,7 @@ MAIN_METRICS = {
 }
 # Name in the rows -> title in tables.
 _COSTS = {"slots": "slots", "memory_bytes": "bytes", "decoder_positions": "positions"}
+_COSTS["reached_ratio"] = "tokens a slot"
 _SECONDS = {"compress": "seconds to compress", "answer": "seconds to answer"}
 _FORMAT_VERSION = 1
 

@@ -13,7 +13,7 @@ from .bert_score import BertScorer
 from .bootstrap import Statistic, percentile_interval, resampled_scores
 from .metrics import teacher_normalized
 from .report import MAIN_METRICS, EvaluationReport
-from .rows import FULL_CONTEXT, NO_CONTEXT, RETENTION, EvaluationRow, SampleAnswers, alternative_condition, ratio_of
+from .rows import FULL_CONTEXT, NO_CONTEXT, RETENTION, EvaluationRow, SampleAnswers, alternative_condition
 from .samples import EvaluationDataset, Sample
 from .settings import ALTERNATIVES, NUM_RESAMPLES
 from .tallies import Tally
@@ -124,8 +124,8 @@ def _only(statistic: Statistic, rows: Sequence[int]) -> Statistic:
 
 def _same_positions(condition: str) -> list[str]:
     """The alternatives that fill as many positions as a ratio's slots."""
-    ratio = ratio_of(condition)
-    return [] if ratio is None else [alternative_condition(kind, ratio) for kind in ALTERNATIVES]
+    name, _, ratio = condition.partition("=")
+    return [alternative_condition(kind, ratio) for kind in ALTERNATIVES if name == "ratio"]
 
 
 def _answers(

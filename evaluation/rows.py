@@ -12,18 +12,18 @@ FULL_CONTEXT = "full_context"
 RETENTION = "retention"
 
 
-def ratio_condition(ratio: int) -> str:
-    """Name of the condition "compressed `ratio` times", such as `ratio=4`."""
+def ratio_condition(ratio: int | str) -> str:
+    """Name of the condition "compressed `ratio` times", such as `ratio=4`, or `ratio=auto`."""
     return f"ratio={ratio}"
 
 
 def ratio_of(condition: str) -> int | None:
-    """The ratio in a condition's name, or `None` for the conditions without compression, "cut=4" among them."""
+    """The number in a ratio's name, or `None` for "ratio=auto" and what is not compressed, "cut=4" among them."""
     name, _, number = condition.partition("=")
     return int(number) if name == "ratio" and number.isdecimal() else None
 
 
-def alternative_condition(selection: str, ratio: int) -> str:
+def alternative_condition(selection: str, ratio: int | str) -> str:
     """Name of the condition "as many tokens of the text as slots at a ratio", such as `cut=4` or `bm25=4`."""
     return f"{selection}={ratio}"
 
@@ -47,7 +47,8 @@ class EvaluationRow:
         retention: `metrics.teacher_normalized` of the task's main metric, in percent; `None` of the bounds themselves
             and where they were not scored.
         costs: means of `slots` and `memory_bytes` of a document's memory, and of `decoder_positions`, all that the
-            decoder has read when it starts to write.
+            decoder has read when it starts to write. Where texts select their ratios, `reached_ratio`, context tokens
+            a slot over all documents together.
         seconds: means of the wall-clock time to `compress` a document, at all ratios of the evaluation at once, and to
             `answer` a question, a batch's time shared among its questions.
         by_kind: kind of answer, see `answer_kind` -> its `num_samples` and `num_documents`, the task's main metric

@@ -69,12 +69,12 @@ class Condition:
 
     name: str
     model: PreTrainedModel
-    ratio: int | None = None
+    ratio: int | str | None = None
     with_context: bool = False
     task_token: bool = False
     active: Callable[[], AbstractContextManager[Any]] = nullcontext
     selection: str | None = None
-    budget_ratio: int | None = None
+    budget_ratio: int | str | None = None
 
     def serves(self, task: str) -> bool:
         """Whether the condition says anything about a task."""
@@ -216,7 +216,7 @@ class Scorer:
 
     def _batches(
         self, samples: Sequence[Sample], batch_size: int, done: Collection[int] = ()
-    ) -> Iterator[tuple[list[int], dict[int | None, Any], float]]:
+    ) -> Iterator[tuple[list[int], dict[int | str | None, Any], float]]:
         """Rows of samples, their memories, and the seconds that each took.
 
         The longest contexts come first, so that too large a batch fails at once; batches that are `done` are left out.
@@ -238,7 +238,7 @@ class Scorer:
 
     def _batches_of_group(
         self, samples: Sequence[Sample], group: list[list[int]], batch_size: int, done: Collection[int]
-    ) -> Iterator[tuple[list[int], dict[int | None, Any], float]]:
+    ) -> Iterator[tuple[list[int], dict[int | str | None, Any], float]]:
         places = [(place, row) for place, rows in enumerate(group) for row in rows]
         parts = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
         parts = [part for part in parts if not all(row in done for _, row in part)]
@@ -257,7 +257,7 @@ class Scorer:
         return tuple(sample.context_ids), tuple(sample.prompt_ids) if self._compresses_questions else ()
 
     @property
-    def _ratios(self) -> list[int]:
+    def _ratios(self) -> list[int | str]:
         return [condition.ratio for condition in self.conditions if condition.ratio is not None]
 
     @property
@@ -266,7 +266,7 @@ class Scorer:
         return bool(self._ratios) and self.compressor.config.compresses_questions
 
     def _readings(
-        self, condition: Condition, batch: Sequence[Sample], memories: dict[int | None, Any]
+        self, condition: Condition, batch: Sequence[Sample], memories: dict[int | str | None, Any]
     ) -> Sequence[Sample]:
         """The samples with what the condition leaves of their contexts, where these are read in words."""
         if condition.selection is None:
@@ -292,7 +292,7 @@ class Scorer:
             self._information[key] = self_information(self.compressor, self.start_token_id, sample.context_ids)
         return self._information[key]
 
-    def _compress(self, batch: Sequence[Sample]) -> dict[int | None, Any]:
+    def _compress(self, batch: Sequence[Sample]) -> dict[int | str | None, Any]:
         contexts = [sample.context_ids for sample in batch]
         ratios = self._ratios
         if not ratios:

@@ -22,7 +22,7 @@ class EvaluationSettings:
 
     Args:
         tasks: what to ask of every data set whose columns allow it.
-        ratios: compression ratios; the checkpoint's own when `None`.
+        ratios: compression ratios, and "auto" for a checkpoint with a ratio selector; all of its numbers when `None`.
         max_samples: samples per data set and task, drawn by the seed; all when `None`. A data set's own number goes
             first.
         batch_size: samples per batch.
@@ -71,7 +71,7 @@ class EvaluationSettings:
     """
 
     tasks: tuple[str, ...] = DEFAULT_TASKS
-    ratios: tuple[int, ...] | None = None
+    ratios: tuple[int | str, ...] | None = None
     max_samples: int | None = None
     batch_size: int = 8
     seed: int = 0
@@ -106,9 +106,13 @@ class EvaluationSettings:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks must be one or more of {TASKS}, each once, got {self.tasks}")
         if self.ratios is not None and (
-            not self.ratios or min(self.ratios) < 1 or len(set(self.ratios)) < len(self.ratios)
+            not self.ratios
+            or any(ratio != "auto" and (isinstance(ratio, str) or ratio < 1) for ratio in self.ratios)
+            or len(set(self.ratios)) < len(self.ratios)
         ):
-            raise ValueError(f"ratios must be one or more different numbers of at least 1, got {self.ratios}")
+            raise ValueError(
+                f"ratios must be one or more different numbers of at least 1 or 'auto', got {self.ratios}"
+            )
         for task in ("question_answering", "summarisation"):
             if self.max_new_tokens.get(task, 0) < 1:
                 raise ValueError(f"max_new_tokens must be at least 1 for {task}, got {self.max_new_tokens}")

@@ -64,9 +64,10 @@ class Tally:
         recovered: scores of what was written, given once more.
         written_ids: token ids of what was written.
         target_ids: token ids of what should have been.
-        used: by sample, `(5, num_samples)`: number of slots and their bytes, NaN where nothing was compressed; what
+        used: by sample, `(6, num_samples)`: number of slots and their bytes, NaN where nothing was compressed; what
             the decoder has read when it starts to write, slots included; seconds to compress the document, at all
-            ratios of the evaluation at once; and seconds to read and write, its share of the batch's.
+            ratios of the evaluation at once; seconds to read and write, its share of the batch's; and context tokens
+            where the text selected its ratio, else NaN.
         metrics: how a benchmark scores each sample, `None` where none does.
     """
 
@@ -76,7 +77,7 @@ class Tally:
     recovered: Any = None
     written_ids: list[list[int]] = field(default_factory=list)
     target_ids: list[list[int]] = field(default_factory=list)
-    used: np.ndarray = field(default_factory=lambda: np.zeros((5, 0)))
+    used: np.ndarray = field(default_factory=lambda: np.zeros((6, 0)))
     metrics: list[BenchmarkMetric | None] = field(default_factory=list)
 
     def statistics(self, task: str, bert_scorer: BertScorer | None = None) -> dict[str, Statistic]:
@@ -122,11 +123,14 @@ class Tally:
     def costs(self, documents: Sequence[int]) -> dict[str, float]:
         """Mean slots and bytes of a document's memory, and decoder positions of a question; without those unknown.
 
+        Where texts selected their ratios, also context tokens per slot over all documents together.
+
         Args:
             documents: each sample's document; one that is asked several times counts once.
         """
-        slots, memory_bytes, positions, *_ = self.used
-        return _known_means(_COSTS, _of_documents(slots, documents), _of_documents(memory_bytes, documents), positions)
+        slots, memory_bytes, tokens = (_of_documents(self.used[place], documents) for place in (0, 1, 5))
+        found = _known_means(_COSTS, slots, memory_bytes, self.used[2])
+        return found if np.isnan(tokens).any() else {**found, "reached_ratio": float(tokens.sum() / slots.sum())}
 
     def seconds(self, documents: Sequence[int]) -> dict[str, float]:
         """Mean seconds to `compress` a document, where it was, and to `answer` a question.
@@ -183,7 +187,7 @@ def empty_tally(samples: Sequence[Sample], given: bool, writes: bool, recovers: 
         GivenTokens(size) if recovers else None,
         [[] for _ in samples],
         [sample.target_ids for sample in samples] if recovers else [],
-        np.full((5, size), np.nan),
+        np.full((6, size), np.nan),
         [sample.metric for sample in samples],
     )
 
@@ -197,3 +201,5 @@ def note_costs(tally: Tally, rows: list[int], prompts: list[list[int]], memory: 
         tally.used[0, rows] = slots
         tally.used[1, rows] = slots * (memory.nbytes / max(1, int(slots.sum())))
         tally.used[3, rows] = seconds
+        if not isinstance(memory.ratio, int):
+            tally.used[5, rows] = memory.num_context_tokens.cpu().numpy()

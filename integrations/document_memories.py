@@ -41,7 +41,7 @@ class DocumentMemories:
 
     Args:
         model: Hub id or folder of a compressor; or a pipeline that is loaded.
-        ratio: Context tokens per slot; the checkpoint's first if not given.
+        ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its first if not given.
         store: Where memories are kept, as [`MemoryStore.create`] takes it; in the process if not given.
         options: Further arguments of [`CorpusCompressor`], such as `memory_dtype` (int8 if not given), `device` and
             `dtype`.
@@ -54,7 +54,7 @@ class DocumentMemories:
     def __init__(
         self,
         model: str | os.PathLike | ContextCompressionQAPipeline,
-        ratio: int | None = None,
+        ratio: int | str | None = None,
         store: str | os.PathLike | None = None,
         **options: Any,
     ):
@@ -211,7 +211,7 @@ class DocumentMemories:
             return names
         there = [id_ for id_, is_there in zip(given, self._contains(given), strict=True) if is_there]
         rows = self.store.read(there, ["id", "text", "ratio"]).to_pylist() if there else []
-        right = {(row["id"], row["text"]) for row in rows if row["ratio"] == self._ratio}
+        right = {(row["id"], row["text"]) for row in rows if self._ratio in ("auto", row["ratio"])}
         return [id_ if (id_, text) in right else name for id_, text, name in zip(ids, texts, names, strict=True)]
 
     def _own_id(self, text: str) -> str:
@@ -219,7 +219,7 @@ class DocumentMemories:
         return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{self._ratio}x{cut}"
 
     @property
-    def _ratio(self) -> int:
+    def _ratio(self) -> int | str:
         ratio = self.compressor.ratio
         return self.pipe.model.config.compression_ratios[0] if ratio is None else ratio
 

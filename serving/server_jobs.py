@@ -69,7 +69,9 @@ class ServedModel:
     @property
     def card(self) -> dict[str, Any]:
         """The model in the list of models."""
-        own = {"ratios": list(self.pipe.model.config.compression_ratios), "model_id": self.model_id}
+        config = self.pipe.model.config
+        ratios = [*config.compression_ratios, *(["auto"] if config.selects_ratios else [])]
+        own = {"ratios": ratios, "model_id": self.model_id}
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "context-compressors", **own}
 
     def describe(self, memory_id: str, memory: CompressedContext) -> dict[str, Any]:
@@ -82,7 +84,7 @@ class ServedModel:
 class CompressionJob(Job):
     """Texts that become memories; its result are their descriptions."""
 
-    def __init__(self, model: ServedModel, texts: list[str], ratio: int | None, seconds: float, batch_size: int):
+    def __init__(self, model: ServedModel, texts: list[str], ratio: int | str | None, seconds: float, batch_size: int):
         super().__init__(("compression", model.name, ratio), seconds)
         self.model, self.texts, self.ratio, self.batch_size = model, texts, ratio, batch_size
 

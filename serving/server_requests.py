@@ -29,7 +29,7 @@ class MemoriesRequest(_Fields):
     """`POST /v1/memories`: each text becomes a memory."""
 
     text: Annotated[list[_Text], Field(min_length=1), _Texts]
-    ratio: Annotated[int, Field(ge=1)] | None = None
+    ratio: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     model: str | None = None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import PROMPTS, argument, command, positive_int
+from .command import PROMPTS, argument, command, positive_int, positive_int_or_auto
 from .compress import MEMORY_SUFFIX, MODEL, READING, compress_all, load_pipeline, report_cut
 from .documents import Document, read_documents
 
@@ -40,7 +40,12 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
         help="a question; give it again for several. Without it, questions are read line by line from standard input",
     ),
     PROMPTS,
-    argument("--ratio", type=positive_int, help="for documents: context tokens per slot"),
+    argument(
+        "--ratio",
+        type=positive_int_or_auto,
+        metavar="R",
+        help="for documents: context tokens per slot, or auto for a model that selects them",
+    ),
     argument(
         "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
     ),

@@ -78,6 +78,11 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def positive_int_or_auto(text: str) -> int | str:
+    """Read a ratio, a whole number of at least 1 or "auto", for `type=` of an argument."""
+    return text if text == "auto" else positive_int(text)
+
+
 def check_device(name: str) -> None:
     """Raise `ValueError` naming the allowed ones unless this machine has the device, or it is "auto"."""
     if name == "auto":
@@ -130,6 +135,12 @@ MAX_TOKENS = argument(
 )
 ALLOW_UNTRAINED_RATIO = argument(
     "--allow-untrained-ratio", action="store_true", help="go on with a ratio that the model was not trained for"
+)
+RATIO_SCALE = argument(
+    "--ratio-scale",
+    type=float,
+    metavar="S",
+    help="of ratio auto: added to log2 of the ratio, so that 1 asks for twice as high a one (default: as saved)",
 )
 PROMPTS = argument(
     "--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)"

@@ -16,14 +16,16 @@ from .command import (
     DEVICE,
     DTYPE,
     MAX_TOKENS,
+    RATIO_SCALE,
     REVISION,
     TRUST_REMOTE_CODE,
     argument,
     command,
     positive_int,
+    positive_int_or_auto,
 )
 from .documents import Document, read_documents
-from .loading import load_compressor
+from .loading import load_compressor, set_ratio_scale
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
@@ -33,7 +35,10 @@ MEMORY_SUFFIX = ".safetensors"
 
 # Of both commands that read documents with a compressor.
 MODEL = argument("model", help="Hub id or folder of a compressor")
-READING = (COLUMN, MAX_TOKENS, ALLOW_UNTRAINED_RATIO, REVISION, BASE_MODEL, TRUST_REMOTE_CODE, DEVICE, DTYPE)
+READING = (
+    *(COLUMN, MAX_TOKENS, RATIO_SCALE, ALLOW_UNTRAINED_RATIO),
+    *(REVISION, BASE_MODEL, TRUST_REMOTE_CODE, DEVICE, DTYPE),
+)
 
 _EXAMPLES = """
 context-compressors compress my-compressor report.txt minutes.txt --output memories
@@ -51,6 +56,7 @@ def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline
         arguments.dtype,
         arguments.base_model,
     )
+    set_ratio_scale(model, arguments.ratio_scale)
     return model.question_answering(tokenizer)
 
 
@@ -66,11 +72,18 @@ def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline
     argument("--output", default="memories", help="folder of the memory files (default: %(default)s)"),
     argument(
         "--ratio",
-        type=positive_int,
+        type=positive_int_or_auto,
         action="append",
-        help="context tokens per slot; give it again for several ratios from one reading (default: the model's first)",
+        metavar="R",
+        help="context tokens per slot, or auto for a model that selects them; give it again for several ratios from "
+        "one reading (default: the model's first)",
     ),
     argument("--batch-size", type=positive_int, default=8, help="documents at once (default: %(default)s)"),
+    argument(
+        "--by-document",
+        action="store_true",
+        help="name files by the document's id, which the field `memories` of a training finds, and compress each once",
+    ),
     argument("--force", action="store_true", help="overwrite memory files"),
     *READING,
     examples=_EXAMPLES,
@@ -84,6 +97,11 @@ def main(arguments: argparse.Namespace) -> None:
     if not arguments.documents and sys.stdin.isatty():
         raise ValueError("give documents: files, or text on standard input")
     documents = read_documents(arguments.documents or ["-"], arguments.column)
+    if arguments.by_document:
+        from ..data.document_ids import document_id
+
+        named = {document_id(document.text): document.text for document in documents}
+        documents = [Document(name, text) for name, text in named.items()]
     # Wrong names are found before the model is loaded; the default ratio alone needs no part in the names.
     ratios = list(dict.fromkeys(arguments.ratio or []))
     paths = _memory_paths(documents, ratios, Path(arguments.output), arguments.force)
@@ -105,7 +123,7 @@ def main(arguments: argparse.Namespace) -> None:
     )
 
 
-def _memory_paths(documents: list[Document], ratios: list[int], folder: Path, force: bool) -> list[list[Path]]:
+def _memory_paths(documents: list[Document], ratios: list[int | str], folder: Path, force: bool) -> list[list[Path]]:
     """The memory files of each document, one for each ratio."""
     endings = [f".x{ratio}{MEMORY_SUFFIX}" for ratio in ratios] if len(ratios) > 1 else [MEMORY_SUFFIX]
     paths = [[folder / f"{document.name}{ending}" for ending in endings] for document in documents]
@@ -123,7 +141,7 @@ def _memory_paths(documents: list[Document], ratios: list[int], folder: Path, fo
 def compress_all(
     pipe: ContextCompressionQAPipeline,
     documents: list[Document],
-    ratios: list[int],
+    ratios: list[int | str],
     batch_size: int,
     arguments: argparse.Namespace,
 ) -> Iterator[tuple[int, list[CompressedContext]]]:

@@ -20,6 +20,7 @@ from .command import (
     argument,
     command,
     positive_int,
+    positive_int_or_auto,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +46,13 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
     ),
     argument("--model", required=True, help="Hub id or folder of a compressor"),
     argument("--store", required=True, help="the store, a folder or an address such as s3://bucket/pages.lance"),
-    argument("--ratio", type=positive_int, required=True, help="context tokens per slot"),
+    argument(
+        "--ratio",
+        type=positive_int_or_auto,
+        required=True,
+        metavar="R",
+        help="context tokens per slot, or auto for a model that selects them",
+    ),
     argument(
         "--memory-dtype",
         choices=("int8", "int4", "float16"),

@@ -17,12 +17,15 @@ from .command import (
     DTYPE,
     PROMPT_FORMAT,
     PROMPTS,
+    RATIO_SCALE,
     TEACHER,
     TEACHER_BASE,
     TRUST_REMOTE_CODE,
     argument,
     command,
+    positive_int_or_auto,
 )
+from .loading import set_ratio_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -190,6 +193,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     if arguments.plots and settings.bounds_only:
         raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
     model = _load(arguments.model, arguments, arguments.base_model)
+    set_ratio_scale(model, arguments.ratio_scale)
     if arguments.plots and not can_compress(model):
         raise ValueError(
             f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
@@ -238,7 +242,14 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise"),
     argument("--data-dir", metavar="FOLDER", help="folder that the files are relative to"),
     argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), metavar="TASK", help=f"among {', '.join(TASKS)}"),
-    argument("--ratios", nargs="+", type=int, metavar="R", help="compression ratios (default: the checkpoint's own)"),
+    argument(
+        "--ratios",
+        nargs="+",
+        type=positive_int_or_auto,
+        metavar="R",
+        help="compression ratios, and auto for a compressor that selects them (default: the checkpoint's own)",
+    ),
+    RATIO_SCALE,
     TEACHER,
     TEACHER_BASE,
     BASE_MODEL,

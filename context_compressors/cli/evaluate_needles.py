@@ -17,6 +17,7 @@ from .command import (
     argument,
     command,
     positive_int,
+    positive_int_or_auto,
 )
 
 _EXAMPLES = """
@@ -44,7 +45,9 @@ context-compressors evaluate-needles my-compressor --text books.parquet --length
     argument(
         "--needles", type=positive_int, metavar="N", help="facts of each length, a third of each kind (default: 102)"
     ),
-    argument("--ratios", nargs="+", type=positive_int, metavar="R", help="ratios (default: the checkpoint's own)"),
+    argument(
+        "--ratios", nargs="+", type=positive_int_or_auto, metavar="R", help="ratios (default: the checkpoint's own)"
+    ),
     TEACHER,
     TEACHER_BASE,
     BASE_MODEL,

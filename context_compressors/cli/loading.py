@@ -61,6 +61,19 @@ def load_compressor(
     return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
 
 
+def set_ratio_scale(model: PreTrainedModel, scale: float | None) -> None:
+    """Let a compressor add another number to the log2 of the ratios that it selects; nothing with `None`.
+
+    Raises:
+        ValueError: a model that selects none.
+    """
+    if scale is None:
+        return
+    if not getattr(model.config, "selects_ratios", False):
+        raise ValueError(f"--ratio-scale {scale:g} needs a compressor with a ratio selector (--ratio auto)")
+    model.config.ratio_scale = scale
+
+
 def load_model(
     name: str,
     *,

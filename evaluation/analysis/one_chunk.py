@@ -21,9 +21,11 @@ def one_chunk(
         shown: what is shown of the context, for the message.
 
     Raises:
-        ValueError: a context of several chunks, or no context tokens at all; as `compress` besides.
+        ValueError: "auto", a context of several chunks, or no context tokens at all; as `compress` besides.
     """
     config, context = backbone.config, backbone.context_rows(input_ids, attention_mask)
+    if isinstance(ratio, str):
+        raise ValueError(f"{shown} at a given ratio, one of {list(config.compression_ratios)}, got {ratio!r}")
     check_together(context)
     ratios = check_ratios([ratio], config.compression_ratios, input_ids, False)
     chunks = cut(context.input_ids, context.attention_mask, context.lengths, config.chunk_size, config.position_layout)
