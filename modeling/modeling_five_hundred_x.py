@@ -7,7 +7,7 @@ from ..configuration.configuration_five_hundred_x import FiveHundredXConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel, recorded_key_values
 from .memory.compressed_context import KeyValues
-from .memory.key_value_memory import key_value_shape
+from .memory.key_value_memory import check_same_key_values
 from .parts.lora import linear_module_names
 
 
@@ -24,12 +24,7 @@ class FiveHundredXModel(MemoryTokenModel):
 
     def __init__(self, config: FiveHundredXConfig):
         super().__init__(config)
-        shapes = [key_value_shape(part) for part in (config.get_encoder_config(), config.decoder_config)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                "500xCompressor's decoder reads the encoder's keys and values: layers, heads and head dimension must "
-                f"be the same, got {shapes[0]} in the encoder and {shapes[1]} in the decoder"
-            )
+        check_same_key_values(config)
         self.post_init()
 
     def encoder_lora_exclusions(self) -> list[str]:

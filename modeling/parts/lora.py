@@ -25,7 +25,7 @@ PASSES = "_context_compressor_passes"
 
 
 class Passes(threading.local):
-    """Which adapters, or other maps in place of the base's, are active in this thread's pass; `None` where it makes none.
+    """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none.
 
     Not a `ContextVar`: `torch.compile` can trace this one.
     """

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation Beacon ("Long Context Compression with Activation Beacon"): only beacons are remembered of a window."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..configuration.configuration_activation_beacon import ActivationBeaconConfig
+from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.chunking import Chunks
+from .compressor.input_checks import TokenRows, check_context_length, check_ratios, check_together
+from .compressor.modeling_compressor import CompressorModel
+from .memory.beacon_memory import BeaconMemory, BeaconWindow, beacon_window
+from .memory.compressed_context import CompressedContext, KeyValues
+from .memory.key_value_memory import RecordingCache, check_same_key_values, check_sliding_window, inverse_frequencies
+from .parts.beacon_maps import BeaconMaps
+from .parts.packing import right_padded, take_places
+
+
+class ActivationBeaconModel(CompressorModel):
+    r"""
+    Activation Beacon: reads a context window by window, with a beacon behind every r tokens that has maps of its own;
+    the keys and values of the beacons are all that later windows, and the text, read of earlier ones.
+
+    Args:
+        config ([`ActivationBeaconConfig`]): the configuration.
+    """
+
+    config_class = ActivationBeaconConfig
+    method_parts = ("beacon_maps", "beacon_embedding")
+
+    def __init__(self, config: ActivationBeaconConfig):
+        super().__init__(config)
+        check_same_key_values(config)
+        self.beacon_maps = BeaconMaps(self.encoder_backbone, config.beacon_maps)
+        self.beacon_embedding = nn.Parameter(torch.zeros(config.get_encoder_config().hidden_size))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            self.start_from_base()
+
+    def start_from_base(self) -> None:
+        # W_Q^b, W_K^b, W_V^b start as the base's W_Q, W_K, W_V, and the beacon's embedding as that of EOS.
+        self.beacon_maps.copy_from(self.encoder_backbone, self.config.beacon_maps)
+        end = self.config.eos_token_id
+        end = end[0] if isinstance(end, (list, tuple)) else end
+        table = self.encoder_backbone.get_input_embeddings()
+        if end is None:
+            self._init_like_embeddings(self.beacon_embedding, self.encoder_backbone)
+        else:
+            init.copy_(self.beacon_embedding, table(torch.tensor([end], device=table.weight.device))[0])
+
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[KeyValues]:
+        return [self._compress(chunks, ratio) for ratio in ratios]
+
+    def _compress(self, chunks: Chunks, ratio: int | Tensor) -> KeyValues:
+        ratios = [ratio] * len(chunks.lengths) if isinstance(ratio, int) else ratio.tolist()
+        memory, starts = self.empty_memory(len(ratios)), [0] * len(ratios)
+        while starts != chunks.lengths:
+            ends = [
+                min(start + self.config.window_tokens(r), length)
+                for start, r, length in zip(starts, ratios, chunks.lengths, strict=True)
+            ]
+            memory = self._read_next(chunks.input_ids, starts, ends, ratios, memory)[1]
+            starts = ends
+        return memory.numbered()
+
+    def read_windows(self, input_ids: Tensor, attention_mask: Tensor | None, ratios: Sequence[int]) -> Tensor:
+        """Read texts for next-token training: each window behind the beacons of earlier ones, the last without any.
+
+        Gradients go through all windows.
+
+        Args:
+            input_ids: `(batch_size, num_tokens)`.
+            attention_mask: `(batch_size, num_tokens)`; pads may stand anywhere.
+            ratios: context tokens for each beacon of the first window, the second and so on; from the first again
+                where there are fewer than windows.
+
+        Returns:
+            Last hidden states of the texts' own tokens, `(batch_size, num_tokens, hidden_size)`.
+
+        Raises:
+            ValueError: a ratio that the checkpoint does not have, or what `compress` refuses.
+        """
+        text = self.context_rows(input_ids, attention_mask)
+        check_together(text)
+        drawn = check_ratios(ratios, self.config.compression_ratios, input_ids, False)
+        ids = right_padded(text.input_ids, text.attention_mask)
+        memory, starts, states = self.empty_memory(len(ids)), [0] * len(ids), []
+        while starts != text.lengths:
+            ratio = drawn[len(states) % len(drawn)]
+            size, rows = self.config.window_tokens(ratio), range(len(ids))
+            ends = [min(starts[row] + size, text.lengths[row]) for row in rows]
+            own = [ratio if ends[row] < text.lengths[row] else None for row in rows]
+            of_tokens, memory = self._read_next(ids, starts, ends, own, memory)
+            states.append(of_tokens)
+            starts = ends
+        joined = torch.cat(states, dim=1)
+        # Of right-padded rows back to where the tokens stood.
+        order = text.attention_mask.argsort(dim=1, stable=True, descending=True).argsort(dim=1)
+        return take_places(joined, order.clamp(max=joined.shape[1] - 1))
+
+    def sliding_memory(self, ratio: int | None = None, max_slots: int = 1024) -> SlidingMemory:
+        """A memory of a text that goes on for ever, in bounded space.
+
+        Args:
+            ratio: context tokens for each beacon; the checkpoint's first if not given.
+            max_slots: beacons that stay at most, sinks included; the oldest go first.
+        """
+        return SlidingMemory(self, ratio, max_slots)
+
+    def empty_memory(self, batch_size: int) -> BeaconMemory:
+        """What is remembered before the first window.
+
+        Raises:
+            ValueError: rotary positions whose angles depend on the length of what is read, or turn a part of a head.
+        """
+        backbone = self.encoder_backbone
+        frequencies, key_values = inverse_frequencies(backbone), self._no_slots(batch_size)
+        is_known = frequencies is not None and 2 * len(frequencies) == key_values[0][0].shape[-1]
+        if hasattr(backbone, "rotary_emb") and not is_known:
+            raise ValueError(
+                "beacons are numbered anew in front of every window, and the rotary embedding of a base of type "
+                f"{backbone.config.model_type!r} does not tell how keys move: its angles must not depend on the "
+                "length, and turn whole heads"
+            )
+        return BeaconMemory(key_values, [0] * batch_size, frequencies)
+
+    def _read_next(
+        self,
+        input_ids: Tensor,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        ratios: Sequence[int | None],
+        memory: BeaconMemory,
+    ) -> tuple[Tensor, BeaconMemory]:
+        """Read one more window of each row; a ratio of `None` is a window without beacons.
+
+        Returns:
+            The states of its tokens, `(batch_size, num_tokens, hidden_size)`, and the memory with it behind.
+        """
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        num_sinks = 0 if memory.width else self.config.num_sinks
+        window = beacon_window(starts, lengths, ratios, self.config.last_group, num_sinks, input_ids.device)
+        return self.read_window(input_ids, window, memory)
+
+    def read_window(
+        self, input_ids: Tensor, window: BeaconWindow, memory: BeaconMemory
+    ) -> tuple[Tensor, BeaconMemory]:
+        """One pass of the base over a window behind the memory.
+
+        Args:
+            input_ids: `(batch_size, num_context_tokens)`.
+            window: where its tokens and beacons stand.
+            memory: of the windows before it.
+        """
+        backbone, device = self.encoder_backbone, input_ids.device
+        reach = max(old + new for old, new in zip(memory.num_slots, window.num_places, strict=True))
+        check_context_length(backbone.config, reach, self.config.window_size)
+        if memory.width:
+            check_sliding_window(backbone.config, memory.width, window.sources.shape[1])
+        tokens = backbone.get_input_embeddings()(input_ids.gather(1, window.sources))
+        beacon = self.beacon_embedding.to(tokens.dtype)
+        # [sinks, beacons so far, window with its beacons] are numbered 0, 1, 2, ...
+        num_slots = torch.tensor(memory.num_slots)[:, None]
+        slot_mask = (torch.arange(memory.width) < num_slots).to(device, window.attention_mask.dtype)
+        position_ids = (num_slots + torch.arange(window.sources.shape[1])).to(device)
+        cache = RecordingCache(memory.numbered(), window.kept.to(device))
+        with self.beacon_maps.at(window.beacons, backbone, self.config.beacon_maps):
+            states = self.encoder_states(
+                inputs_embeds=torch.where(window.is_beacon[:, :, None], beacon, tokens),
+                attention_mask=torch.cat([slot_mask, window.attention_mask], dim=1),
+                position_ids=position_ids,
+                past_key_values=cache,
+            )
+        # Under autocast rotated keys are float32 and values are not.
+        kept = tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in cache.recorder.close())
+        memory = memory.with_window(kept, num_slots + window.kept, window.num_kept)
+        return take_places(states, window.tokens), memory
+
+    def chunks_of(self, context: TokenRows) -> Chunks:
+        """See [`CompressorBackbone.chunks_of`]; windows are cut as they are read."""
+        if context.passages is not None:
+            raise ValueError(f"windows are read one behind the other, without `chunk_lengths`, got {context.passages}")
+        return super().chunks_of(context)
+
+    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
+        """Slots are numbered 0, 1, ..., `(batch_size, num_slots)`, and the text goes on behind them."""
+        return (slot_mask.cumsum(dim=1) - 1) * slot_mask
+
+
+class SlidingMemory:
+    r"""
+    What stays of a text that is read as it comes: the latest beacons, and the sinks. Its size, and that of every pass,
+    is the same however long the text is.
+
+    Args:
+        model ([`ActivationBeaconModel`]): the compressor.
+        ratio: context tokens for each beacon; the checkpoint's first if not given.
+        max_slots: slots that stay at most, more than there are sinks.
+
+    Raises:
+        ValueError: a ratio that the checkpoint does not have, or too few slots.
+    """
+
+    def __init__(self, model: ActivationBeaconModel, ratio: int | None = None, max_slots: int = 1024):
+        config = model.config
+        if isinstance(max_slots, bool) or not isinstance(max_slots, int) or max_slots <= config.num_sinks:
+            raise ValueError(
+                f"`max_slots` must be an int of more than the {config.num_sinks} sinks, got {max_slots!r}"
+            )
+        self.model, self.max_slots, self.num_tokens = model, max_slots, 0
+        empty = torch.zeros(0, 0, dtype=torch.long, device=model.device)
+        self.ratio: int = check_ratios([ratio], config.compression_ratios, empty, False)[0]
+        # Tokens of a window that is not full yet.
+        self._unread = empty
+        self._memory: BeaconMemory | None = None
+
+    @torch.no_grad()
+    def append(self, input_ids: Tensor) -> None:
+        """Read on.
+
+        Args:
+            input_ids: `(batch_size, num_tokens)`, the next tokens of each text, without pads.
+
+        Raises:
+            TypeError: ids that are none.
+            ValueError: unknown token ids, or another number of texts than before.
+        """
+        check_together(self.model.context_rows(input_ids, None))
+        if self._memory is None:
+            self._memory, self._unread = self.model.empty_memory(len(input_ids)), input_ids[:, :0]
+        if len(input_ids) != len(self._unread):
+            raise ValueError(f"`input_ids` must have the {len(self._unread)} rows so far, got {len(input_ids)}")
+        self.num_tokens += input_ids.shape[1]
+        unread, size = torch.cat([self._unread, input_ids], dim=1), self.model.config.window_tokens(self.ratio)
+        while unread.shape[1] >= size:
+            self._memory = self._with_window(self._memory, unread[:, :size])
+            unread = unread[:, size:]
+        # A copy: a view would keep all that has been read.
+        self._unread = unread.clone()
+
+    @torch.no_grad()
+    def memory(self) -> CompressedContext:
+        """The memory as it is now, for `forward`, `generate` and `save`; the text may go on behind it.
+
+        A window that is not full has its beacons, too, and is read anew when more of it has come.
+
+        Raises:
+            ValueError: nothing has been read.
+        """
+        if self._memory is None or not self.num_tokens:
+            raise ValueError("nothing has been read: give the text to `append`, got no tokens")
+        found = self._with_window(self._memory, self._unread) if self._unread.shape[1] else self._memory
+        batch_size, device = len(self._unread), self._unread.device
+        attention_mask = torch.ones(batch_size, found.width, dtype=torch.long, device=device)
+        return CompressedContext(
+            key_values=found.numbered(),
+            attention_mask=attention_mask,
+            position_ids=attention_mask.cumsum(dim=1) - 1,
+            num_context_tokens=torch.full((batch_size,), self.num_tokens, device=device),
+            ratio=self.ratio,
+            model_id="" if self.model.training else self.model.model_id,
+            inverse_frequencies=found.inverse_frequencies,
+            maker=weakref.ref(self.model),
+            check=False,
+        )
+
+    def _with_window(self, memory: BeaconMemory, input_ids: Tensor) -> BeaconMemory:
+        batch_size, length = input_ids.shape
+        ends, ratios = [length] * batch_size, [self.ratio] * batch_size
+        memory = self.model._read_next(input_ids, [0] * batch_size, ends, ratios, memory)[1]
+        return memory.latest(self.model.config.num_sinks, self.max_slots)
+
+
+class ActivationBeaconForCausalLM(CompressorForCausalLM):
+    r"""
+    [`ActivationBeaconModel`] with the decoder's LM head.
+
+    Args:
+        config ([`ActivationBeaconConfig`]): the configuration.
+    """
+
+    model_class = ActivationBeaconModel
+
+    def sliding_memory(self, ratio: int | None = None, max_slots: int = 1024) -> SlidingMemory:
+        """See [`ActivationBeaconModel.sliding_memory`]."""
+        return self.model.sliding_memory(ratio, max_slots)
