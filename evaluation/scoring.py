@@ -58,7 +58,7 @@ class Condition:
     Args:
         name: the condition's name in the report.
         model: the model that reads and writes.
-        ratio: compress at this ratio; `None` for the conditions without compression.
+        ratio: compress at this ratio, a number or "auto"; `None` for the conditions without compression.
         with_context: without compression: whether the context stands in front of the prompt, in words.
         task_token: without compression: whether the method's task token stands in front of the prompt, behind the
             context.
