@@ -28,6 +28,7 @@ METHODS = {
     "xrag": ("XRAGConfig", "XRAGModel", "XRAGForCausalLM"),
     "streaming_llm": ("StreamingLLMConfig", "StreamingLLMModel", "StreamingLLMForCausalLM"),
     "snap_kv": ("SnapKVConfig", "SnapKVModel", "SnapKVForCausalLM"),
+    "kv_zip": ("KVZipConfig", "KVZipModel", "KVZipForCausalLM"),
     "decal": ("DeCALConfig", "DeCALModel", "DeCALForConditionalGeneration", "DeCALForRetrieval"),
 }
 

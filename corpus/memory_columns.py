@@ -33,6 +33,7 @@ class MemoryForm:
         shape: of one slot: `(hidden_size,)` for embeddings, `(num_layers, 2, num_heads, head_dim)` for key/values.
         position_layout: "default", "uniform" or "enhanced".
         inverse_frequencies: rotation frequencies of the keys, `(head_dim / 2,)`, or nothing.
+        has_head_ids: whether heads keep unlike numbers of key/values.
     """
 
     model_id: str
@@ -40,6 +41,7 @@ class MemoryForm:
     shape: tuple[int, ...]
     position_layout: str
     inverse_frequencies: tuple[float, ...] = ()
+    has_head_ids: bool = False
 
     @classmethod
     def of(cls, memory: CompressedContext, dtype: str) -> MemoryForm:
@@ -60,7 +62,7 @@ class MemoryForm:
             shape = (len(layers), 2, keys.shape[1], keys.shape[3] * pairs)
         frequencies = memory.inverse_frequencies
         numbers = () if frequencies is None else tuple(frequencies.double().tolist())
-        return cls(memory.model_id, dtype, shape, memory.position_layout, numbers)
+        return cls(memory.model_id, dtype, shape, memory.position_layout, numbers, memory.head_ids is not None)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> MemoryForm:
@@ -107,6 +109,8 @@ class MemoryForm:
             fields.append(pyarrow.field("scales", column(half, layers * heads * groups)))
         if quantized and is_key_values:
             fields.append(pyarrow.field("key_scales", column(half, layers * heads * head_dim)))
+        if self.has_head_ids:
+            fields.append(pyarrow.field("head_ids", column(pyarrow.int16(), layers * heads)))
         fields += [
             # Nothing where they are 0, 1, 2, ...
             pyarrow.field("position_ids", pyarrow.list_(pyarrow.int32())),
@@ -145,6 +149,8 @@ def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pya
         keys = _joined([keys for keys, _ in memory.scales])
         groups = -(-counts // 32) if form.dtype == "int4" else np.minimum(counts, 1)
         columns["key_scales"] = _lists(keys, groups, schema.field("key_scales").type)
+    if memory.head_ids is not None:
+        columns["head_ids"] = _lists(memory.head_ids, counts, schema.field("head_ids").type)
     places, mask = memory.position_ids.numpy(), memory.attention_mask.bool().numpy()
     rows = [row[real] for row, real in zip(places, mask, strict=True)]
     given = [None if np.array_equal(row, np.arange(len(row))) else row for row in rows]
@@ -180,6 +186,8 @@ def memory_of_columns(table: pyarrow.Table, form: MemoryForm) -> CompressedConte
             by_slot = scales.unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
             by_channel = _padded(table["key_scales"])[0].unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
             carrier["scales"] = tuple(zip(by_channel, by_slot, strict=True))
+    if form.has_head_ids:
+        carrier["head_ids"] = _padded(table["head_ids"])[0]
     asked, ratios = table["question_fingerprint"], _integers(table["ratio"])
     ratio: Any = int(ratios[0]) if len(ratios.unique()) == 1 else ratios
     return CompressedContext(

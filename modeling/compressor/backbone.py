@@ -194,6 +194,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 slots, counts = with_markers(slots, counts, *around)
             if isinstance(ratio, str):
                 ratio = row_ratios(chunk_ratio, chunks.lengths, counts, chunks.chunks_per_row)
+            head_ids: Any = None
+            if chunks.head_ids:
+                head_ids = join(chunks.head_ids[len(memories)], counts, chunks.chunks_per_row)[0]
             slots, slot_mask = join(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memories.append(
@@ -206,6 +209,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
                     num_context_tokens=context.attention_mask.sum(dim=1),
                     ratio=ratio,
                     position_layout=config.position_layout,
+                    head_ids=head_ids,
                     check=False,
                 )
             )

@@ -31,12 +31,15 @@ class ReadContext:
         is_context: `(batch_size, num_places)` bool, neither pads nor questions.
         position_ids: `(batch_size, num_places)`, from 0 on in each row.
         attentions: of each layer, from the last places to all, `(batch_size, num_query_heads, num_last, num_places)`.
+        scores: of each layer, how much each place is to stay, `(batch_size, num_heads, num_places)`, of a method that
+            reads the contexts once more.
     """
 
     key_values: KeyValues
     is_context: Tensor
     position_ids: Tensor
     attentions: tuple[Tensor, ...] = field(default=())
+    scores: tuple[Tensor, ...] = field(default=())
 
 
 class KeyValueSelectionModel(CompressorModel):

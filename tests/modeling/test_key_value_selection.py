@@ -20,7 +20,7 @@ from context_compressors import CompressedContext, SnapKVForCausalLM, StreamingL
 from context_compressors.training.fields import ModelArguments
 from context_compressors.training.loading import load_compressor
 
-STREAMING_LLM, SNAP_KV = (Case(method) for method in TRAINING_FREE)
+STREAMING_LLM, SNAP_KV = map(Case, TRAINING_FREE[:2])
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 # --- beside kvpress ---

@@ -257,6 +257,16 @@ TRAINING_FREE = [
         bidirectional=False,
         sliding_window=128,
     ),
+    Method(
+        name="kv_zip",
+        easy={"compression_ratios": (2, 3, 8)},
+        hard={
+            "same_places_for_all_heads": {"head_budgets": "uniform", "position_layout": "default"},
+            "many_pieces": {"repeat_size": 16},
+        },
+        bidirectional=False,
+        sliding_window=128,
+    ),
 ]
 
 # Sliding windows are shorter than the tests' sequences; the logits' caps are low enough to bend them.
