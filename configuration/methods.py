@@ -29,6 +29,7 @@ METHODS = {
     "streaming_llm": ("StreamingLLMConfig", "StreamingLLMModel", "StreamingLLMForCausalLM"),
     "snap_kv": ("SnapKVConfig", "SnapKVModel", "SnapKVForCausalLM"),
     "kv_zip": ("KVZipConfig", "KVZipModel", "KVZipForCausalLM"),
+    "ranked_key_values": ("RankedKeyValuesConfig", "RankedKeyValuesModel", "RankedKeyValuesForCausalLM"),
     "decal": ("DeCALConfig", "DeCALModel", "DeCALForConditionalGeneration", "DeCALForRetrieval"),
 }
 

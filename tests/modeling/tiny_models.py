@@ -162,6 +162,18 @@ METHODS = [
         sliding_window=128,
     ),
     Method(
+        name="ranked_key_values",
+        easy={"compression_ratios": (2, 3, 8), "encoder_lora": SMALL_LORA},
+        hard={
+            "chunks": {"chunk_size": 5},
+            "pieces": {"repeat_size": 16},
+            "no_adapter": {"encoder_lora": None},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+        },
+        bidirectional=False,
+        sliding_window=128,
+    ),
+    Method(
         name="comprexit",
         easy={"compression_ratios": (2, 3, 8), "gate_size": 8, "metric_size": 8, "window_size": 4},
         hard={

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of ranked key/values."""
+
+from typing import Any
+
+from .configuration_compressor import CompressorConfig
+from .field_checks import int_between, lora_or, one_of
+from .layer_shape import linear_flops
+
+# Keys and values are made before the text is known, by the model that reads them.
+_LEFT_OUT = ("encoder_config", "task_token_ids", "bos_before_slots", "slots_after_ids")
+
+
+class RankedKeyValuesConfig(CompressorConfig):
+    r"""
+    Ranked key/values: a linear scorer in every layer ranks all keys and values of a context, of all layers and heads
+    together, and the first of them are its memory.
+
+    Args:
+        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 2, 16)`):
+            The first is the default.
+        encoder_lora (`dict` or `None`, defaults to rank 8, alpha 16 on all linear maps):
+            The adapter of the one model that reads contexts and answers. `None`: the base stays as it is, and the
+            scorers alone train.
+        shared_adapter (`bool`, *optional*):
+            Always as here: `True` with an adapter, `False` without.
+        repeat_size (`int`, defaults to 2048):
+            In training, tokens that are read again in one pass, to see which keys and values the scorers should have
+            ranked first.
+        position_layout (`str`, defaults to `"enhanced"`):
+            The only one: keys keep their places, and the text goes on behind the context.
+        kwargs: fields of [`CompressorConfig`], without an encoder of its own.
+    """
+
+    model_type = "ranked_key_values_compressor"
+    carrier = "key_values"
+
+    def __init__(
+        self,
+        compression_ratios: int | list[int] | tuple[int, ...] = (4, 8, 2, 16),
+        encoder_lora: dict[str, Any] | str | None = "default",
+        shared_adapter: bool | None = None,
+        repeat_size: int = 2048,
+        position_layout: str = "enhanced",
+        **kwargs: Any,
+    ):
+        self.repeat_size = int_between("repeat_size", repeat_size, 16)
+        has_adapter = encoder_lora is not None
+        if shared_adapter not in (None, has_adapter):
+            raise ValueError(
+                "`shared_adapter` must be left out: one model reads contexts and answers, got "
+                f"{shared_adapter!r} beside the `encoder_lora` {encoder_lora!r}"
+            )
+        super().__init__(
+            compression_ratios=compression_ratios,
+            encoder_lora=lora_or(encoder_lora, {"rank": 8, "alpha": 16}),
+            shared_adapter=has_adapter,
+            position_layout=one_of("position_layout", position_layout, ("enhanced",)),
+            **kwargs,
+        )
+        for name in (*_LEFT_OUT, *(() if has_adapter else ("decoder_lora",))):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"`{name}` must be left out: the model that reads the text has read the context, before the text "
+                    f"was known, got {value}"
+                )
+
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """Operations of the base over the context, and of the scorers."""
+        heads = getattr(self.decoder_config, "num_key_value_heads", None) or self.decoder_config.num_attention_heads
+        scorers = self.num_hidden_layers * linear_flops(num_tokens, self.hidden_size, heads)
+        return super().chunk_flops(num_tokens, ratio) + scorers
