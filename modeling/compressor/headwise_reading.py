@@ -78,7 +78,8 @@ class HeadwiseModel(CompressorModel):
         """
         scores = [keys.new_zeros(keys.shape[:3], dtype=torch.float32) for keys, _ in key_values]
         # A twin of its own: other threads use the model's layers without these hooks, and with another attention.
-        reader, repeats = twin(self), mask[:, :0]
+        # Without dropout, too.
+        reader, repeats = twin(self).eval(), mask[:, :0]
         reader.language_model.set_attn_implementation("eager")
         for index, layer in enumerate(reader.language_model.layers):
             layer.self_attn.register_forward_hook(partial(_take_highest, scores[index], lambda: repeats))

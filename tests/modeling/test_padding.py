@@ -102,6 +102,9 @@ def test_an_empty_context_leaves_the_other_rows_gradients_alone(backbone_case, r
     with_empty, without = gradients([7, 0]), gradients([7, 5])
     assert with_empty.keys() == without.keys()
     for name, gradient in with_empty.items():
+        if backbone_case.method.ranks and ".scorers." in name:
+            # They learn from every context, whatever its answer.
+            continue
         torch.testing.assert_close(gradient, without[name], atol=1e-5, rtol=1e-4, msg=name)
 
 

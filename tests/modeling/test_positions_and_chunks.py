@@ -50,6 +50,8 @@ def test_vectors_are_taken_from_the_places_of_each_row(dim, shape):
 
 # test_memory_tokens_key_values.py has tests of its own.
 of_embeddings = pytest.mark.only(lambda case: case.method.config_class.carrier == "embeddings")
+# Ranked key/values have one layout and no task tokens: test_ranked_key_values.py says where slots and text stand.
+any_layout = pytest.mark.only(lambda case: not case.method.ranks)
 LAYOUTS = ("default", "uniform", "enhanced")
 
 
@@ -118,6 +120,10 @@ def test_a_chunked_context_is_its_chunks_alone_joined(method_case, random_rows, 
         memory = model.compress(ids, mask, ratio=2)
         chunks = [model.compress(chunk[None], ratio=2) for chunk in rows[0].split(5)]
         expected = torch.cat([slots(chunk)[0] for chunk in chunks])
+        if method_case.method.ranks:
+            # At the places of the context: documents that are joined get those behind each other.
+            chunks = [CompressedContext.concatenate(chunks)]
+            expected = slots(chunks[0])[0]
         assert memory.num_slots.tolist() == [len(expected), 2], length
         assert slots(memory)[0, : len(expected)].allclose(expected, atol=1e-4, rtol=0), length
         positions = list(range(len(expected)))
@@ -141,6 +147,7 @@ def test_the_last_context_tokens_change_their_own_chunk_only(method_case, slots)
 
 # VoCo's places are those of EPL's Figure 8 and not of its tables, see test_voco.py.
 @pytest.mark.only(lambda case: case.method.name != "voco")
+@any_layout
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_slots_and_text_stand_where_the_layout_says(method_case, layout, random_rows, pad_rows, monkeypatch):
     model = method_case.build(chunk_size=6, position_layout=layout, task_token_ids={"[AE]": AE, "[LM]": LM})
@@ -289,6 +296,7 @@ def test_rows_with_and_without_bos_in_one_batch(method_case, random_rows, pad_ro
 # --- task tokens ---
 
 
+@any_layout
 def test_task_tokens_are_looked_up_in_the_methods_own_embeddings(backbone_case, monkeypatch):
     model = backbone_case.build(task_token_ids={"[AE]": AE, "[LM]": LM})
     assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == 128
@@ -331,6 +339,7 @@ def test_generation_may_start_from_a_task_token(form_case):
 # --- several documents ---
 
 
+@any_layout
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_documents_joined_are_read_like_one_chunked_context(method_case, layout, random_rows, slots):
     model = method_case.build(chunk_size=6, position_layout=layout)

@@ -38,8 +38,9 @@ def assert_same_gradients(found, expected, rename=str):
 # --- the encoder's view ---
 
 
-# The slots of memory tokens see the whole context whatever the attention: test_memory_tokens.py has their test.
-@pytest.mark.only(lambda case: not case.method.memory_tokens)
+# The slots of memory tokens see the whole context whatever the attention: test_memory_tokens.py has their test. Which
+# keys and values stay goes by all that there are.
+@pytest.mark.only(lambda case: not (case.method.memory_tokens or case.method.ranks))
 def test_a_bidirectional_encoder_sees_what_comes_later(backbone_case, random_rows, pad_rows, slots):
     """Perturbation: the last token changes, and so does the first slot, unless the encoder is causal."""
     method, row = backbone_case.method, random_rows([6])[0]
@@ -152,13 +153,14 @@ def test_gradient_checkpointing_changes_nothing(backbone_case, batch):
         assert_same_gradients(gradients(model, batch), expected)
         # Encoder and decoder start each layer once forward, and once more backward where gradients pass through.
         passes = 2 if any(p.requires_grad for p in model.model.language_model.parameters()) else 1
-        assert len(layers_run) == 2 * (passes * (not backbone_case.method.own_encoder) + 2), settings
+        again = int(backbone_case.method.ranks)
+        assert len(layers_run) == 2 * (passes * (not backbone_case.method.own_encoder) + 2 + again), settings
         model.gradient_checkpointing_disable()
         assert not model.is_gradient_checkpointing
     assert_same_gradients(gradients(model, batch), expected)
 
 
-@pytest.mark.only(lambda case: not case.method.own_encoder)
+@pytest.mark.only(lambda case: not (case.method.own_encoder or case.config().shared_adapter))
 def test_a_shared_base_gives_the_gradients_of_two_separate_models(backbone_case, batch):
     """One set of weights with two adapters, against an encoder and a decoder of their own."""
     model = backbone_case.build().train()

@@ -31,6 +31,8 @@ class Method:
         memory_tokens: whether memory tokens stand behind the context.
         sliding_window: of the bases that have one, where the method cannot do with the tests' short one.
         own_encoder: whether the encoder always has weights of its own.
+        ranks: whether scorers choose among the context's own keys and values: with one layout, the context's places,
+            without task tokens, and while they train, with a second reading.
         passages: whether each window of r tokens is encoded by itself: a pass for each ratio, positions that start anew.
     """
 
@@ -41,6 +43,7 @@ class Method:
     memory_tokens: bool = False
     sliding_window: int | None = None
     own_encoder: bool = False
+    ranks: bool = False
     passages: bool = False
     idle: tuple[str, ...] = ()
 
@@ -172,6 +175,7 @@ METHODS = [
         },
         bidirectional=False,
         sliding_window=128,
+        ranks=True,
     ),
     Method(
         name="comprexit",
