@@ -4,11 +4,11 @@
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import int_between, lora_or, one_of
+from .field_checks import int_between, lora_or, one_of, token_id_list
 from .layer_shape import linear_flops
 
 # Keys and values are made before the text is known, by the model that reads them.
-_LEFT_OUT = ("encoder_config", "task_token_ids", "bos_before_slots", "slots_after_ids")
+_LEFT_OUT = ("encoder_config", "task_token_ids", "bos_before_slots")
 
 
 class RankedKeyValuesConfig(CompressorConfig):
@@ -24,6 +24,9 @@ class RankedKeyValuesConfig(CompressorConfig):
             scorers alone train.
         shared_adapter (`bool`, *optional*):
             Always as here: `True` with an adapter, `False` without.
+        opening_ids (sequence of `int`, defaults to `()`):
+            Token ids behind which every chunk of a context is read, such as a chat's up to where a document would
+            stand. They are in no memory: texts bring them, and `slots_after_ids` tell where they end there.
         repeat_size (`int`, defaults to 2048):
             In training, tokens that are read again in one pass, to see which keys and values the scorers should have
             ranked first.
@@ -40,10 +43,12 @@ class RankedKeyValuesConfig(CompressorConfig):
         compression_ratios: int | list[int] | tuple[int, ...] = (4, 8, 2, 16),
         encoder_lora: dict[str, Any] | str | None = "default",
         shared_adapter: bool | None = None,
+        opening_ids: list[int] | tuple[int, ...] = (),
         repeat_size: int = 2048,
         position_layout: str = "enhanced",
         **kwargs: Any,
     ):
+        self.opening_ids = token_id_list("opening_ids", opening_ids)
         self.repeat_size = int_between("repeat_size", repeat_size, 16)
         has_adapter = encoder_lora is not None
         if shared_adapter not in (None, has_adapter):
@@ -66,7 +71,7 @@ class RankedKeyValuesConfig(CompressorConfig):
                 )
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
-        """Operations of the base over the context, and of the scorers."""
+        """Operations of the base over opening and context, and of the scorers."""
         heads = getattr(self.decoder_config, "num_key_value_heads", None) or self.decoder_config.num_attention_heads
         scorers = self.num_hidden_layers * linear_flops(num_tokens, self.hidden_size, heads)
-        return super().chunk_flops(num_tokens, ratio) + scorers
+        return super().chunk_flops(num_tokens + len(self.opening_ids), ratio) + scorers

@@ -28,6 +28,9 @@ class HeadwiseModel(CompressorModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
 
+    # Where contexts start; text in front of it does not see them.
+    first_slot_position = 0
+
     def read_by_heads(self) -> None:
         """Let the language model's layers read memories with `head_ids`; for the end of `__init__`."""
         for layer in self.language_model.layers:
@@ -39,7 +42,7 @@ class HeadwiseModel(CompressorModel):
         is_fixed = cache is not None and cache.is_compileable
         pairs, masks = spread_pairs(memory, is_fixed or self._has_unlike_layers)
         cache = filled_cache(pairs, cache, use_cache)
-        note_head_masks(cache, masks)
+        note_head_masks(cache, masks, self.first_slot_position)
         return cache
 
     def cached_slot_mask(self, memory: CompressedContext) -> Tensor:

@@ -117,17 +117,24 @@ def _sorted_pairs(memory: CompressedContext) -> tuple[Tensor, Tensor]:
     return heads.argsort(dim=1, stable=True), counts[:, :num_heads]
 
 
-def note_head_masks(cache: Cache, masks: Sequence[Tensor]) -> None:
-    """Keep with a cache, which starts with a memory, what each head of each layer has of it."""
-    setattr(cache, _HEAD_MASKS, list(masks))
+def note_head_masks(cache: Cache, masks: Sequence[Tensor], first_position: int = 0) -> None:
+    """Keep with a cache, which starts with a memory, what each head of each layer has of it.
+
+    Args:
+        cache: of the memory.
+        masks: of `spread_pairs`.
+        first_position: what stands in front of it, such as the opening of a chat, does not see the memory.
+    """
+    setattr(cache, _HEAD_MASKS, (list(masks), first_position))
 
 
 def read_by_heads(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """A forward pre-hook of an attention layer: of a cache with `note_head_masks` each head reads its own slots."""
     cache: Any = kwargs.get("past_key_values")
-    masks = getattr(cache, _HEAD_MASKS, None)
-    if masks is None:
+    noted = getattr(cache, _HEAD_MASKS, None)
+    if noted is None:
         return None
+    masks, first_position = noted
     states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     layer: int = attention.layer_idx  # type: ignore[assignment]
     slots = masks[layer]
@@ -144,6 +151,8 @@ def read_by_heads(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     # The query heads of a key/value head read the same places.
     slots = slots.repeat_interleave(attention.config.num_attention_heads // slots.shape[1], dim=1)
     slots = slots[:, :, None].expand(-1, -1, num_queries, -1)
+    if first_position:
+        slots = slots & (kwargs["position_ids"] >= first_position)[:, None, :, None]
     if text.is_floating_point():
         slots = torch.zeros_like(slots, dtype=text.dtype).masked_fill(~slots, torch.finfo(text.dtype).min)
     text = text.expand(*slots.shape[:3], -1)

@@ -11,7 +11,7 @@ from ...configuration.configuration_compressor import CompressorConfig
 from ...configuration.nearest_names import check_choice
 from ...data.prompts import load_prompts
 from ...data.task_tokens import text_starts
-from ...modeling.parts.prompting import context_end_ids, leave_out_bos, opening_ids, text_tokenizer
+from ...modeling.parts.prompting import context_end_ids, leave_out_bos, opening_ids, prompt_ids, text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..loading import load_compressor, load_tokenizer
 from .compression_collator import CompressionCollator
@@ -114,9 +114,12 @@ def record_prompts(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase,
     config.prompts = {task: templates[0] for task, templates in load_prompts(data_args.prompts).items()}
     config.context_prefix = data_args.context_prefix
     config.prompt_format = data_args.prompt_format
-    # Behind a task token, and behind keys and values, the template follows the memory as a whole.
-    stands_inside = is_chat and not config.task_token_ids
+    # Behind a task token, and behind most memories of keys and values, the template follows the memory as a whole.
+    has_opening = hasattr(config, "opening_ids")
+    stands_inside = is_chat and not config.task_token_ids and (config.carrier == "embeddings" or has_opening)
     config.slots_after_ids = opening_ids(tokenizer) if stands_inside else []
+    if has_opening:
+        config.opening_ids = prompt_ids(tokenizer, [""], "chat").head if stands_inside else []
 
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> CompressionTrainer:
