@@ -326,7 +326,8 @@ PAST, LAYERS = Columns(88, 28, 23), {134: "layer 1", 168: "layer 2", 212: "layer
 
 def layers(picture: Picture, kept: Sequence[Sequence[int]], text: Words, notes: Words, *labels: str) -> None:
     """Both readers and, for each layer, the columns of the context whose keys and values go from one to the other."""
-    count, size = len(kept[0]), len(kept[0]) + len(text)
+    count = max(map(len, kept))
+    size = count + len(text)
     after = Columns(499, 189 // size, 189 // size - 4)
     picture.text(34, TOKENS_Y + 16, "context", "start muted")
     learned = named("m", 3) if text == LM_QUESTION else []
@@ -344,7 +345,7 @@ def layers(picture: Picture, kept: Sequence[Sequence[int]], text: Words, notes: 
             picture.row(PAST, column, y, [""], SLOT if column in columns else DROPPED, 16)
         picture.arrow((430, y + 8), (488, y + 8), style="flow")
         picture.text(457, y + 2, "k, v", "teal small")
-        picture.row(after, 0, y, [""] * count, SLOT, 16)
+        picture.row(after, count - len(columns), y, [""] * len(columns), SLOT, 16)
         picture.row(after, count, y, [""] * len(text), DROPPED, 16)
     for x in (50, after.middle((size - 1) / 2)):
         picture.text(x, 202, "⋮", "muted")
@@ -392,10 +393,46 @@ def streaming_llm() -> Picture:
     return picture
 
 
+# What a second reading attends to in the first, in each layer; the highest twelve of all stay.
+AGAIN = [
+    (10, 2, 6, 1, 2, 7, 1, 2, 6, 3, 1, 2),
+    (10, 3, 7, 8, 2, 9, 3, 6, 8, 2, 1, 4),
+    (9, 1, 2, 1, 3, 2, 7, 1, 2, 1, 1, 2),
+]
+
+
+def second_reading(title: str, description: str, notes: Words, style: str, *labels: str) -> Picture:
+    """Pairs of keys and values that stay by what all layers have of `AGAIN` together."""
+    pairs = [(layer, column) for layer, scores in enumerate(AGAIN) for column in range(len(scores))]
+    kept = sorted(pairs, key=lambda pair: -AGAIN[pair[0]][pair[1]])[:12]
+    picture = Picture(title, description, [TRAINS, FROZEN] if labels[1:] else [FROZEN], "memory")
+    layers(picture, [[c for i, c in kept if i == layer] for layer in range(3)], QUESTION[:3], notes, *labels)
+    for y, scores in zip(LAYERS, AGAIN, strict=True):
+        picture.bars(PAST, y - 2, dict(enumerate(scores)), style)
+    return picture
+
+
+def kv_zip() -> Picture:
+    notes = ["Bars: the highest attention of a second reading.", "The highest of all layers and heads together stay."]
+    description = "Of the keys and values of all layers together those stay that a second reading attends to most."
+    return second_reading("KVzip", description, notes, "bar", "the base reads twice")
+
+
+def ranked_key_values() -> Picture:
+    notes = [
+        "Bars: a score from each layer's input, learned from the",
+        "attention of a second reading. The highest of all stay.",
+    ]
+    description = "Of the keys and values of all layers together those stay that learned scores rank first."
+    picture = second_reading("Ranked key/values", description, notes, "gate", BASE, "LoRA")
+    picture.box(649, READER_Y + 5, 40, 19, TRAINS, "LoRA")
+    return picture
+
+
 def files() -> dict[Path, str]:
     """What stands in each file."""
     methods = [mean_pooling, compression_tokens, icae, five_hundred_x, comprexit, gmsa, tcp_autoencoder, xrag]
-    methods += [streaming_llm, snap_kv, decal]
+    methods += [streaming_llm, snap_kv, kv_zip, ranked_key_values, decal]
     return {FOLDER / f"{draw.__name__}.svg": draw().svg() for draw in methods}
 
 

@@ -23,6 +23,8 @@ from context_compressors.configuration.methods import METHODS, methods_on
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
 from context_compressors.modeling.checkpoint.base_weights import base_name
+from context_compressors.modeling.compressor.headwise_reading import HeadwiseModel
+from context_compressors.modeling.memory.key_value_memory import key_value_shape
 from context_compressors.reporting.tables import markdown_table
 
 BYTES = 2
@@ -44,8 +46,11 @@ def cache_values(base: PreTrainedConfig) -> int:
 
 
 def slot_values(model: PreTrainedModel, base: PreTrainedConfig) -> int:
-    """Numbers in one slot: a vector, or keys and values of every layer."""
-    return cache_values(base) if model.config.carrier == "key_values" else base.hidden_size
+    """Numbers in one slot: a vector, or keys and values of every layer and, where these are named, their heads."""
+    if model.config.carrier != "key_values":
+        return base.hidden_size
+    layers, heads, _ = key_value_shape(base)
+    return cache_values(base) + layers * heads * isinstance(model.base_model, HeadwiseModel)
 
 
 def row_of(method: str, base_shape: str, ratios: Sequence[int]) -> dict[str, Any]:
