@@ -28,26 +28,39 @@ def plain_model(model, attention="eager"):
     return plain
 
 
-def naive_kv_zip(model, ids, ratio):
-    """(layer, head, token) of the pairs that stay, in plain loops over the attention of whole passes."""
-    config, length = model.config, len(ids)
-    plain, heads = plain_model(model), config.decoder_config.num_key_value_heads
-    scores = {}
-    for start in range(0, length, config.repeat_size):
-        piece = ids[max(0, start - 8) : start + config.repeat_size]
-        attentions = plain(torch.cat([ids, piece])[None], output_attentions=True).attentions
+def naive_attention(plain, ids, repeat_size, opening=()):
+    """Of each (layer, head, token) the highest attention of the second reading, in loops over whole passes."""
+    length, heads, scores, first = len(ids), plain.config.num_key_value_heads, {}, len(opening)
+    opening = torch.tensor(opening, dtype=torch.long)
+    for start in range(0, length, repeat_size):
+        piece = ids[max(0, start - 8) : start + repeat_size]
+        attentions = plain(torch.cat([opening, ids, piece])[None], output_attentions=True).attentions
         for layer, weights in enumerate(attentions):
-            for head, group in enumerate(weights[0, :, length:, :length].unflatten(0, (heads, -1))):
+            to_context = weights[0, :, first + length :, first : first + length]
+            for head, group in enumerate(to_context.unflatten(0, (heads, -1))):
                 for token, score in enumerate(group.amax(dim=(0, 1)).tolist()):
                     scores[layer, head, token] = max(scores.get((layer, head, token), 0.0), score)
+    return scores
+
+
+def highest(scores, count):
+    """The pairs of the highest scores; of equal ones the first."""
+    return set(sorted(scores, key=lambda pair: -scores[pair])[:count])
+
+
+def naive_kv_zip(model, ids, ratio):
+    """(layer, head, token) of the pairs that stay."""
+    config, length = model.config, len(ids)
+    plain, heads = plain_model(model), config.decoder_config.num_key_value_heads
+    scores = naive_attention(plain, ids, config.repeat_size)
     num_kept = -(-length // ratio)
     if config.head_budgets == "shared":
-        return set(sorted(scores, key=lambda pair: -scores[pair])[: num_kept * heads * config.num_hidden_layers])
+        return highest(scores, num_kept * heads * config.num_hidden_layers)
     kept = set()
     for layer in range(config.num_hidden_layers):
         for head in range(heads):
             pairs = [(layer, head, token) for token in range(length)]
-            kept |= set(sorted(pairs, key=lambda pair: -scores[pair])[:num_kept])
+            kept |= highest({pair: scores[pair] for pair in pairs}, num_kept)
     return kept
 
 

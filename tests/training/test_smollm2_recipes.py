@@ -58,7 +58,7 @@ def run(*arguments, base, folder):
     main([*names, str(small), "--base", base, *options])
 
 
-@pytest.mark.parametrize("recipe", ["mean_pooling", "reader"])
+@pytest.mark.parametrize("recipe", ["mean_pooling", "ranked_key_values", "reader"])
 def test_what_trains_is_never_what_is_reported_or_chosen_by(recipe, tmp_path):
     _, data, _ = parse_recipe(
         [f"smollm2/{recipe}.yaml", "smollm2/data.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"]

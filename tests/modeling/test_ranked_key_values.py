@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranked key/values beside naive twins: scores, which pairs stay, what scorers learn, and where the text stands."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_kv_zip import highest, naive_attention, pairs_of, plain_model
+from tiny_models import FAR_APART, TASK_TOKENS, ids_of
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from context_compressors import CompressedContext, RankedKeyValuesConfig, RankedKeyValuesModel
+
+LEAST = 1e-4
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+
+
+@pytest.fixture
+def ranked(method_cases):
+    return method_cases["ranked_key_values"]
+
+
+def reader_of(model):
+    """The base with the adapter, as the library has it."""
+    merged = copy.deepcopy(model)
+    merged.merge_adapters()
+    return plain_model(merged).requires_grad_(False)
+
+
+def behind(opening, ids):
+    """One row of both."""
+    return torch.cat([torch.tensor(opening, dtype=torch.long), ids])[None]
+
+
+def naive_scores(model, plain, ids):
+    """Of each (layer, head, token) the score, in loops over all three."""
+    found, opening = {}, model.config.opening_ids
+    states = plain(behind(opening, ids), output_hidden_states=True).hidden_states
+    for layer, scorer in enumerate(model.model.scorers):
+        normed = plain.model.layers[layer].input_layernorm(states[layer][0, len(opening) :])
+        for head, (weight, bias) in enumerate(zip(scorer.weight, scorer.bias, strict=True)):
+            for token, state in enumerate(normed):
+                found[layer, head, token] = weight @ state + bias
+    return found
+
+
+def whole_of(plain, ids, opening=()):
+    """All keys and values of a context, each head's in its own place."""
+    layers = plain(behind(opening, ids), use_cache=True).past_key_values.layers
+    pairs = [(layer.keys[:, :, len(opening) :], layer.values[:, :, len(opening) :]) for layer in layers]
+    return SimpleNamespace(key_values=pairs)
+
+
+@torch.no_grad()
+def test_scorers_rank_and_while_they_learn_the_attention_of_the_second_reading_does(ranked, random_rows, pad_rows):
+    rows = random_rows([33, 9, 1, 20])
+    ids, mask = pad_rows(rows, "left")
+    for architecture, attention in FAR_APART:
+        case = ranked.on(architecture=architecture, attention=attention)
+        for fields in ({"repeat_size": 16, "opening_ids": [3, 4, 3]}, {"encoder_lora": None}):
+            model = case.build(**fields)
+            plain, opening, ratios, kept = reader_of(model), model.config.opening_ids, [2, 3, 8], []
+            for is_training in (False, True):
+                memories = model.train(is_training).compress(ids, mask, ratio=ratios)
+                for i, row in enumerate(rows):
+                    scores = naive_scores(model, plain, row)
+                    if is_training:
+                        scores = naive_attention(plain, row, model.config.repeat_size, opening)
+                        scores = {pair: max(score, LEAST) for pair, score in scores.items()}
+                    for memory in memories:
+                        count = -(-len(row) // memory.ratio) * memory.head_ids.shape[2]
+                        found = pairs_of(memory.rows(i), whole_of(plain, row, opening))
+                        assert found == highest(scores, count), (architecture, fields, is_training, memory.ratio, i)
+                        kept.append(found)
+            assert kept[: len(kept) // 2] != kept[len(kept) // 2 :]
+
+
+def test_scorers_learn_by_the_plain_squared_error_whatever_the_loss(ranked, random_rows, pad_rows):
+    """And everything else by the loss alone."""
+    rows = random_rows([13, 5, 0])
+    ids, mask = pad_rows(rows)
+    text = ids_of(6, seed=1).expand(3, -1)
+    for architecture, attention in FAR_APART:
+        model = ranked.on(architecture=architecture, attention=attention).build(repeat_size=16)
+        plain, errors = reader_of(model), []
+        for row in rows[:2]:
+            targets = naive_attention(plain, row, 16)
+            errors += [
+                (score - torch.tensor(max(targets[pair], LEAST)).log()).square()
+                for pair, score in naive_scores(model, plain, row).items()
+            ]
+        torch.stack(errors).mean().backward()
+        expected = [parameter.grad.clone() for parameter in model.model.scorers.parameters()]
+        assert all(gradient.any() for gradient in expected)
+        others = []
+        for factor, ratio in ((1, 2), (7, 2), (0.5, 8)):
+            model.zero_grad()
+            given = {"context_input_ids": ids, "context_attention_mask": mask, "ratio": ratio, "labels": text}
+            (factor * model.train()(text, **given).loss).backward()
+            found = [parameter.grad for parameter in model.model.scorers.parameters()]
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+            others.append([p.grad.clone() for name, p in model.named_parameters() if ".lora_" in name])
+        torch.testing.assert_close(others[1], [7 * gradient for gradient in others[0]], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_scorers_learn_what_the_second_reading_attends_to(ranked, random_rows):
+    """Some steps on two contexts: of what the attention ranks first the scorers then rank much more first, too."""
+    model = ranked.build(compression_ratios=(4, 2))
+    with torch.no_grad():
+        for scorer in model.model.scorers:
+            model.model._init_weights(scorer)
+    ids, text = torch.stack(random_rows([12] * 2)), ids_of(4, seed=1).expand(2, -1)
+    plain = reader_of(model)
+    whole = [whole_of(plain, row) for row in ids]
+
+    @torch.no_grad()
+    def share():
+        kept = []
+        for is_training in (True, False):
+            memory = model.train(is_training).compress(ids, ratio=4)
+            kept.append([pairs_of(memory.rows(i), whole[i]) for i in range(len(ids))])
+        return sum(len(a & b) for a, b in zip(*kept, strict=True)) / sum(map(len, kept[0]))
+
+    before = share()
+    optimizer = torch.optim.Adam(model.model.scorers.parameters(), lr=0.1)
+    for _ in range(120):
+        optimizer.zero_grad()
+        model.train()(text, context_input_ids=ids, labels=text).loss.backward()
+        optimizer.step()
+    assert share() > before + 0.2, (before, share())
+
+
+@torch.no_grad()
+def test_a_whole_context_is_read_as_the_base_with_the_adapter_reads_it(ranked):
+    ids, text = ids_of(13), ids_of(5, seed=1)
+    for architecture, attention in FAR_APART:
+        model = ranked.on(architecture=architecture, attention=attention).build()
+        memory = model.compress(ids, ratio=1, allow_untrained_ratio=True)
+        expected = model(torch.cat([ids, text], dim=1)).logits[:, 13:]
+        torch.testing.assert_close(model(text, memory=memory).logits, expected, atol=1e-4, rtol=1e-4)
+        half = model.compress(ids, ratio=2)
+        assert not torch.allclose(model(text, memory=half).logits, expected, atol=1e-2)
+        # Keys keep their places, and the text goes on behind the context.
+        assert model.model.text_position_offset(half, text, None).tolist() == [13]
+
+
+@torch.no_grad()
+def test_an_opening_is_read_as_in_front_of_the_context_and_is_in_no_memory(ranked):
+    """A chat's: contexts are read behind it, and texts bring it again, up to its last tokens."""
+    opening, ids, rest = [3, 9, 7, 4], ids_of(13), ids_of(5, seed=1)
+    text = behind(opening, rest[0])
+    for architecture, attention in FAR_APART:
+        model = ranked.on(architecture=architecture, attention=attention).build(
+            opening_ids=opening, slots_after_ids=[7, 4]
+        )
+        memory = model.compress(ids, ratio=1, allow_untrained_ratio=True)
+        assert memory.num_slots.tolist() == [13]
+        expected = model(torch.cat([behind(opening, ids[0]), rest], dim=1)).logits
+        expected = torch.cat([expected[:, :4], expected[:, 17:]], dim=1)
+        torch.testing.assert_close(model(text, memory=memory).logits, expected, atol=1e-4, rtol=1e-4)
+        given = {"memory": memory, "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+        written = model.generate(text, **given)
+        assert (
+            written[0, -4:].tolist()
+            == model.generate(
+                torch.cat([behind(opening, ids[0]), rest], dim=1), max_new_tokens=4, min_new_tokens=4, do_sample=False
+            )[0, -4:].tolist()
+        )
+
+
+@torch.no_grad()
+def test_chunks_are_ranked_each_by_itself_in_training_too(ranked):
+    model, ids = ranked.build(chunk_size=6), ids_of(15)
+    for is_training in (False, True):
+        memory = model.train(is_training).compress(ids, ratio=3)
+        alone = [model.compress(chunk, ratio=3) for chunk in ids.split(6, dim=1)]
+        joined = CompressedContext.concatenate(alone)
+        assert joined.head_ids.equal(memory.head_ids)
+        for pair, other in zip(joined.key_values, memory.key_values, strict=True):
+            torch.testing.assert_close(pair, other, atol=1e-4, rtol=1e-4)
+
+
+def test_what_trains_on_smollm2_is_counted():
+    base = LlamaConfig(**SMOLLM2, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = RankedKeyValuesModel(RankedKeyValuesConfig(decoder_config=base))
+    counts = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(count for name, count in counts.items() if name.startswith("scorers.")) == 30 * (576 * 3 + 3) == 51_930
+    # Rank 8 on maps of 576 to 576, 192, 192, 576, and between 576 and 1536 three times.
+    assert sum(counts.values()) == 51_930 + 30 * 8 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
+
+
+def test_scorers_expect_nothing_of_a_token_at_first(ranked):
+    model = ranked.method.causal_lm_class(ranked.config())
+    for scorer in model.model.scorers:
+        torch.testing.assert_close(scorer.bias.exp(), torch.full((2,), LEAST))
+        assert scorer.weight.any()
+        assert functional.linear(torch.zeros(1, 32), scorer.weight, scorer.bias).shape == (1, 2)
+
+
+def test_what_cannot_be_is_refused_with_its_name(ranked):
+    for fields, message in (
+        (
+            {"shared_adapter": False},
+            "`shared_adapter` must be left out: one model reads contexts and answers, got False",
+        ),
+        ({"shared_adapter": True, "encoder_lora": None}, "`shared_adapter` must be left out: .* got True beside"),
+        ({"position_layout": "default"}, r"`position_layout` must be one of \['enhanced'\], got 'default'"),
+        ({"repeat_size": 8}, "`repeat_size` must be an int of at least 16, got 8"),
+        (
+            {"encoder_config": {}, "encoder_lora": None},
+            "`encoder_config` must be left out: the model that reads the text has read",
+        ),
+        ({"task_token_ids": TASK_TOKENS}, "`task_token_ids` must be left out"),
+        ({"bos_before_slots": True}, "`bos_before_slots` must be left out"),
+        ({"encoder_lora": None, "decoder_lora": {"rank": 2}}, "`decoder_lora` must be left out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ranked.config(**fields)
+    assert ranked.config(encoder_lora=None).shared_adapter is False
+    assert RankedKeyValuesConfig().encoder_lora == {
+        "rank": 8,
+        "alpha": 16.0,
+        "dropout": 0.0,
+        "target_modules": "all-linear",
+    }
