@@ -56,8 +56,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     kept = [
         value
         for module in model.modules()
-        for members in (vars(module), module._parameters, module._buffers)
-        for value in members.values()
+        for value in {**module._parameters, **module._buffers, **vars(module)}.values()
         if isinstance(value, Tensor)
     ]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in kept})
