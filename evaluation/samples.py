@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.document_ids import document_id
 from ..data.prompts import TASKS, format_prompt
 from ..data.rows import answer_text
-from ..modeling.parts.prompting import before_answer, encode, prefix_ids
+from ..modeling.parts.prompting import before_answer, cut_passages, encode, prefix_ids
 from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
 from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from .rows import DOMAINS
@@ -70,7 +70,8 @@ class Sample:
     """One tokenized sample: what is compressed, what follows it, and what should come out.
 
     Samples with the same `document` share a context, whose id is `document_id`. `head_ids` stand in front of it: the
-    opening of the user's turn in a chat. A benchmark's question has its own `max_new_tokens` and `metric`.
+    opening of the user's turn in a chat. `passages` are compressed apart; without them the context is one. A
+    benchmark's question has its own `max_new_tokens` and `metric`.
     """
 
     context_ids: list[int]
@@ -85,6 +86,7 @@ class Sample:
     head_ids: list[int] = field(default_factory=list)
     max_new_tokens: int | None = None
     metric: BenchmarkMetric | None = None
+    passages: list[list[int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.context_ids) + len(self.prompt_ids) + len(self.target_ids)
@@ -233,6 +235,7 @@ class SampleBuilder:
             target_ids = [*encode(self.tokenizer, answer), eos]
             # Tokenized apart, as in training.
             context_ids = [*self.prefix_ids, *encode(self.tokenizer, example["context"])]
+            passages = getattr(example["context"], "passages", ())
             limit, metric = benchmark_max_new_tokens(example), benchmark_metric(example)
             return Sample(
                 context_ids,
@@ -242,6 +245,7 @@ class SampleBuilder:
                 head_ids=head_ids,
                 max_new_tokens=limit,
                 metric=metric,
+                passages=[[*self.prefix_ids, *encode(self.tokenizer, text)] for text in passages],
             )
         ids = encode(self.tokenizer, example["text"])
         if len(ids) < self.min_text_tokens:
@@ -309,7 +313,8 @@ class SampleBuilder:
         # What stands right before a continuation matters most.
         keeps_end = task == "continuation" or self.truncation_side == "left"
         context_ids = [*prefix, *(text[-room:] if keeps_end else text[:room])]
-        return replace(sample, context_ids=context_ids, truncated=True)
+        passages = cut_passages(sample.passages, len(context_ids), keeps_end)
+        return replace(sample, context_ids=context_ids, passages=passages, truncated=True)
 
 
 def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
