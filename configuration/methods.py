@@ -26,6 +26,7 @@ METHODS = {
     "gmsa": ("GMSAConfig", "GMSAModel", "GMSAForCausalLM"),
     "tcp_autoencoder": ("TCPAutoencoderConfig", "TCPAutoencoderModel", "TCPAutoencoderForCausalLM"),
     "xrag": ("XRAGConfig", "XRAGModel", "XRAGForCausalLM"),
+    "pcc": ("PCCConfig", "PCCModel", "PCCForCausalLM"),
     "streaming_llm": ("StreamingLLMConfig", "StreamingLLMModel", "StreamingLLMForCausalLM"),
     "snap_kv": ("SnapKVConfig", "SnapKVModel", "SnapKVForCausalLM"),
     "decal": ("DeCALConfig", "DeCALModel", "DeCALForConditionalGeneration", "DeCALForRetrieval"),

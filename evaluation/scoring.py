@@ -326,6 +326,8 @@ class Scorer:
         head = sample.head_ids or [self.start_token_id]
         if task in self.task_start_ids and (condition.ratio is not None or condition.task_token):
             context = []
+            if condition.ratio is not None and self.compressor.config.bos_before_task_token and not sample.head_ids:
+                context = [self.start_token_id]
             if condition.with_context:
                 # EPL, Appendix D.
                 context = [*context_start_ids(self.tokenizer), *sample.context_ids]

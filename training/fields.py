@@ -148,6 +148,8 @@ class DataArguments:
         max_questions: questions about one document in a row of language modelling.
         noise_density: share of a text's tokens that denoising takes out; the corrupted text has up to
             `max_context_tokens` tokens.
+        task_per_batch: all examples of a device's batch have one task, drawn for the batch, as by the coin of PCC's
+            pretraining, and not one drawn for each; every source has the same tasks then, and `group_batches` is 1.
         mean_span_length: mean length of a span that it takes out.
         max_query_tokens: queries of retrieval are cut to so many tokens, its documents to `max_context_tokens`
             (counted in the log).
@@ -179,6 +181,7 @@ class DataArguments:
     noise_density: float = field(default=0.15, metadata={"help": "share of tokens that denoising takes out"})
     mean_span_length: float = field(default=3.0, metadata={"help": "mean length of a span that it takes out"})
     max_query_tokens: int = field(default=64, metadata={"help": "longest query of retrieval in tokens"})
+    task_per_batch: bool = field(default=False, metadata={"help": "one task for all examples of a batch"})
 
     def __post_init__(self) -> None:
         _read_null(self)
@@ -208,6 +211,11 @@ class DataArguments:
         from ..data.sources import DataSource
 
         if not self.sources:
+        if self.task_per_batch and self.group_batches > 1:
+            raise ValueError(
+                f"task_per_batch goes with group_batches 1, got {self.group_batches}: groups are sorted by length, "
+                "whatever the task"
+            )
             raise ValueError("there are no sources: give at least one {path | name | generated: true, tasks}")
         return [DataSource.from_mapping(entry) for entry in self.sources]
 

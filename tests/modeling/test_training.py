@@ -95,6 +95,8 @@ def own_parameters(model):
         for name, _ in backbone.named_parameters()
         if "lora_" not in name
     }
+    if getattr(model.config, "train_encoder", False):
+        base_names = {name for name in base_names if not name.startswith("model.encoder_model.")}
     return {name for name, _ in model.named_parameters()} - base_names - {"lm_head.weight"}
 
 

@@ -150,6 +150,11 @@ class CompressionDataset(Dataset):
         """Refuse a schedule with tasks that no source has, and sources that it never comes to."""
         scheduled = [set(tasks) for _, tasks in self.task_points or ()]
         offered = {task for entry in entries for task in entry.tasks}
+        if self.data.task_per_batch and len({entry.tasks for entry in entries}) > 1:
+            raise ValueError(
+                "task_per_batch draws a task for the rows of all sources: give them the same tasks, got "
+                f"{[list(entry.tasks) for entry in entries]}"
+            )
         if missing := sorted(set().union(*scheduled) - offered):
             raise ValueError(f"task_schedule has the tasks {missing}; those of the sources are {sorted(offered)}")
         idle = [entry.label for entry in entries if scheduled and set().union(*scheduled).isdisjoint(entry.tasks)]
@@ -180,11 +185,14 @@ class CompressionDataset(Dataset):
         return generator.choice(len(entries), size=size, p=shares / shares.sum())
 
     def _tasks_at(self, index: int, tasks: Sequence[str]) -> list[str]:
-        """Those of a source's tasks that the schedule has at an index, as often as the source names them."""
-        if self.task_points is None:
-            return list(tasks)
-        reached = [allowed for fraction, allowed in self.task_points if fraction * len(self) <= index]
-        return [task for task in tasks if task in reached[-1]]
+        """Those of a source's tasks that an example may have, as often as the source names them."""
+        if self.data.task_per_batch:
+            index -= index % self.batch_size
+        tasks = list(tasks)
+        if self.task_points is not None:
+            reached = [allowed for fraction, allowed in self.task_points if fraction * len(self) <= index]
+            tasks = [task for task in tasks if task in reached[-1]]
+        return [random.Random(f"{self.seed}/task/{index}").choice(tasks)] if self.data.task_per_batch else tasks
 
     def __len__(self) -> int:
         return len(self.source_of)
