@@ -13,6 +13,7 @@ from context_compressors.evaluation.samples import SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.teacher_targets import write_targets
+from context_compressors.modeling.parts.prompting import context_start_ids
 
 PASSAGES = ["Berth 4 belongs to Nora.", "Bob keeps eleven bees."]
 
@@ -35,8 +36,8 @@ def test_an_evaluation_compresses_each_passage_alone(source, model, tokenizer):
     assert short.passages == [sample.passages[0][:9]]
     scorer = Scorer(model, tokenizer, [Condition("ratio=4", model, ratio=4)], tokenizer.bos_token_id)
     memory = scorer._compress([sample])[4]
-    starts = [[tokenizer.bos_token_id, *ids] for ids in sample.passages]
-    alone = [model.compress(torch.tensor([ids]), ratio=4).embeddings for ids in starts]
+    rows = [[*context_start_ids(tokenizer), *ids] for ids in sample.passages]
+    alone = [model.compress(torch.tensor([row]), ratio=4).embeddings for row in rows]
     torch.testing.assert_close(memory.embeddings, torch.cat(alone, dim=1), atol=1e-5, rtol=1e-5)
 
 
