@@ -324,16 +324,23 @@ def decal() -> Picture:
 PAST, LAYERS = Columns(88, 28, 23), {134: "layer 1", 168: "layer 2", 212: "layer L"}
 
 
-def layers(picture: Picture, kept: Sequence[Sequence[int]], text: Words, notes: Words, *labels: str) -> None:
+def layers(
+    picture: Picture,
+    kept: Sequence[Sequence[int]],
+    text: Words,
+    notes: Words,
+    *labels: str,
+    learned: Words = (),
+    decoder: Words = (SAME_BASE,),
+) -> None:
     """Both readers and, for each layer, the columns of the context whose keys and values go from one to the other."""
     count, size = len(kept[0]), len(kept[0]) + len(text)
     after = Columns(499, 189 // size, 189 // size - 4)
     picture.text(34, TOKENS_Y + 16, "context", "start muted")
-    learned = named("m", 3) if text == LM_QUESTION else []
     picture.row(PAST, 0, TOKENS_Y, named("x", 12 - len(learned)), TOKEN)
     picture.row(PAST, 9, TOKENS_Y, learned, TRAINS)
     picture.model(24, READER_Y, (404, 138), FROZEN, *labels)
-    picture.model(490, READER_Y, (206, 138), FROZEN, SAME_BASE)
+    picture.model(490, READER_Y, (206, 138), FROZEN, *decoder)
     picture.row(after, count, TOKENS_Y, text, TOKEN)
     picture.text(after.middle(size - 2), 55, "question", "muted")
     picture.arrows(PAST, range(12), TOKENS_Y + ROW + 1, READER_Y - 1)
@@ -364,8 +371,18 @@ def five_hundred_x() -> Picture:
     description = "The keys and values of memory tokens behind each chunk, in every layer, are the memory."
     picture = Picture("500xCompressor", description, kept="memory")
     notes = ["The memory tokens' keys and values of every layer stay.", "A long context is read in chunks."]
-    layers(picture, [BEHIND] * 3, LM_QUESTION, notes, BASE, "LoRA on q, v")
+    layers(picture, [BEHIND] * 3, LM_QUESTION, notes, BASE, "LoRA on q, v", learned=named("m", 3))
     picture.text(PAST.middle(10), 55, "memory tokens", "warm")
+    picture.lines(PAST, [(i, 11) for i in range(12)], 150, 168, "seen")
+    return picture
+
+
+def voco() -> Picture:
+    description = "The keys and values of copies of one token behind a text or an image are the memory."
+    picture = Picture("VoCo", description, kept="memory")
+    notes = ["Keys and values of the copies stay; the same LoRA", "reads them. A context may hold image tokens."]
+    layers(picture, [BEHIND] * 3, QUESTION, notes, BASE, "LoRA", learned=["v"] * 3, decoder=(SAME_BASE, "LoRA"))
+    picture.text(PAST.middle(10), 55, "one token, copied", "warm")
     picture.lines(PAST, [(i, 11) for i in range(12)], 150, 168, "seen")
     return picture
 
@@ -394,7 +411,7 @@ def streaming_llm() -> Picture:
 
 def files() -> dict[Path, str]:
     """What stands in each file."""
-    methods = [mean_pooling, compression_tokens, icae, five_hundred_x, comprexit, gmsa, tcp_autoencoder, xrag]
+    methods = [mean_pooling, compression_tokens, icae, five_hundred_x, voco, comprexit, gmsa, tcp_autoencoder, xrag]
     methods += [streaming_llm, snap_kv, decal]
     return {FOLDER / f"{draw.__name__}.svg": draw().svg() for draw in methods}
 
