@@ -119,6 +119,9 @@ class SampleBuilder:
         truncation_side: side that these contexts are cut on, behind their prefix.
         min_text_tokens: texts to reconstruct or to continue that are shorter are left out, and counted.
         prompt_format: see `CompressorConfig`.
+        most_tokens: contexts of questions and summaries that have more, prefix included, are left out, and neither cut
+            nor refused, and counted in `left_out`; none when `None`.
+        left_out: data set and task -> number of such rows; of a builder without `most_tokens` it stays empty.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -134,6 +137,8 @@ class SampleBuilder:
     truncation_side: str = "right"
     min_text_tokens: int = _SHORTEST_TEXT
     prompt_format: str = "plain"
+    most_tokens: int | None = None
+    left_out: dict[str, int] = field(default_factory=dict, compare=False)
 
     @cached_property
     def prefix_ids(self) -> list[int]:
@@ -157,6 +162,7 @@ class SampleBuilder:
         if task not in dataset.tasks():
             raise ValueError(f"data set {dataset.name!r} cannot serve {task}; its columns allow {dataset.tasks()}")
         examples = self._long_enough(task, _examples_of(task, dataset), dataset.name)
+        examples = self._short_enough(task, examples, dataset.name)
         max_samples = max_samples if dataset.max_samples is None else dataset.max_samples
         if max_samples is not None and max_samples < len(examples):
             rng = random.Random(f"{self.seed}/{dataset.name}/{task}")
@@ -186,6 +192,23 @@ class SampleBuilder:
             return examples
         kept = [example for example in examples if self._has_tokens(example["text"], self.min_text_tokens)]
         self._check_left_out(task, name, len(examples) - len(kept), len(kept))
+        return kept
+
+    def _short_enough(
+        self, task: str, examples: Sequence[Mapping[str, Any]], name: str
+    ) -> Sequence[Mapping[str, Any]]:
+        """What samples may be drawn from, where contexts that are too long are left out."""
+        if self.most_tokens is None or task not in ("question_answering", "summarisation"):
+            return examples
+        too_long = self.most_tokens + 1 - len(self.prefix_ids)
+        kept = [example for example in examples if not self._has_tokens(example["context"], too_long)]
+        self.left_out[f"{name}, {task}"] = len(examples) - len(kept)
+        logger.warning(
+            "%s, %s: %d of %d rows left out, whose contexts have more than %d tokens",
+            *(name, task, len(examples) - len(kept), len(examples), self.most_tokens),
+        )
+        if not kept:
+            raise ValueError(f"data set {name!r} has no context of {self.most_tokens} tokens or less for {task}")
         return kept
 
     def _has_tokens(self, text: str, number: int) -> bool:
