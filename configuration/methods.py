@@ -20,6 +20,7 @@ METHODS = {
     "mean_pooling": ("MeanPoolingConfig", "MeanPoolingModel", "MeanPoolingForCausalLM"),
     "compression_tokens": ("CompressionTokensConfig", "CompressionTokensModel", "CompressionTokensForCausalLM"),
     "icae": ("ICAEConfig", "ICAEModel", "ICAEForCausalLM"),
+    "autocompressor": ("AutoCompressorConfig", "AutoCompressorModel", "AutoCompressorForCausalLM"),
     "five_hundred_x": ("FiveHundredXConfig", "FiveHundredXModel", "FiveHundredXForCausalLM"),
     "voco": ("VoCoConfig", "VoCoModel", "VoCoForCausalLM"),
     "comprexit": ("ComprExITConfig", "ComprExITModel", "ComprExITForCausalLM"),

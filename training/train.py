@@ -24,8 +24,9 @@ _OBJECTIVES_WITH = {
     "prompt_format": _READING,
     "task_schedule": _READING,
     "length_schedule": (*_READING, "joint", "language_modeling"),
-    "ratio_schedule": ("compression", "distillation", "joint", "denoising"),
-    "eval_sources": (*_READING, "joint", "denoising"),
+    "ratio_schedule": ("compression", "distillation", "joint", "segments", "denoising"),
+    "eval_sources": (*_READING, "joint", "segments", "denoising"),
+    "memories": ("compression", "distillation"),
     "sample_answers_steps": ("compression", "distillation"),
 }
 _INSTEAD = {("eval_sources", "retrieval"): "measure rankings with `evaluate-retrieval`"}

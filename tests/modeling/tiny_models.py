@@ -31,6 +31,7 @@ class Method:
         memory_tokens: whether memory tokens stand behind the context.
         sliding_window: of the bases that have one, where the method cannot do with the tests' short one.
         own_encoder: whether the encoder always has weights of its own.
+        recurrent: whether a chunk is read behind the slots of those before it.
         passages: whether each window of r tokens is encoded by itself: a pass for each ratio, positions that start anew.
     """
 
@@ -41,6 +42,7 @@ class Method:
     memory_tokens: bool = False
     sliding_window: int | None = None
     own_encoder: bool = False
+    recurrent: bool = False
     passages: bool = False
     idle: tuple[str, ...] = ()
 
@@ -129,6 +131,27 @@ METHODS = [
         },
         bidirectional=False,
         memory_tokens=True,
+    ),
+    Method(
+        name="autocompressor",
+        easy={
+            "compression_ratios": (2, 3, 8),
+            "chunk_size": 64,
+            "memory_tokens": "by_ratio",
+            "encoder_lora": SMALL_LORA,
+        },
+        hard={
+            "segments": {"chunk_size": 5, "task_token_ids": TASK_TOKENS},
+            "fixed": {"chunk_size": 6, "memory_tokens": "fixed", "bos_before_slots": True},
+            "latest_summaries": {"chunk_size": 5, "accumulate_summaries": False},
+            "two_adapters": {"shared_adapter": False, "decoder_lora": MEMORY_LORA},
+            "reader": {"training_stage": "reader", "decoder_lora": MEMORY_LORA},
+            "own_encoder": {"encoder_config": {}},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+        },
+        bidirectional=False,
+        memory_tokens=True,
+        recurrent=True,
     ),
     Method(
         name="five_hundred_x",
