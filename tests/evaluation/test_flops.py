@@ -196,6 +196,7 @@ SETTINGS = [
     *((method, {}) for method in methods_on(llama())),
     ("mean_pooling", {"linear_after_pooling": False}),
     ("mean_pooling", {"mlp_after_pooling": True}),
+    ("mean_pooling", {"linear_after_pooling": False, "normed_mlp_size": 512, "ratio_selector": "ratio"}),
     ("mean_pooling", {"encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
     ("compression_tokens", {"token_attention": "bidirectional", "linear_after_encoder": False}),
     ("icae", {"chunk_size": 100}),
