@@ -19,7 +19,7 @@ class Seq2SeqScorer(Scorer):
         in_encoder = self.compressor.config.question_placement == "encoder"
         return super()._context_key(sample), tuple(sample.prompt_ids) if in_encoder else ()
 
-    def _compress(self, batch: Sequence[Sample]) -> dict[int | None, Any]:
+    def _compress(self, batch: Sequence[Sample]) -> dict[int | str | None, Any]:
         in_encoder = self.compressor.config.question_placement == "encoder"
         questions = [sample.prompt_ids if in_encoder else [] for sample in batch]
         start, end = context_start_ids(self.tokenizer), context_end_ids(self.tokenizer)
