@@ -109,10 +109,15 @@ class AutoCompressorConfig(MemoryTokensConfig):
     def for_base(
         cls, base: PreTrainedConfig, ratios: Sequence[int], *, max_context_tokens: int | None = None, **fields: Any
     ) -> Any:
-        """See [`CompressorConfig.for_base`]; the longest context has four segments, as in the authors' training."""
+        """See [`CompressorConfig.for_base`]; ratios hold for short segments, too, and the longest context has four."""
         if max_context_tokens is not None:
             fields["chunk_size"] = -(-max_context_tokens // 4)
-        return super().for_base(base, ratios, **fields)
+        return super().for_base(base, ratios, **{"memory_tokens": "by_ratio", **fields})
+
+    @property
+    def card_text(self) -> str:
+        """LLoCO's in its stage."""
+        return "lloco" if self.training_stage == READER else super().card_text
 
     @property
     def stage_parameters(self) -> tuple[str, ...] | None:
