@@ -63,11 +63,8 @@ class PCCConfig(MemoryTokensConfig):
             bos_before_slots=bos_before_slots,
             **kwargs,
         )
-        if self.train_encoder and (self.encoder_config is None or self.encoder_lora is not None):
-            raise ValueError(
-                "`train_encoder` needs an encoder of its own (`encoder_config`) and no `encoder_lora`, got "
-                f"{type(self.encoder_config).__name__} and {self.encoder_lora!r}"
-            )
+        if self.train_encoder and self.encoder_lora is not None:
+            raise ValueError(f"`encoder_lora` must be None with `train_encoder`, got {self.encoder_lora!r}")
 
     @property
     def default_task_tokens(self) -> tuple[str, ...]:

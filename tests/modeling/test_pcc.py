@@ -147,10 +147,9 @@ def test_every_weight_of_the_compressor_moves_and_the_decoder_is_bitwise_the_sam
 
 
 def test_what_cannot_be_is_refused():
-    own = {"encoder_config": GPT2}
-    for wrong in ({"train_encoder": True}, {"train_encoder": True, "encoder_lora": {"rank": 2}, **own}):
-        with pytest.raises(ValueError, match="`train_encoder` needs an encoder of its own"):
-            PCCConfig(**wrong)
-    assert PCCConfig(train_encoder=True, **own).encoder_lora is None
+    with pytest.raises(ValueError, match="`encoder_lora` must be None with `train_encoder`, got {'rank': 2"):
+        PCCConfig(train_encoder=True, encoder_config=GPT2, encoder_lora={"rank": 2})
+    with pytest.raises(ValueError, match="`train_encoder` needs an encoder of its own: the decoder"):
+        PCCModel(PCCConfig(train_encoder=True, decoder_config=base_config()))
     with pytest.raises(ValueError, match="`slot_markers` must be left out"):
         PCCConfig(position_layout="enhanced")
