@@ -232,6 +232,29 @@ def icae() -> Picture:
     return picture
 
 
+def autocompressor() -> Picture:
+    description = "Each segment is read behind the slots of those before it, which summary tokens behind them make."
+    picture, ends = Picture("AutoCompressor", description), (3, 7, 11)
+    picture.text(CONTEXT.left, 55, "segments, each with a learned summary token behind it", "start muted")
+    tokens, slots = iter(named("x", 6)), named("z", 3)
+    for column in range(12):
+        segment, place = divmod(column, 4)
+        label, kind = (slots[place], SLOT) if place < segment else ("m", TRAINS)
+        if segment <= place < 3:
+            label, kind = next(tokens), TOKEN
+        picture.row(CONTEXT, column, TOKENS_Y, [label], kind)
+    picture.arrows(CONTEXT, range(12), TOKENS_Y + ROW + 1, READER_Y - 1)
+    picture.model(READER_X, READER_Y, (READER_WIDTH, 84), FROZEN, BASE, "LoRA")
+    picture.lines(CONTEXT, [(i, end) for end in ends for i in range(end - 3, end + 1)], 130, 179, "seen")
+    picture.arrows(CONTEXT, ends, 186, SLOTS_Y - 2)
+    for end in ends[:2]:
+        x = CONTEXT.middle(end + 1)
+        picture.arrow((CONTEXT.edge(end) + 13, SLOTS_Y + 5), (x, SLOTS_Y + 5), (x, 187), style="flow")
+    picture.notes(READER_X + 4, 208, ["Later segments", "read the slots", "of earlier ones."])
+    ask(picture, ends, QUESTION, ["reads slots as embeddings,", "with the encoder's adapter"], SAME_BASE, "LoRA")
+    return picture
+
+
 def tcp_autoencoder() -> Picture:
     picture = Picture("TCP-AE", "A shallow encoder's states of learned tokens, through a perceptron, are the slots.")
     notes = ["A perceptron takes the learned tokens' last", "hidden states to the decoder's input."]
@@ -425,7 +448,7 @@ def streaming_llm() -> Picture:
 
 def files() -> dict[Path, str]:
     """What stands in each file."""
-    methods = [mean_pooling, compression_tokens, icae, five_hundred_x, voco, comprexit, gmsa, tcp_autoencoder, xrag]
+    methods = [mean_pooling, compression_tokens, icae, autocompressor, five_hundred_x, voco, comprexit, gmsa, tcp_autoencoder, xrag]
     methods += [streaming_llm, snap_kv, decal]
     return {FOLDER / f"{draw.__name__}.svg": draw().svg() for draw in methods}
 
