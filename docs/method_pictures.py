@@ -263,6 +263,19 @@ def tcp_autoencoder() -> Picture:
     return picture
 
 
+def pcc() -> Picture:
+    picture = Picture("PCC", "A compressor's states of memory tokens, through a converter, are the slots.")
+    notes = [
+        "A converter takes the memory tokens' last",
+        "hidden states to any decoder's input.",
+        "A long context is in segments.",
+    ]
+    read_with_tokens(picture, "memory tokens", named("m", 3), "norm, perceptron", notes, COMPRESSOR, "LoRA, or whole")
+    markers = ["<mem> and </mem>, learned, stand", "around each segment's slots."]
+    ask(picture, BEHIND, ["BOS", *named("q", 3)], markers, "decoder: any model")
+    return picture
+
+
 def gmsa() -> Picture:
     picture = Picture("GMSA", "Means of a shallow encoder's states, aligned with the decoder's input, are the slots.")
     read(picture, [], 58, (3, 7, 11), False, SHALLOW, "LoRA")
@@ -286,19 +299,6 @@ def xrag() -> Picture:
         picture.text(edge + 8, READER_Y + 18, "sentence encoder", "small start")
         picture.lines(CONTEXT, [(i, column) for i in range(first, first + 4)], 130, 158, "seen")
         picture.arrows(CONTEXT, [column], 163, 205)
-def pcc() -> Picture:
-    picture = Picture("PCC", "A compressor's states of memory tokens, through a converter, are the slots.")
-    notes = [
-        "A converter takes the memory tokens' last",
-        "hidden states to any decoder's input.",
-        "A long context is in segments.",
-    ]
-    read_with_tokens(picture, "memory tokens", named("m", 3), "norm, perceptron", notes, COMPRESSOR, "LoRA, or whole")
-    markers = ["<mem> and </mem>, learned, stand", "around each segment's slots."]
-    ask(picture, BEHIND, ["BOS", *named("q", 3)], markers, "decoder: any model")
-    return picture
-
-
     picture.text(CONTEXT.middle(1.5) + 6, 188, "its embedding")
     picture.box(READER_X, 207, READER_WIDTH, 24, TRAINS, "perceptron")
     picture.arrows(CONTEXT, WINDOWS, 233, SLOTS_Y - 2)
@@ -448,8 +448,8 @@ def streaming_llm() -> Picture:
 
 def files() -> dict[Path, str]:
     """What stands in each file."""
-    methods = [mean_pooling, compression_tokens, icae, autocompressor, five_hundred_x, voco, comprexit, gmsa, tcp_autoencoder, xrag]
-    methods += [streaming_llm, snap_kv, decal]
+    methods = [mean_pooling, compression_tokens, icae, autocompressor, five_hundred_x, voco, comprexit, gmsa]
+    methods += [tcp_autoencoder, pcc, xrag, streaming_llm, snap_kv, decal]
     return {FOLDER / f"{draw.__name__}.svg": draw().svg() for draw in methods}
 
 
