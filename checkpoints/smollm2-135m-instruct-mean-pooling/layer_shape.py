@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# Families whose feed-forward part has no gate.
+_UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt2", "gpt_neox", "opt")
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -24,7 +27,7 @@ class LayerShape:
         num_heads: h^q, query heads.
         num_key_value_heads: h^k, key/value heads.
         intermediate_size: I, width of the feed-forward part.
-        is_gated: whether the feed-forward part has a gate, as equation 10 takes it; the first T5 has none.
+        is_gated: whether the feed-forward part has a gate, as equation 10 takes it; the first T5 and BERT have none.
     """
 
     hidden_size: int
@@ -54,6 +57,7 @@ class LayerShape:
             heads,
             getattr(config, "num_key_value_heads", None) or heads,
             config.intermediate_size,
+            config.model_type not in _UNGATED,
         )
 
     def parts(self, length: int, num_past: int = 0) -> dict[str, int]:
