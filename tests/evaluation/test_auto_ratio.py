@@ -46,6 +46,7 @@ def pipe(selecting, tokenizer):
     return MeanPoolingForCausalLM.from_pretrained(selecting).eval().question_answering(tokenizer)
 
 
+@pytest.mark.slow
 def test_scores_and_the_reached_ratio_are_those_of_each_text_at_its_own(pipe, tokenizer, tmp_path):
     model = pipe.model
     memory = pipe.compress(TEXTS, ratio="auto")

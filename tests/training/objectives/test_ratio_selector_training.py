@@ -111,6 +111,7 @@ def test_the_mean_squared_error_is_added_to_the_loss(make_trainer, dataset, trai
     assert not model.model.ratio_selector.weight.grad.any()
 
 
+@pytest.mark.slow
 def test_a_ratio_is_drawn_for_each_step_and_the_error_logged(make_trainer):
     trainer = make_trainer(ratio_mode="random", max_steps=4, gradient_accumulation_steps=2, learning_rate=3e-2)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
