@@ -302,7 +302,7 @@ def evaluate_needles(
     model_name: str | None = None,
     progress: bool = True,
     notes: Mapping[str, Any] | None = None,
-    progress_file: str | os.PathLike[str] | None = None,
+    progress_file: str | Path | None = None,
     on_result: Callable[[NeedleGrid], Any] = lambda grid: None,
 ) -> NeedleGrid:
     """Ask a model for one fact in running text, without context, with the full text, and from slots at every ratio.
