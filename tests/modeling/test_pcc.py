@@ -110,6 +110,7 @@ def test_trainable_sizes_of_lite_and_large():
     llama = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     llama = LlamaConfig(**llama, num_attention_heads=32, num_key_value_heads=8)
     gpt2_large = GPT2Config(n_embd=1280, n_layer=36, n_head=20)
+    operations = []
     for config, converter, width, compressor in (
         (
             PCCConfig(decoder_config=llama, encoder_config=gpt2_large, train_encoder=True),
@@ -127,6 +128,8 @@ def test_trainable_sizes_of_lite_and_large():
         assert inside == compressor
         # Memory tokens, and <mem>, </mem> and [AE].
         assert sum(sizes.values()) == converter + compressor + 64 * width + 3 * 4096
+        operations.append(config.compression_flops(256, 4))
+    assert 9 < operations[1] / operations[0] < 11, "by their sizes, but for the embeddings"
 
 
 def test_every_weight_of_the_compressor_moves_and_the_decoder_is_bitwise_the_same(lite):
