@@ -28,7 +28,7 @@ class PCCModel(MemoryTokenModel):
     def __init__(self, config: PCCConfig):
         super().__init__(config)
         if config.train_encoder and self.encoder_model is None:
-            raise ValueError("`train_encoder` needs an encoder of its own: the decoder, whose weights it has, is frozen")
+            raise ValueError("`train_encoder` needs an encoder of its own: the decoder's weights are frozen")
         encoder_width = config.get_encoder_config().hidden_size
         self.converter = nn.Sequential(
             Float32RMSNorm(encoder_width, eps=1e-6),

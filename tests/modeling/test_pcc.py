@@ -150,7 +150,7 @@ def test_every_weight_of_the_compressor_moves_and_the_decoder_is_bitwise_the_sam
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="`encoder_lora` must be None with `train_encoder`, got {'rank': 2"):
+    with pytest.raises(ValueError, match=r"`encoder_lora` must be None with `train_encoder`, got \{'rank': 2"):
         PCCConfig(train_encoder=True, encoder_config=GPT2, encoder_lora={"rank": 2})
     with pytest.raises(ValueError, match="`train_encoder` needs an encoder of its own: the decoder"):
         PCCModel(PCCConfig(train_encoder=True, decoder_config=base_config()))
