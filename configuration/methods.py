@@ -23,6 +23,7 @@ METHODS = {
     "autocompressor": ("AutoCompressorConfig", "AutoCompressorModel", "AutoCompressorForCausalLM"),
     "five_hundred_x": ("FiveHundredXConfig", "FiveHundredXModel", "FiveHundredXForCausalLM"),
     "voco": ("VoCoConfig", "VoCoModel", "VoCoForCausalLM"),
+    "activation_beacon": ("ActivationBeaconConfig", "ActivationBeaconModel", "ActivationBeaconForCausalLM"),
     "comprexit": ("ComprExITConfig", "ComprExITModel", "ComprExITForCausalLM"),
     "gmsa": ("GMSAConfig", "GMSAModel", "GMSAForCausalLM"),
     "tcp_autoencoder": ("TCPAutoencoderConfig", "TCPAutoencoderModel", "TCPAutoencoderForCausalLM"),

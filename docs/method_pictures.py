@@ -369,13 +369,20 @@ def layers(
     *labels: str,
     learned: Words = (),
     decoder: Words = (SAME_BASE,),
+    places: Sequence[int] = (9, 10, 11),
 ) -> None:
-    """Both readers and, for each layer, the columns of the context whose keys and values go from one to the other."""
+    """Both readers and, for each layer, the columns of the context whose keys and values go from one to the other.
+
+    Learned tokens stand behind the context's, or at other `places` among them.
+    """
     count, size = len(kept[0]), len(kept[0]) + len(text)
     after = Columns(499, 189 // size, 189 // size - 4)
     picture.text(34, TOKENS_Y + 16, "context", "start muted")
-    picture.row(PAST, 0, TOKENS_Y, named("x", 12 - len(learned)), TOKEN)
-    picture.row(PAST, 9, TOKENS_Y, learned, TRAINS)
+    columns = [column for column in range(12) if not learned or column not in places]
+    for column, name in zip(columns, named("x", 12 - len(learned)), strict=True):
+        picture.row(PAST, column, TOKENS_Y, [name], TOKEN)
+    for column, name in zip(places, learned, strict=False):
+        picture.row(PAST, column, TOKENS_Y, [name], TRAINS)
     picture.model(24, READER_Y, (404, 138), FROZEN, *labels)
     picture.model(490, READER_Y, (206, 138), FROZEN, *decoder)
     picture.row(after, count, TOKENS_Y, text, TOKEN)
@@ -424,6 +431,16 @@ def voco() -> Picture:
     return picture
 
 
+def activation_beacon() -> Picture:
+    description = "The keys and values of beacons behind every group of tokens are all that a window leaves behind."
+    picture, beacons = Picture("Activation Beacon", description, kept="memory"), (2, 5, 8, 11)
+    notes = ["Beacons have query, key and value maps of their own.", "A window is read behind the beacons before it."]
+    layers(picture, [beacons] * 3, QUESTION, notes, "the base", "maps of beacons", learned=["b"] * 4, places=beacons)
+    mark(picture, 0, 5, "first window")
+    mark(picture, 6, 11, "next window")
+    return picture
+
+
 def snap_kv() -> Picture:
     # Votes for the places before the window, in each layer, as they are behind the pool over neighbours.
     votes = [(2, 5, 9, 10, 8, 4, 2, 3, 2), (10, 8, 5, 2, 2, 3, 6, 5, 3), (1, 2, 3, 3, 5, 8, 10, 9, 5)]
@@ -448,8 +465,8 @@ def streaming_llm() -> Picture:
 
 def files() -> dict[Path, str]:
     """What stands in each file."""
-    methods = [mean_pooling, compression_tokens, icae, autocompressor, five_hundred_x, voco, comprexit, gmsa]
-    methods += [tcp_autoencoder, pcc, xrag, streaming_llm, snap_kv, decal]
+    methods = [mean_pooling, compression_tokens, icae, autocompressor, five_hundred_x, voco, activation_beacon]
+    methods += [comprexit, gmsa, tcp_autoencoder, pcc, xrag, streaming_llm, snap_kv, decal]
     return {FOLDER / f"{draw.__name__}.svg": draw().svg() for draw in methods}
 
 

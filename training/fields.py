@@ -21,7 +21,8 @@ else:
 
 DESCRIPTION = "Train a base model, a full-context teacher or a compressor from a recipe."
 OBJECTIVES = (
-    *("language_modeling", "teacher", "compression", "distillation", "joint", "segments", "denoising", "retrieval"),
+    *("language_modeling", "teacher", "compression", "distillation", "joint", "segments", "windows"),
+    *("denoising", "retrieval"),
 )
 OPTIMIZERS = ("adamw", "muon", "adafactor")
 RATIO_MODES = ("all", "random", "per_sample")
@@ -235,15 +236,16 @@ class TrainingFields:
 
     Args:
         objective: language_modeling, teacher, compression, distillation, joint (reconstruction and continuation
-            from the same slots), segments (the next token behind summaries, for autocompressor), denoising (span
-            corruption, for decal), or retrieval (contrastive, for decal).
+            from the same slots), segments (the next token behind summaries, for autocompressor), windows (the
+            next token behind beacons, for activation_beacon), denoising (span corruption, for decal), or retrieval
+            (contrastive, for decal).
         optimizer: adamw; muon for matrices and AdamW for embeddings and vectors; or adafactor as in T5, whose
             `learning_rate` is relative to the size of each parameter (that of `optim: adafactor` is absolute) and
             which clips updates itself (`max_grad_norm: 0`).
         muon_learning_rate: of the hidden matrices under Muon; `learning_rate` is AdamW's.
         muon_momentum: momentum of Muon.
-        ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step, "per_sample"
-            one per row.
+        ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step
+            (of the objective windows for each window of a step), "per_sample" one per row.
         ratio_schedule: list of [fraction of training, ratios]: the checkpoint's ratios that are trained from there on,
             e.g. `[[0.0, [2]], [0.4, [2, 4, 8]]]`; all of them all the time when not given.
         distillation_chunk_size: answer tokens whose vocabulary scores are in memory at once.

@@ -201,6 +201,8 @@ SETTINGS = [
     ("compression_tokens", {"token_attention": "bidirectional", "linear_after_encoder": False}),
     ("icae", {"chunk_size": 100}),
     ("icae", {"chunk_size": 100, "memory_tokens": "fixed"}),
+    ("activation_beacon", {"window_size": 64, "num_sinks": 1}),
+    ("activation_beacon", {"window_size": 64, "beacon_maps": ["value", "output"]}),
     ("comprexit", {"literal_equations": True}),
     ("comprexit", {"slot_aggregation": "window_attention"}),
     ("comprexit", {"token_anchors": "last_layer", "uniform_sender_share": 1.0}),

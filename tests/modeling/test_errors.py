@@ -108,7 +108,7 @@ def test_layouts_that_count_on_from_chunk_to_chunk_need_the_positions(method_cas
         model.compress(torch.full((1, 17), 9))
 
 
-@pytest.mark.only(lambda case: not case.method.passages)
+@pytest.mark.only(lambda case: not (case.method.passages or case.method.windows))
 def test_a_chunk_longer_than_the_positions_is_refused(method_case):
     model = method_case.build(decoder_config={"max_position_embeddings": 16}, chunk_size=20)
     with raises(ValueError, "18", "16"):

@@ -35,7 +35,7 @@ def served_tokens(language_model, embeds):
 
 def reason_not_to_serve(case):
     """What the refusal of a case says, by what the case is; `None` where it can be served."""
-    if case.method.name == "five_hundred_x":
+    if case.method.config_class.carrier == "key_values":
         return "keys and values of every layer"
     if case.fields.get("position_layout") == "enhanced":
         return "only contiguous positions can be served"

@@ -32,6 +32,7 @@ class Method:
         sliding_window: of the bases that have one, where the method cannot do with the tests' short one.
         own_encoder: whether the encoder always has weights of its own.
         recurrent: whether a chunk is read behind the slots of those before it.
+        windows: whether a context is read whole, window by window: without chunks, other layouts, or an adapter.
         passages: whether each window of r tokens is encoded by itself: a pass for each ratio, positions that start anew.
     """
 
@@ -43,6 +44,7 @@ class Method:
     sliding_window: int | None = None
     own_encoder: bool = False
     recurrent: bool = False
+    windows: bool = False
     passages: bool = False
     idle: tuple[str, ...] = ()
 
@@ -183,6 +185,23 @@ METHODS = [
         bidirectional=False,
         memory_tokens=True,
         sliding_window=128,
+    ),
+    Method(
+        name="activation_beacon",
+        # Windows of 6, 6 and 8 tokens.
+        easy={"compression_ratios": (2, 3, 8), "window_size": 6},
+        hard={
+            "sinks": {"num_sinks": 2},
+            "raw": {"last_group": "raw", "num_sinks": 1, "window_size": 10},
+            "value_and_output": {"beacon_maps": ["value", "output"], "decoder_lora": SMALL_LORA},
+            "task_tokens": {"task_token_ids": TASK_TOKENS},
+            "own_encoder": {"encoder_config": {}},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+        },
+        bidirectional=False,
+        sliding_window=128,
+        recurrent=True,
+        windows=True,
     ),
     Method(
         name="comprexit",

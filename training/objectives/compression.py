@@ -30,9 +30,9 @@ def load(
     if model.config.is_encoder_decoder:
         check_choice("objective of an encoder-decoder:", args.objective, ("denoising", "compression"))
     else:
-        allowed = ("compression", "distillation", "joint", "segments")
+        allowed = ("compression", "distillation", "joint", "segments", "windows")
         check_choice("objective of a decoder-only compressor:", args.objective, allowed)
-    if not model.config.bos_before_text:
+    if not (model.config.bos_before_text or model.config.opens_context):
         for reader in filter(None, (tokenizer, model.encoder_tokenizer)):
             leave_out_bos(reader)
     return model, tokenizer
@@ -122,7 +122,7 @@ def record_prompts(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase,
     config.context_prefix = data_args.context_prefix
     config.prompt_format = data_args.prompt_format
     # Behind a task token, and behind keys and values, the template follows the memory as a whole.
-    stands_inside = is_chat and not config.task_token_ids
+    stands_inside = is_chat and config.carrier == "embeddings" and not config.task_token_ids
     config.slots_after_ids = opening_ids(tokenizer) if stands_inside else []
 
 
