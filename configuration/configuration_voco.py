@@ -74,7 +74,7 @@ class VoCoConfig(CompressorConfig):
             bos_before_text=bos_before_text,
             **kwargs,
         )
-        left_out = ["encoder_config", "task_token_ids", "bos_before_slots", "slots_after_ids"]
+        left_out = ["encoder_config", "bos_before_slots", "slots_after_ids"]
         for name in left_out if has_adapter else [*left_out, "decoder_lora"]:
             if value := getattr(self, name):
                 raise ValueError(
