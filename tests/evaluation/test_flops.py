@@ -201,6 +201,7 @@ SETTINGS = [
     ("compression_tokens", {"token_attention": "bidirectional", "linear_after_encoder": False}),
     ("icae", {"chunk_size": 100}),
     ("icae", {"chunk_size": 100, "memory_tokens": "fixed"}),
+    ("autocompressor", {"chunk_size": 100}),
     ("activation_beacon", {"window_size": 64, "num_sinks": 1}),
     ("activation_beacon", {"window_size": 64, "beacon_maps": ["value", "output"]}),
     ("comprexit", {"literal_equations": True}),
