@@ -226,8 +226,13 @@ def _asked_rows(
         )
     needed = ["context", "question"] if task == "question_answering" else ["context"]
     if source.generated:
-        lengths = {"num_documents": num_documents, "document_tokens": document_tokens}
-        (data,) = load_datasets([replace(source, tasks=())], tokenizer, seed=seed, **lengths)
+        (data,) = load_datasets(
+            [replace(source, tasks=())],
+            tokenizer,
+            seed=seed,
+            num_documents=num_documents,
+            document_tokens=document_tokens,
+        )
         return pyarrow.Table.from_pylist(list(data.examples)).select(needed).slice(0, source.max_samples)
     # Without tasks nothing is asked of answers: the teacher writes them.
     table = read_rows(replace(source, tasks=()), data_dir, seed)
