@@ -38,6 +38,8 @@ class ActivationBeaconConfig(CompressorConfig):
 
     model_type = "activation_beacon_compressor"
     carrier = "key_values"
+    # A text goes on where its windows end.
+    opens_context = True
     card_fields = {
         **CompressorConfig.card_fields,
         "window_size": "Tokens of a window",
@@ -54,6 +56,7 @@ class ActivationBeaconConfig(CompressorConfig):
         beacon_maps: list[str] | tuple[str, ...] = ("query", "key", "value"),
         last_group: str = "beacon",
         position_layout: str = "default",
+        bos_before_text: bool = False,
         **kwargs: Any,
     ):
         self.window_size = int_between("window_size", window_size, 1)
@@ -66,6 +69,7 @@ class ActivationBeaconConfig(CompressorConfig):
             compression_ratios=compression_ratios,
             # Places are numbered anew in front of every window: no other layout knows them.
             position_layout=one_of("position_layout", position_layout, ("default",)),
+            bos_before_text=bos_before_text,
             **kwargs,
         )
         for name in _LEFT_OUT:

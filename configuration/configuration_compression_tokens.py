@@ -51,6 +51,11 @@ class CompressionTokensConfig(CompressorConfig):
             **kwargs,
         )
 
+    @property
+    def card_text(self) -> str:
+        """COCOM's with separators and without the linear map."""
+        return "cocom" if self.markers_per_chunk and not self.linear_after_encoder else super().card_text
+
     def chunk_memory_tokens(self, num_tokens: int, ratio: int) -> int:
         """A copy for every slot."""
         return self.chunk_slots(num_tokens, ratio)

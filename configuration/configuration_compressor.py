@@ -283,6 +283,11 @@ class CompressorConfig(PreTrainedConfig):
         return self.model_type.removesuffix("_compressor")
 
     @property
+    def card_text(self) -> str:
+        """Whose description a model card has: the method's, or that of a published system that is a setting of it."""
+        return self.method
+
+    @property
     def auto_class(self) -> str:
         """Name of the Auto class that loads this checkpoint whole."""
         return next(name for name in self.auto_map if name not in ("AutoConfig", "AutoModel"))

@@ -22,3 +22,9 @@ class ICAEConfig(MemoryTokensConfig):
     def __init__(self, **kwargs: Any):
         # A configuration class without an `__init__` would be made a dataclass.
         super().__init__(**kwargs)
+
+    @property
+    def card_text(self) -> str:
+        """PISCO's with separators, a decoder that has learned to read, and all memory tokens in every chunk."""
+        is_pisco = self.markers_per_chunk and self.decoder_lora is not None and self.memory_tokens == "fixed"
+        return "pisco" if is_pisco else super().card_text

@@ -11,7 +11,7 @@ from .field_checks import lora_or, one_of
 from .versions import BEHIND_TASK_TOKEN, with_question_prompt
 
 MEMORY_TOKENS = ("by_ratio", "fixed")
-MEMORY_STARTS = ("embedding_statistics", "standard_normal")
+MEMORY_STARTS = ("embedding_statistics", "standard_normal", "eos")
 TASK_TOKENS = ("[AE]", "[LM]")
 
 
@@ -36,8 +36,8 @@ class MemoryTokensConfig(CompressorConfig):
             ceil(L / r), however short it is, as the authors' code does; its effective ratio is then lower.
         memory_start (`str`, defaults to `"embedding_statistics"`):
             Start values of the memory tokens: normal with the mean and the deviation of all numbers in the embedding
-            matrix, two scalars (EPL's code), or `"standard_normal"`, N(0, 1) (the authors of ICAE and 500xCompressor,
-            and ComprExIT's baselines).
+            matrix, two scalars (EPL's code), `"standard_normal"`, N(0, 1) (the authors of ICAE and 500xCompressor,
+            and ComprExIT's baselines), or `"eos"`, copies of EOS (AutoCompressor).
         task_token_ids (`dict[str, int]`, *optional*):
             Ids of [AE] and [LM], which stand in front of a reconstruction and of any other text. By default the two
             ids behind the base's vocabulary; `{}`: no task tokens.

@@ -45,7 +45,7 @@ class ShallowEncoderConfig(CompressorConfig):
             Learned tokens behind the context, as many as the longest context needs at the lowest ratio.
         memory_start (`str`, defaults to `"embedding_statistics"`):
             Start values of these tokens: normal with the mean and the deviation of all numbers in the embedding
-            matrix, or `"standard_normal"`.
+            matrix, `"standard_normal"`, or `"eos"`, copies of EOS.
         bos_before_text (`bool`, defaults to `False`):
             GMSA's rows have no BOS on either side: [m~; X_ins; x] (equation 4).
         kwargs: fields of [`CompressorConfig`].

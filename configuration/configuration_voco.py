@@ -56,7 +56,7 @@ class VoCoConfig(CompressorConfig):
             decoder_config = language_model_config("decoder_config", decoder_config)
             if hasattr(decoder_config, "vision_config"):
                 vision_language_config, decoder_config = decoder_config, decoder_config.get_text_config()
-        self.vision_language_config = None
+        self.vision_language_config: Any = None
         if vision_language_config is not None:
             self.vision_language_config = language_model_config("vision_language_config", vision_language_config)
             _check_image_tokens(self.vision_language_config)
@@ -74,9 +74,8 @@ class VoCoConfig(CompressorConfig):
             bos_before_text=bos_before_text,
             **kwargs,
         )
-        left_out = ("encoder_config", "task_token_ids", "bos_before_slots", "slots_after_ids")
-        left_out += () if has_adapter else ("decoder_lora",)
-        for name in left_out:
+        left_out = ["encoder_config", "bos_before_slots", "slots_after_ids"]
+        for name in left_out if has_adapter else [*left_out, "decoder_lora"]:
             if value := getattr(self, name):
                 raise ValueError(
                     f"`{name}` must be left out: the same weights read a context with VoCo tokens behind it, and then "

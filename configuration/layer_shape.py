@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Families whose feed-forward part has no gate.
-_UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt2", "gpt_neox", "opt")
+_UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class LayerShape:
         if config.model_type == "t5":
             heads = config.num_heads
             return cls(config.d_model, config.d_kv, heads, heads, config.d_ff, config.is_gated_act)
+        if config.model_type == "gpt2":
+            width, heads = config.hidden_size, config.num_attention_heads
+            return cls(width, width // heads, heads, heads, config.n_inner or 4 * width, is_gated=False)
         names = ("hidden_size", "num_attention_heads", "intermediate_size")
         if missing := [name for name in names if getattr(config, name, None) is None]:
             raise ValueError(f"a configuration of type {config.model_type!r} has no {', '.join(missing)}")

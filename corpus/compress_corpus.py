@@ -74,7 +74,8 @@ class CorpusJob:
         if store.form.dtype != self.dtype:
             raise ValueError(f"the store {self.store} is in {store.form.dtype!r}, not in {self.dtype!r}")
         # Texts that selected their ratios may have any.
-        if self.ratio != "auto" and (others := store.ratios() - {self.ratio}):
+        others = [ratio for ratio in store.ratios() if self.ratio not in ("auto", ratio)]
+        if others:
             raise ValueError(f"the store {self.store} has memories at ratio {min(others)}, not at {self.ratio}")
         return parts
 

@@ -57,7 +57,8 @@ def _with_right_options(table: pyarrow.Table) -> pyarrow.Table:
 def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Make texts of contexts that are passages with `title` and `sentences`, as in HotpotQA and 2WikiMultihopQA.
 
-    A passage is its title and below it its sentences; blank lines stand between passages. PubMedQA's `contexts`, the
+    A passage is its title and below it its sentences; blank lines stand between passages, or with `separate_passages`
+    they are a list of texts. PubMedQA's `contexts`, the
     parts of an abstract, become lines. Of a source with
     `supporting_passages`, those alone are taken that `supporting_facts` names, as in the mean-pooling paper (A.1).
 
@@ -74,15 +75,17 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     named: list[Any] = [None] * table.num_rows
     if source.supporting_passages:
         named = column_of(table, "supporting_facts.title", source).to_pylist()
-    texts: list[str | None] = []
+    texts: list[Any] = []
     for context, titles in zip(table["context"].to_pylist(), named, strict=True):
         if context is None:
             texts.append(None)
             continue
         pairs = zip(context["title"], context["sentences"], strict=True)
         kept = [(title, sentences) for title, sentences in pairs if titles is None or title in titles]
-        texts.append("\n\n".join(f"{title}\n{' '.join(' '.join(sentences).split())}" for title, sentences in kept))
-    return _replaced(table, {"context": pyarrow.chunked_array([pyarrow.array(texts, pyarrow.large_string())])})
+        passages = [f"{title}\n{' '.join(' '.join(sentences).split())}" for title, sentences in kept]
+        texts.append(passages if source.separate_passages else "\n\n".join(passages))
+    kind = pyarrow.list_(pyarrow.string()) if source.separate_passages else pyarrow.large_string()
+    return _replaced(table, {"context": pyarrow.chunked_array([pyarrow.array(texts, kind)])})
 
 
 def column_of(table: pyarrow.Table, name: str, source: Any) -> pyarrow.ChunkedArray:

@@ -21,7 +21,7 @@ from .columns import complete_rows, has_column, with_our_columns
 from .published_files import file_type, published_paths, read_records
 from .published_sets import PUBLISHED_SETS, RETRIEVAL, TASK_COLUMNS, PublishedSet
 from .retrieval_sources import BEIR_COLUMNS, RetrievalTable
-from .rows import in_known_columns, with_answer_lists
+from .rows import in_known_columns, is_list, with_answer_lists
 from .sources import DataSource
 
 _BATCH_ROWS = 256
@@ -74,6 +74,7 @@ def convert(
     config: str | None = None,
     where: Mapping[str, Any] | None = None,
     supporting_passages: bool = False,
+    separate_passages: bool = False,
     max_rows: int | None = None,
     overwrite: bool = False,
     on_rows: Callable[[int], Any] = lambda count: None,
@@ -94,13 +95,14 @@ def convert(
         config: the Hub data set's configuration, in place of the register's.
         where: only rows with one of these values, as in a [`DataSource`].
         supporting_passages: of HotpotQA, 2WikiMultihopQA and NaturalQuestions, without the distractors.
+        separate_passages: of the same, write contexts as lists of passages, which are compressed apart.
         max_rows: write no more; of a retrieval collection everything is written.
         overwrite: replace files that are there.
         on_rows: called with the number of rows that have just been read.
 
     Raises:
-        ValueError: an unknown name or split, a file that is not in the published form, no row, or an output that is
-            there.
+        ValueError: an unknown name or split, a file that is not in the published form, no row, passages of a set that
+            has none, or an output that is there.
         OSError: the Hub cannot be reached, or does not have it.
     """
     check_choice("data set", name, PUBLISHED_SETS)
@@ -120,8 +122,9 @@ def convert(
         _convert_collection(entry, done, split, source, overwrite, on_rows)
         return done
     _check_parquet(done.path)
-    row_source = DataSource(name=entry.place, where=where, supporting_passages=supporting_passages)
-    schema = _schema(entry)
+    passages = {"supporting_passages": supporting_passages, "separate_passages": separate_passages}
+    row_source = DataSource(name=entry.place, where=where, **passages)
+    schema = _schema(entry, separate_passages)
     tables = _tables(entry, split, source, config, on_rows)
     with _parquet(done, done.path, schema, _origin(entry, split, source), overwrite) as write:
         for table in tables:
@@ -133,8 +136,8 @@ def convert(
     return done
 
 
-def _schema(entry: PublishedSet) -> pyarrow.Schema:
-    kinds = {"answers": pyarrow.list_(_TEXT)}
+def _schema(entry: PublishedSet, separate_passages: bool) -> pyarrow.Schema:
+    kinds = {"answers": pyarrow.list_(_TEXT), **({"context": pyarrow.list_(_TEXT)} if separate_passages else {})}
     return pyarrow.schema([(name, kinds.get(name, _TEXT)) for name in (*entry.keeps, *TASK_COLUMNS[entry.task])])
 
 
@@ -156,6 +159,8 @@ def _ours(table: pyarrow.Table, entry: PublishedSet, source: DataSource) -> pyar
             f"this is not the form that {entry.title} is published in: there is no {' and no '.join(missing)} among "
             f"the columns {', '.join(table.column_names)}"
         )
+    if source.separate_passages and not is_list(table["context"].type):
+        raise ValueError(f"the contexts of {entry.title} are texts: it has no passages that could stay apart")
     return table
 
 

@@ -16,7 +16,7 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import nearest
-from ..modeling.parts.prompting import encode
+from ..modeling.parts.prompting import DOCUMENT_END, encode
 from .columns import column_of, complete_rows, kept_rows, with_joined_passages, with_known_columns, with_our_columns
 from .files import read_files
 from .sources import DataSource
@@ -32,6 +32,24 @@ _NEEDED_COLUMNS = {
 _NO_ANSWER = "; `skip_incomplete: true` of a source leaves such rows out"
 _ALL_TEXTS = ("context", "question", "summary", "text")
 _STREAMED_ROWS = 1000
+
+
+class PassageText(str):
+    """A context of passages as one text, with blank lines between them.
+
+    Args:
+        passages: their texts.
+
+    Attributes:
+        passages: the same, as a tuple.
+    """
+
+    passages: tuple[str, ...]
+
+    def __new__(cls, passages: Sequence[str]) -> PassageText:
+        text = super().__new__(cls, DOCUMENT_END.join(passages))
+        text.passages = tuple(passages)
+        return text
 
 
 def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) -> pyarrow.Table:
@@ -170,7 +188,8 @@ def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
 
 
 def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
-    """Raise `ValueError` naming source, column and row unless every value of a column is a text.
+    """Raise `ValueError` naming source, column and row unless every value of a column is a text; a context may be a
+    list of passages.
 
     Args:
         table: rows with our names for the columns.
@@ -179,6 +198,9 @@ def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
     """
     values = table[column]
     _refuse_rows(values.is_null(), "is null", source, column)
+    if column == "context" and is_list(values.type):
+        _check_lists(values, source, column)
+        return
     if len(values) and not _is_text(values.type):
         raise ValueError(f"{_place(source, column)} must hold texts, not {values.type} (row 0: {values[0].as_py()!r})")
 
@@ -221,8 +243,8 @@ def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     answers = table["answers"]
     kind = answers.type
     _refuse_rows(answers.is_null(), "is null", source, "answers", _NO_ANSWER)
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        _check_answer_lists(answers, source)
+    if is_list(kind):
+        _check_lists(answers, source, "answers", _NO_ANSWER)
         return table
     if pyarrow.types.is_nested(kind):
         raise ValueError(
@@ -236,25 +258,31 @@ def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     return table.drop_columns(["answers"]).append_column("answers", pyarrow.array(lists))
 
 
-def _check_answer_lists(answers: pyarrow.ChunkedArray, source: Any) -> None:
-    """Every list has an answer, and holds texts only."""
-    lengths = pyarrow.compute.list_value_length(answers)
-    _refuse_rows(pyarrow.compute.equal(lengths, 0), "is an empty list", source, "answers", _NO_ANSWER)
-    parts = pyarrow.compute.list_flatten(answers)
+def is_list(kind: pyarrow.DataType) -> bool:
+    """Whether a column holds lists, such as answers, or contexts of passages."""
+    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+
+
+def _check_lists(values: pyarrow.ChunkedArray, source: Any, column: str, advice: str = "") -> None:
+    """No list is empty, and all hold texts only."""
+    lengths = pyarrow.compute.list_value_length(values)
+    _refuse_rows(pyarrow.compute.equal(lengths, 0), "is an empty list", source, column, advice)
+    parts = pyarrow.compute.list_flatten(values)
     first = pyarrow.compute.index(parts.is_null(), True).as_py()
     if first >= 0:
-        row = pyarrow.compute.list_parent_indices(answers)[first].as_py()
-        raise ValueError(f"{_place(source, 'answers')} has a null in its list in row {row} (counted from 0)")
+        row = pyarrow.compute.list_parent_indices(values)[first].as_py()
+        raise ValueError(f"{_place(source, column)} has a null in its list in row {row} (counted from 0)")
     if not _is_text(parts.type):
         raise ValueError(
-            f"{_place(source, 'answers')} must hold lists of texts, not {answers.type} (row 0: {answers[0].as_py()!r})"
+            f"{_place(source, column)} must hold lists of texts, not {values.type} (row 0: {values[0].as_py()!r})"
         )
 
 
 def distinct_texts(table: pyarrow.Table) -> list[str]:
     """The distinct `text` values of a table (`context`, where a row or all of them have no `text`), in order."""
     has_texts = "text" in table.column_names and table["text"].null_count == 0
-    return list(dict.fromkeys(table["text" if has_texts else "context"].to_pylist()))
+    texts = table["text" if has_texts else "context"].to_pylist()
+    return list(dict.fromkeys(text if isinstance(text, str) else PassageText(text) for text in texts))
 
 
 def draw_document(

@@ -27,7 +27,10 @@ _FIELD_TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(
         ("max_samples", "facts_per_record", "contexts_per_document", "document_tokens"), (int, "a whole number")
     ),
-    **dict.fromkeys(("generated", "streaming", "skip_incomplete", "supporting_passages"), (bool, "true or false")),
+    **dict.fromkeys(
+        ("generated", "streaming", "skip_incomplete", "supporting_passages", "separate_passages"),
+        (bool, "true or false"),
+    ),
     "weight": ((int, float), "a number, such as 0.5 or 1.0e-1"),
     "tasks": ((list, tuple, str), "a list of tasks"),
     "rows": ((list, tuple), "two whole numbers, [first, end]"),
@@ -60,6 +63,9 @@ class DataSource:
         skip_incomplete: leave out rows that lack what the tasks need, such as questions without an answer, and say in
             the log how many; without it they are refused.
         supporting_passages: of HotpotQA and 2WikiMultihopQA, the passages that the answer follows from, and no others.
+        separate_passages: contexts of several texts, the passages of HotpotQA and 2WikiMultihopQA or those that
+            `contexts_per_document` joins, stay apart: each is compressed by itself, and they are read together. A
+            column `context` of lists of texts always does.
         by: in an evaluation, a data set of its own for each value of this column.
         kind: only this kind of generated document; in an evaluation also a task of RULER, see `evaluation.ruler`.
         document_tokens: in an evaluation, length of generated documents, or of a task of RULER.
@@ -91,6 +97,7 @@ class DataSource:
     streaming: bool = False
     skip_incomplete: bool = False
     supporting_passages: bool = False
+    separate_passages: bool = False
     by: str | None = None
     document_tokens: int | None = None
     licence: str | None = None

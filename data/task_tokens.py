@@ -81,10 +81,13 @@ def text_starts(config: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, An
         tokenizer: the tokenizer saved with it.
 
     Returns:
-        `task_start_ids`, `restored_ids` and `bos_before_text`, see `CompressionCollator`.
+        `task_start_ids`, `restored_ids`, `bos_before_text`, `opens_context` and `bos_before_task_token`, see
+        `CompressionCollator`.
     """
     return {
         "task_start_ids": task_start_ids(config),
         "restored_ids": restored_ids(config, tokenizer),
         "bos_before_text": config.bos_before_text,
+        "opens_context": config.opens_context,
+        "bos_before_task_token": config.bos_before_task_token,
     }

@@ -10,35 +10,79 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
-from ..modeling.parts.prompting import encode
+from ..modeling.parts.prompting import DOCUMENT_END, encode, encode_all
 from .document_ids import document_id
-from .rows import context_column, read_rows
+from .rows import PassageText, context_column, is_list, read_rows
 from .sources import DataSource
 
+# Between the passages of a context while it is looked up: a character that separates records, and stands in no text.
+_BETWEEN = "\x1e"
 
-class TokenizedRows:
+
+class _Tokenized:
+    """What keeps texts, or contexts of passages, as integer arrays.
+
+    Args:
+        tokenizer: makes the token ids.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._lengths: dict[int, list[int]] = {}
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def _encoded(self, index: int, text: str | Sequence[str]) -> np.ndarray:
+        """Token ids of a text, or of passages with blank lines between them."""
+        if isinstance(text, str):
+            return np.asarray(encode(self._tokenizer, text), dtype=np.int32)
+        passages, between = encode_all(self._tokenizer, text), encode(self._tokenizer, DOCUMENT_END)
+        self._lengths[index] = [len(passage) for passage in passages]
+        ids = [token for passage in passages for token in (*between, *passage)]
+        return np.asarray(ids[len(between) :], dtype=np.int32)
+
+    def passages(self, index: int) -> list[list[int]]:
+        """Token ids of a context's passages; of a text, its own."""
+        ids = self[index].tolist()
+        if index not in self._lengths:
+            return [ids]
+        found, start, between = [], 0, len(encode(self._tokenizer, DOCUMENT_END))
+        for length in self._lengths[index]:
+            found.append(ids[start : start + length])
+            start += length + between
+        return found
+
+
+def _as_text(context: str | Sequence[str] | None) -> str:
+    return context or "" if context is None or isinstance(context, str) else PassageText(context)
+
+
+class TokenizedRows(_Tokenized):
     """A column of texts as integer arrays, each read and tokenized when it is asked for.
 
     The column stays where it is, which for a data set of the Hub is a memory-mapped file. The arrays that were made
     first are kept, up to `max_kept_tokens` tokens in all.
 
     Args:
-        column: the texts; a missing one is empty.
+        column: the texts, or lists of passages; a missing one is empty.
         tokenizer: makes the token ids.
         max_kept_tokens: with 4 bytes each.
     """
 
     def __init__(self, column: pyarrow.ChunkedArray, tokenizer: PreTrainedTokenizerBase, max_kept_tokens: int = 2**26):
-        self._column, self._tokenizer = column, tokenizer
+        super().__init__(tokenizer)
+        self._column = column
         self._ids: dict[int, np.ndarray] = {}
         self._num_free = max_kept_tokens
 
     def __getitem__(self, row: int) -> np.ndarray:
         ids = self._ids.get(row)
         if ids is None:
-            ids = np.asarray(encode(self._tokenizer, self._column[row].as_py() or ""), dtype=np.int32)
+            ids = self._encoded(row, self._column[row].as_py() or "")
             if len(ids) <= self._num_free:
                 self._ids[row] = ids
                 self._num_free -= len(ids)
@@ -46,20 +90,20 @@ class TokenizedRows:
 
     def document_id(self, row: int) -> str:
         """The id of a row's whole text, see `document_id`."""
-        return document_id(self._column[row].as_py() or "")
+        return document_id(_as_text(self._column[row].as_py()))
 
 
-class TokenizedTexts:
+class TokenizedTexts(_Tokenized):
     """Texts as integer arrays, each tokenized when it is first asked for and then kept.
 
     Args:
-        texts: the texts.
+        texts: the texts, or lists of passages.
         tokenizer: makes the token ids.
     """
 
-    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, texts: Sequence[str | Sequence[str]], tokenizer: PreTrainedTokenizerBase):
+        super().__init__(tokenizer)
         self._texts = list(texts)
-        self._tokenizer = tokenizer
         self._ids: list[np.ndarray | None] = [None] * len(self._texts)
         self._document_ids = [""] * len(self._texts)
 
@@ -69,14 +113,14 @@ class TokenizedTexts:
     def __getitem__(self, index: int) -> np.ndarray:
         ids = self._ids[index]
         if ids is None:
-            ids = self._ids[index] = np.asarray(encode(self._tokenizer, self._texts[index]), dtype=np.int32)
-            self._document_ids[index] = document_id(self._texts[index])
+            ids = self._ids[index] = self._encoded(index, self._texts[index])
+            self._document_ids[index] = document_id(_as_text(self._texts[index]))
             self._texts[index] = ""
         return ids
 
     def document_id(self, index: int) -> str:
         """The id of a whole text, see `document_id`."""
-        return self._document_ids[index] or document_id(self._texts[index])
+        return self._document_ids[index] or document_id(_as_text(self._texts[index]))
 
     def window(self, length: int, rng: random.Random) -> list[int]:
         """A window of `length` tokens from a random offset of a random text (the whole text when it is shorter)."""
@@ -89,7 +133,7 @@ class TextColumn:
     """A column of texts as token ids, by row.
 
     Args:
-        column: the texts.
+        column: the texts, or lists of passages.
         tokenizer: makes the token ids.
         is_shared: whether rows have texts in common, which are then tokenized once; else rows stay in their table
             until they are drawn.
@@ -100,13 +144,21 @@ class TextColumn:
             self.texts: TokenizedRows | TokenizedTexts = TokenizedRows(column, tokenizer)
             self.text_of_row: np.ndarray = np.arange(len(column))
             return
+        has_passages = is_list(column.type)
+        if has_passages:
+            column = pyarrow.compute.binary_join(column, _BETWEEN)
         # Chunk by chunk, in a type that has room for more than 2 GiB.
         distinct = column.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
-        self.texts = TokenizedTexts(distinct.dictionary.to_pylist(), tokenizer)
+        texts = distinct.dictionary.to_pylist()
+        self.texts = TokenizedTexts([text.split(_BETWEEN) for text in texts] if has_passages else texts, tokenizer)
         self.text_of_row = distinct.indices.to_numpy()
 
     def __getitem__(self, row: int) -> np.ndarray:
         return self.texts[self.text_of_row[row]]
+
+    def passages(self, row: int) -> list[list[int]]:
+        """Token ids of the passages of a row's context; of a text, its own."""
+        return self.texts.passages(int(self.text_of_row[row]))
 
     def document_id(self, row: int) -> str:
         """The id of a row's whole text, see `document_id`."""

@@ -143,6 +143,7 @@ READER_X, READER_WIDTH = 26, 398
 WINDOWS, BEHIND = (1.5, 5.5, 9.5), (9, 10, 11)
 QUESTION, LM_QUESTION = named("q", 4), ["[LM]", *named("q", 3)]
 BASE, SHALLOW = "encoder: the base, causal attention", "encoder: a model's first 8 layers, causal attention"
+COMPRESSOR = "compressor: any model, causal attention"
 SAME_BASE = "decoder: the same base"
 READS = ["reads slots as if they were", "embeddings of tokens"]
 READS_LM = ["reads slots as embeddings, then", "[LM], a learned task token"]
@@ -231,11 +232,47 @@ def icae() -> Picture:
     return picture
 
 
+def autocompressor() -> Picture:
+    description = "Each segment is read behind the slots of those before it, which summary tokens behind them make."
+    picture, ends = Picture("AutoCompressor", description), (3, 7, 11)
+    picture.text(CONTEXT.left, 55, "segments, each with a learned summary token behind it", "start muted")
+    tokens, slots = iter(named("x", 6)), named("z", 3)
+    for column in range(12):
+        segment, place = divmod(column, 4)
+        label, kind = (slots[place], SLOT) if place < segment else ("m", TRAINS)
+        if segment <= place < 3:
+            label, kind = next(tokens), TOKEN
+        picture.row(CONTEXT, column, TOKENS_Y, [label], kind)
+    picture.arrows(CONTEXT, range(12), TOKENS_Y + ROW + 1, READER_Y - 1)
+    picture.model(READER_X, READER_Y, (READER_WIDTH, 84), FROZEN, BASE, "LoRA")
+    picture.lines(CONTEXT, [(i, end) for end in ends for i in range(end - 3, end + 1)], 130, 179, "seen")
+    picture.arrows(CONTEXT, ends, 186, SLOTS_Y - 2)
+    for end in ends[:2]:
+        x = CONTEXT.middle(end + 1)
+        picture.arrow((CONTEXT.edge(end) + 13, SLOTS_Y + 5), (x, SLOTS_Y + 5), (x, 187), style="flow")
+    picture.notes(READER_X + 4, 208, ["Later segments", "read the slots", "of earlier ones."])
+    ask(picture, ends, QUESTION, ["reads slots as embeddings,", "with the encoder's adapter"], SAME_BASE, "LoRA")
+    return picture
+
+
 def tcp_autoencoder() -> Picture:
     picture = Picture("TCP-AE", "A shallow encoder's states of learned tokens, through a perceptron, are the slots.")
     notes = ["A perceptron takes the learned tokens' last", "hidden states to the decoder's input."]
     read_with_tokens(picture, "learned tokens", named("m", 3), "perceptron", notes, SHALLOW, "LoRA")
     ask(picture, BEHIND, QUESTION, SECOND_STAGE, "decoder")
+    return picture
+
+
+def pcc() -> Picture:
+    picture = Picture("PCC", "A compressor's states of memory tokens, through a converter, are the slots.")
+    notes = [
+        "A converter takes the memory tokens' last",
+        "hidden states to any decoder's input.",
+        "A long context is in segments.",
+    ]
+    read_with_tokens(picture, "memory tokens", named("m", 3), "norm, perceptron", notes, COMPRESSOR, "LoRA, or whole")
+    markers = ["<mem> and </mem>, learned, stand", "around each segment's slots."]
+    ask(picture, BEHIND, ["BOS", *named("q", 3)], markers, "decoder: any model")
     return picture
 
 
@@ -324,17 +361,31 @@ def decal() -> Picture:
 PAST, LAYERS = Columns(88, 28, 23), {134: "layer 1", 168: "layer 2", 212: "layer L"}
 
 
-def layers(picture: Picture, kept: Sequence[Sequence[int]], text: Words, notes: Words, *labels: str) -> None:
-    """Both readers and, for each layer, the columns of the context whose keys and values go from one to the other."""
+def layers(
+    picture: Picture,
+    kept: Sequence[Sequence[int]],
+    text: Words,
+    notes: Words,
+    *labels: str,
+    learned: Words = (),
+    decoder: Words = (SAME_BASE,),
+    places: Sequence[int] = (9, 10, 11),
+) -> None:
+    """Both readers and, for each layer, the columns of the context whose keys and values go from one to the other.
+
+    Learned tokens stand behind the context's, or at other `places` among them.
+    """
     count = max(map(len, kept))
     size = count + len(text)
     after = Columns(499, 189 // size, 189 // size - 4)
     picture.text(34, TOKENS_Y + 16, "context", "start muted")
-    learned = named("m", 3) if text == LM_QUESTION else []
-    picture.row(PAST, 0, TOKENS_Y, named("x", 12 - len(learned)), TOKEN)
-    picture.row(PAST, 9, TOKENS_Y, learned, TRAINS)
+    columns = [column for column in range(12) if not learned or column not in places]
+    for column, name in zip(columns, named("x", 12 - len(learned)), strict=True):
+        picture.row(PAST, column, TOKENS_Y, [name], TOKEN)
+    for column, name in zip(places, learned, strict=False):
+        picture.row(PAST, column, TOKENS_Y, [name], TRAINS)
     picture.model(24, READER_Y, (404, 138), FROZEN, *labels)
-    picture.model(490, READER_Y, (206, 138), FROZEN, SAME_BASE)
+    picture.model(490, READER_Y, (206, 138), FROZEN, *decoder)
     picture.row(after, count, TOKENS_Y, text, TOKEN)
     picture.text(after.middle(size - 2), 55, "question", "muted")
     picture.arrows(PAST, range(12), TOKENS_Y + ROW + 1, READER_Y - 1)
@@ -365,9 +416,29 @@ def five_hundred_x() -> Picture:
     description = "The keys and values of memory tokens behind each chunk, in every layer, are the memory."
     picture = Picture("500xCompressor", description, kept="memory")
     notes = ["The memory tokens' keys and values of every layer stay.", "A long context is read in chunks."]
-    layers(picture, [BEHIND] * 3, LM_QUESTION, notes, BASE, "LoRA on q, v")
+    layers(picture, [BEHIND] * 3, LM_QUESTION, notes, BASE, "LoRA on q, v", learned=named("m", 3))
     picture.text(PAST.middle(10), 55, "memory tokens", "warm")
     picture.lines(PAST, [(i, 11) for i in range(12)], 150, 168, "seen")
+    return picture
+
+
+def voco() -> Picture:
+    description = "The keys and values of copies of one token behind a text or an image are the memory."
+    picture = Picture("VoCo", description, kept="memory")
+    notes = ["Keys and values of the copies stay; the same LoRA", "reads them. A context may hold image tokens."]
+    layers(picture, [BEHIND] * 3, QUESTION, notes, BASE, "LoRA", learned=["v"] * 3, decoder=(SAME_BASE, "LoRA"))
+    picture.text(PAST.middle(10), 55, "one token, copied", "warm")
+    picture.lines(PAST, [(i, 11) for i in range(12)], 150, 168, "seen")
+    return picture
+
+
+def activation_beacon() -> Picture:
+    description = "The keys and values of beacons behind every group of tokens are all that a window leaves behind."
+    picture, beacons = Picture("Activation Beacon", description, kept="memory"), (2, 5, 8, 11)
+    notes = ["Beacons have query, key and value maps of their own.", "A window is read behind the beacons before it."]
+    layers(picture, [beacons] * 3, QUESTION, notes, "the base", "maps of beacons", learned=["b"] * 4, places=beacons)
+    mark(picture, 0, 5, "first window")
+    mark(picture, 6, 11, "next window")
     return picture
 
 
@@ -431,8 +502,9 @@ def ranked_key_values() -> Picture:
 
 def files() -> dict[Path, str]:
     """What stands in each file."""
-    methods = [mean_pooling, compression_tokens, icae, five_hundred_x, comprexit, gmsa, tcp_autoencoder, xrag]
-    methods += [streaming_llm, snap_kv, kv_zip, ranked_key_values, decal]
+    methods = [mean_pooling, compression_tokens, icae, autocompressor, five_hundred_x, voco, activation_beacon]
+    methods += [comprexit, gmsa, tcp_autoencoder, pcc, xrag, streaming_llm, snap_kv, kv_zip]
+    methods += [ranked_key_values, decal]
     return {FOLDER / f"{draw.__name__}.svg": draw().svg() for draw in methods}
 
 

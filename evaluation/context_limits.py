@@ -46,9 +46,8 @@ def context_limit(
 
 def _lowest(model: PreTrainedModel, ratios: Sequence[int | str]) -> int:
     """The lowest ratio that contexts may be compressed at; "auto" may take any of the checkpoint's."""
-    return min(
-        number for ratio in ratios for number in (model.config.compression_ratios if ratio == "auto" else [ratio])
-    )
+    own = model.config.compression_ratios
+    return min(int(number) for ratio in ratios for number in (own if ratio == "auto" else [ratio]))
 
 
 def within_encoder_tokens(

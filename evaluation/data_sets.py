@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
 from ..data.columns import column_of
-from ..data.rows import distinct_texts, read_rows
+from ..data.rows import PassageText, distinct_texts, is_list, read_rows
 from ..data.sources import COLUMNS, DataSource, parse_sources
 from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document
 from ..modeling.parts.prompting import encode
@@ -84,7 +84,10 @@ def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> l
     max_samples = None if source.streaming and source.rows is None else source.max_samples
 
     def data_set(name: str, rows: pyarrow.Table) -> EvaluationDataset:
-        return EvaluationDataset(name, rows.to_pylist(), domain, max_samples, source.tasks)
+        examples = rows.to_pylist()
+        if "context" in rows.column_names and is_list(rows["context"].type):
+            examples = [{**example, "context": PassageText(example["context"])} for example in examples]
+        return EvaluationDataset(name, examples, domain, max_samples, source.tasks)
 
     if source.by is None:
         return [data_set(data_set_name(source), wanted)]

@@ -33,6 +33,9 @@ from .seq2seq_scoring import Seq2SeqScorer
 from .settings import EvaluationSettings
 from .tallies import Tally
 
+# What more data sets and tasks add to the settings of a report.
+_GROWING = ("tasks", "samples", "left_out")
+
 
 def evaluate_model(
     model: PreTrainedModel,
@@ -106,6 +109,7 @@ def evaluate_model(
         settings.context_prefix or (model.config.context_prefix if compresses else ""),
         settings.truncation_side,
         prompt_format=model.config.prompt_format if compresses else settings.prompt_format,
+        most_tokens=settings.max_context_tokens if settings.leave_out_long else None,
     )
     if compresses:
         _check_prefix(model, builder.prefix_ids, teacher, ratios, settings)
@@ -158,6 +162,7 @@ def evaluate_model(
             "weights": fingerprint(model),
             "teacher_weights": None if teacher is None else fingerprint(teacher),
             "samples": {f"{data.name}, {task}": samples_digest(made) for data, task, made in samples},
+            "left_out": builder.left_out,
             **(notes or {}),
         },
     )
@@ -165,7 +170,7 @@ def evaluate_model(
         _take_over(report, resume_from)
     file = None
     if progress_file is not None:
-        same = {name: value for name, value in report.settings.items() if name not in ("tasks", "samples")}
+        same = {name: value for name, value in report.settings.items() if name not in _GROWING}
         file = ProgressFile(progress_file, {"model": report.model, "bounds": report.bounds, **same})
     with _evaluation_mode([model] if teacher is None else [model, teacher]):
         _score_all(report, scorer, samples, settings, progress, on_result, file)
@@ -231,12 +236,12 @@ def _take_over(report: EvaluationReport, earlier: EvaluationReport) -> None:
     mine, theirs = report.to_dict(), earlier.to_dict()
     differing = [name for name in ("model", "bounds", "num_parameters") if mine[name] != theirs[name]]
     mine, theirs = mine["settings"], theirs["settings"]
-    differing += [name for name in mine if name not in ("tasks", "samples") and mine[name] != theirs.get(name)]
+    differing += [name for name in mine if name not in _GROWING and mine[name] != theirs.get(name)]
     samples = theirs.get("samples", {})
     differing += [name for name, digest in mine["samples"].items() if samples.get(name, digest) != digest]
     if differing:
         raise ValueError(f"the report to resume from is of another evaluation; it differs in {', '.join(differing)}")
-    report.settings["samples"] = samples | mine["samples"]
+    report.settings |= {name: theirs.get(name, {}) | mine[name] for name in ("samples", "left_out")}
     report.documents = earlier.documents | report.documents
     for row in earlier.rows:
         report.add(row)

@@ -176,11 +176,15 @@ class CompressorLM(TemplateLM):
             first = self._behind_slots(document, "", [])
             ids = self.tok_encode(request.args[0])
             config = self.model.config.get_text_config(decoder=True)
-            num_slots = 0 if document is None else int(self._compress([document]).num_slots)
-            room = getattr(config, "max_position_embeddings", num_slots + len(first) + len(ids))
-            room -= num_slots + len(first)
+            taken = 0
+            if document is not None:
+                memory = self._compress([document])
+                # Where slots keep the places of their tokens, the text stands behind all of these.
+                places = memory.num_context_tokens if memory.position_layout == "enhanced" else memory.num_slots
+                taken = int(places.max())
+            room = getattr(config, "max_position_embeddings", taken + len(first) + len(ids)) - taken - len(first)
             if room < 1:
-                raise ValueError(f"{num_slots} slots leave no position for a text behind them: take a higher ratio")
+                raise ValueError(f"slots in {taken} places leave none for a text behind them: take a higher ratio")
             windows = get_rolling_token_windows(ids, None, room, 1)
             readings = [
                 _Reading(document, [*first, *(token for token in before if token is not None)], target)

@@ -302,6 +302,7 @@ def evaluate_needles(
     model_name: str | None = None,
     progress: bool = True,
     notes: Mapping[str, Any] | None = None,
+    progress_file: str | Path | None = None,
     on_result: Callable[[NeedleGrid], Any] = lambda grid: None,
 ) -> NeedleGrid:
     """Ask a model for one fact in running text, without context, with the full text, and from slots at every ratio.
@@ -313,7 +314,7 @@ def evaluate_needles(
         lengths: tokens of a context, needle included.
         num_needles: needles of each length, a third of them of each kind.
         settings: options, see `EvaluationSettings`; the task is always question answering.
-        teacher, model_name, progress, notes: as in `evaluate_model`.
+        teacher, model_name, progress, notes, progress_file: as in `evaluate_model`; one file has all lengths.
         on_result: called with the grid so far after each length.
 
     Returns:
@@ -343,6 +344,7 @@ def evaluate_needles(
         model_name=model_name,
         progress=progress,
         notes={**(notes or {}), "num_needles": num_needles},
+        progress_file=progress_file,
         on_result=lambda report: on_result(NeedleGrid.from_report(report)),
     )
     return NeedleGrid.from_report(report)

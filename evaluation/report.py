@@ -280,6 +280,10 @@ class EvaluationReport:
         if any(row.intervals for row in self.rows):
             parts.append("In brackets: 95 % bootstrap intervals over documents.")
         parts += _held_out_lines(self.held_out)
+        if self.settings.get("leave_out_long"):
+            limit = self.settings["max_context_tokens"]
+            counts = "; ".join(f"{number:,} of {name}" for name, number in self.settings["left_out"].items())
+            parts.append(f"Left out, with contexts of more than {limit:,} tokens: {counts}.")
         for task in self.tasks():
             parts += [f"## {task}", self._rows_table(task), self._averages_table(task)]
             parts += filter(None, [self._kinds_table(task), self._differences_table(task)])

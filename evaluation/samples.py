@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.document_ids import document_id
 from ..data.prompts import TASKS, format_prompt
 from ..data.rows import answer_text
-from ..modeling.parts.prompting import before_answer, encode, prefix_ids
+from ..modeling.parts.prompting import before_answer, cut_passages, encode, prefix_ids
 from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
 from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from .rows import DOMAINS
@@ -70,7 +70,8 @@ class Sample:
     """One tokenized sample: what is compressed, what follows it, and what should come out.
 
     Samples with the same `document` share a context, whose id is `document_id`. `head_ids` stand in front of it: the
-    opening of the user's turn in a chat. A benchmark's question has its own `max_new_tokens` and `metric`.
+    opening of the user's turn in a chat. `passages` are compressed apart; without them the context is one. A
+    benchmark's question has its own `max_new_tokens` and `metric`.
     """
 
     context_ids: list[int]
@@ -85,6 +86,7 @@ class Sample:
     head_ids: list[int] = field(default_factory=list)
     max_new_tokens: int | None = None
     metric: BenchmarkMetric | None = None
+    passages: list[list[int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.context_ids) + len(self.prompt_ids) + len(self.target_ids)
@@ -117,6 +119,9 @@ class SampleBuilder:
         truncation_side: side that these contexts are cut on, behind their prefix.
         min_text_tokens: texts to reconstruct or to continue that are shorter are left out, and counted.
         prompt_format: see `CompressorConfig`.
+        most_tokens: contexts of questions and summaries that have more, prefix included, are left out, and neither cut
+            nor refused, and counted in `left_out`; none when `None`.
+        left_out: data set and task -> number of such rows; of a builder without `most_tokens` it stays empty.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -132,6 +137,8 @@ class SampleBuilder:
     truncation_side: str = "right"
     min_text_tokens: int = _SHORTEST_TEXT
     prompt_format: str = "plain"
+    most_tokens: int | None = None
+    left_out: dict[str, int] = field(default_factory=dict, compare=False)
 
     @cached_property
     def prefix_ids(self) -> list[int]:
@@ -155,6 +162,7 @@ class SampleBuilder:
         if task not in dataset.tasks():
             raise ValueError(f"data set {dataset.name!r} cannot serve {task}; its columns allow {dataset.tasks()}")
         examples = self._long_enough(task, _examples_of(task, dataset), dataset.name)
+        examples = self._short_enough(task, examples, dataset.name)
         max_samples = max_samples if dataset.max_samples is None else dataset.max_samples
         if max_samples is not None and max_samples < len(examples):
             rng = random.Random(f"{self.seed}/{dataset.name}/{task}")
@@ -184,6 +192,23 @@ class SampleBuilder:
             return examples
         kept = [example for example in examples if self._has_tokens(example["text"], self.min_text_tokens)]
         self._check_left_out(task, name, len(examples) - len(kept), len(kept))
+        return kept
+
+    def _short_enough(
+        self, task: str, examples: Sequence[Mapping[str, Any]], name: str
+    ) -> Sequence[Mapping[str, Any]]:
+        """What samples may be drawn from, where contexts that are too long are left out."""
+        if self.most_tokens is None or task not in ("question_answering", "summarisation"):
+            return examples
+        too_long = self.most_tokens + 1 - len(self.prefix_ids)
+        kept = [example for example in examples if not self._has_tokens(example["context"], too_long)]
+        self.left_out[f"{name}, {task}"] = len(examples) - len(kept)
+        logger.warning(
+            "%s, %s: %d of %d rows left out, whose contexts have more than %d tokens",
+            *(name, task, len(examples) - len(kept), len(examples), self.most_tokens),
+        )
+        if not kept:
+            raise ValueError(f"data set {name!r} has no context of {self.most_tokens} tokens or less for {task}")
         return kept
 
     def _has_tokens(self, text: str, number: int) -> bool:
@@ -233,6 +258,7 @@ class SampleBuilder:
             target_ids = [*encode(self.tokenizer, answer), eos]
             # Tokenized apart, as in training.
             context_ids = [*self.prefix_ids, *encode(self.tokenizer, example["context"])]
+            passages = getattr(example["context"], "passages", ())
             limit, metric = benchmark_max_new_tokens(example), benchmark_metric(example)
             return Sample(
                 context_ids,
@@ -242,6 +268,7 @@ class SampleBuilder:
                 head_ids=head_ids,
                 max_new_tokens=limit,
                 metric=metric,
+                passages=[[*self.prefix_ids, *encode(self.tokenizer, text)] for text in passages],
             )
         ids = encode(self.tokenizer, example["text"])
         if len(ids) < self.min_text_tokens:
@@ -309,7 +336,8 @@ class SampleBuilder:
         # What stands right before a continuation matters most.
         keeps_end = task == "continuation" or self.truncation_side == "left"
         context_ids = [*prefix, *(text[-room:] if keeps_end else text[:room])]
-        return replace(sample, context_ids=context_ids, truncated=True)
+        passages = cut_passages(sample.passages, len(context_ids), keeps_end)
+        return replace(sample, context_ids=context_ids, passages=passages, truncated=True)
 
 
 def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:

@@ -254,7 +254,8 @@ class Scorer:
 
     def _context_key(self, sample: Sample) -> Any:
         """What samples have in common that are compressed into the same memory."""
-        return tuple(sample.context_ids), tuple(sample.prompt_ids) if self._compresses_questions else ()
+        lengths = tuple(map(len, sample.passages))
+        return tuple(sample.context_ids), lengths, tuple(sample.prompt_ids) if self._compresses_questions else ()
 
     @property
     def _ratios(self) -> list[int | str]:
@@ -293,23 +294,28 @@ class Scorer:
         return self._information[key]
 
     def _compress(self, batch: Sequence[Sample]) -> dict[int | str | None, Any]:
-        contexts = [sample.context_ids for sample in batch]
+        opens = bool(self._ratios) and self.compressor.config.opens_context
+        contexts = [[sample.context_ids] if opens or not sample.passages else sample.passages for sample in batch]
         ratios = self._ratios
         if not ratios:
             return {}
         # A plain language model has none; the encoder of a compressor may read other tokens than the decoder.
         encoder_tokenizer = getattr(self.compressor, "encoder_tokenizer", None)
         if encoder_tokenizer is not None:
-            contexts = [in_encoder_tokens(ids, self.tokenizer, encoder_tokenizer) for ids in contexts]
+            own = (self.tokenizer, encoder_tokenizer)
+            contexts = [[in_encoder_tokens(ids, *own) for ids in passages] for passages in contexts]
         starts = [context_start_ids(self.tokenizer if encoder_tokenizer is None else encoder_tokenizer)] * len(batch)
-        if self.compressor.config.opens_context:
+        if opens:
             starts = [sample.head_ids or [self.start_token_id] for sample in batch]
-        rows = [[*start, *ids] for start, ids in zip(starts, contexts, strict=True)]
-        input_ids, attention_mask = self._pad(rows, self.compressor.device)
-        asked = {}
+        rows = [[[*start, *ids] for ids in passages] for start, passages in zip(starts, contexts, strict=True)]
+        joined = [[token for ids in passages for token in ids] for passages in rows]
+        input_ids, attention_mask = self._pad(joined, self.compressor.device)
+        asked: dict[str, Any] = {}
+        if any(len(passages) > 1 for passages in rows):
+            asked["chunk_lengths"] = [[len(ids) for ids in passages] for passages in rows]
         if self._compresses_questions:
             question, mask = self._pad([sample.prompt_ids for sample in batch], self.compressor.device)
-            asked = {"question_input_ids": question, "question_attention_mask": mask}
+            asked |= {"question_input_ids": question, "question_attention_mask": mask}
         memories = self.compressor.compress(
             input_ids, attention_mask, ratio=ratios, allow_untrained_ratio=self.allow_untrained_ratio, **asked
         )
@@ -320,6 +326,8 @@ class Scorer:
         head = sample.head_ids or [self.start_token_id]
         if task in self.task_start_ids and (condition.ratio is not None or condition.task_token):
             context = []
+            if condition.ratio is not None and self.compressor.config.bos_before_task_token and not sample.head_ids:
+                context = [self.start_token_id]
             if condition.with_context:
                 # EPL, Appendix D.
                 context = [*context_start_ids(self.tokenizer), *sample.context_ids]

@@ -19,13 +19,22 @@ class Seq2SeqScorer(Scorer):
         in_encoder = self.compressor.config.question_placement == "encoder"
         return super()._context_key(sample), tuple(sample.prompt_ids) if in_encoder else ()
 
-    def _compress(self, batch: Sequence[Sample]) -> dict[int | None, Any]:
+    def _compress(self, batch: Sequence[Sample]) -> dict[int | str | None, Any]:
         in_encoder = self.compressor.config.question_placement == "encoder"
         questions = [sample.prompt_ids if in_encoder else [] for sample in batch]
         start, end = context_start_ids(self.tokenizer), context_end_ids(self.tokenizer)
-        contexts = [
-            [*question, *start, *sample.context_ids, *end] for question, sample in zip(questions, batch, strict=True)
+        # A question stands in front of a whole context.
+        passages = [
+            [sample.context_ids] if in_encoder else sample.passages or [sample.context_ids] for sample in batch
         ]
+        apart = [[[*start, *ids, *end] for ids in row] for row in passages]
+        contexts = [
+            [*question, *(token for ids in row for token in ids)]
+            for question, row in zip(questions, apart, strict=True)
+        ]
+        given: dict[str, Any] = {}
+        if any(len(row) > 1 for row in apart):
+            given["chunk_lengths"] = [[len(ids) for ids in row] for row in apart]
         ratios = [condition.ratio for condition in self.conditions if condition.ratio is not None]
         memories: list[Any] = []
         if ratios:
@@ -33,6 +42,7 @@ class Seq2SeqScorer(Scorer):
                 *self._pad(contexts, self.compressor.device),
                 ratio=ratios,
                 allow_untrained_ratio=self.allow_untrained_ratio,
+                **given,
             )
         without_context = self.compressor.compress(*self._pad(questions, self.compressor.device))
         return {None: without_context, **dict(zip(ratios, memories, strict=True))}

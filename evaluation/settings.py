@@ -60,6 +60,9 @@ class EvaluationSettings:
             FullContext and NoContext, where only these tokens train.
         max_context_tokens: most tokens of a context, prefix included; as many as the model has positions for when
             `None`.
+        leave_out_long: leave out questions and summaries whose contexts have more than `max_context_tokens` before
+            samples are drawn, and count them, as LongBench-E's rows of more than 8,192 tokens are in mean pooling's
+            Table 2.
         truncate_context: cut contexts that do not fit, and count them, instead of raising.
         truncation_side: side that contexts of questions and summaries are cut on, "right" or "left". A reconstruction
             is always cut on the right, a continuation on the left.
@@ -95,6 +98,7 @@ class EvaluationSettings:
     ratios_only: bool = False
     task_tokens_in_bounds: bool = False
     max_context_tokens: int | None = None
+    leave_out_long: bool = False
     truncate_context: bool = False
     truncation_side: str = "right"
     allow_untrained_ratio: bool = False
@@ -122,6 +126,10 @@ class EvaluationSettings:
         for name in ("max_samples", "max_context_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.leave_out_long and self.max_context_tokens is None:
+            raise ValueError(
+                "leave_out_long leaves out what is longer than max_context_tokens: give a number of tokens"
+            )
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
         for name in self.alternatives:

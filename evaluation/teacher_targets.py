@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
 from ..data.prompts import format_prompt
-from ..data.rows import check_texts, read_rows
+from ..data.rows import PassageText, check_texts, read_rows
 from ..data.sources import DataSource
 from ..modeling.checkpoint.fingerprints import fingerprint
 from ..modeling.parts.prompting import start_token_id, text_tokenizer
@@ -226,8 +226,13 @@ def _asked_rows(
         )
     needed = ["context", "question"] if task == "question_answering" else ["context"]
     if source.generated:
-        lengths = {"num_documents": num_documents, "document_tokens": document_tokens}
-        (data,) = load_datasets([replace(source, tasks=())], tokenizer, seed=seed, **lengths)
+        (data,) = load_datasets(
+            [replace(source, tasks=())],
+            tokenizer,
+            seed=seed,
+            num_documents=num_documents,
+            document_tokens=document_tokens,
+        )
         return pyarrow.Table.from_pylist(list(data.examples)).select(needed).slice(0, source.max_samples)
     # Without tasks nothing is asked of answers: the teacher writes them.
     table = read_rows(replace(source, tasks=()), data_dir, seed)
@@ -252,6 +257,8 @@ def _row_by_row(table: pyarrow.Table, source: DataSource) -> Iterator[dict[str, 
     for batch in table.to_batches(max_chunksize=1024):
         for row in batch.to_pylist():
             own = row.pop("id", None)
+            if not isinstance(row["context"], str):
+                row["context"] = PassageText(row["context"])
             yield {"id": str(number if own is None else own), "source": name, **row}
             number += 1
 
@@ -287,7 +294,8 @@ def _written(
         text, ids = tally.predictions[place], tally.written_ids[place]
         target = ([text] if text else []) if column == "answers" else text
         finished = bool(ids) and ids[-1] == builder.tokenizer.eos_token_id
-        yield {**row, column: target, "finished": finished, "truncated": sample.truncated}
+        context = list(getattr(row["context"], "passages", ())) or row["context"]
+        yield {**row, "context": context, column: target, "finished": finished, "truncated": sample.truncated}
 
 
 def _counts(path: Path, task: str) -> dict[str, int]:

@@ -105,19 +105,16 @@ class MeanPoolingModel(CompressorModel):
             is_causal = self.config.encoder_attention == "causal"
             hidden_states = self.encoder_states(*inputs, is_causal=is_causal)
         if self.ratio_selector is not None:
-            predicted = self._predicted_log_ratios(hidden_states, chunks)
+            # Of each chunk's last token, NaN where it has none.
+            num_tokens = chunks.attention_mask.sum(dim=1)
+            last = (num_tokens - 1).clamp(min=0)[:, None, None]
+            predicted = self.ratio_selector(hidden_states.take_along_dim(last, dim=1))[:, 0, 0]
+            predicted = predicted.masked_fill(num_tokens == 0, torch.nan)
             chunks.selected_ratios = self._selected_ratios(predicted, ratio_scale)
             if log_ratios is not None:
                 log_ratios.append(predicted.unflatten(0, (-1, chunks.chunks_per_row)))
         chosen: Any = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
         return [self._slots(hidden_states, embeddings, chunks, ratio) for ratio in chosen]
-
-    def _predicted_log_ratios(self, hidden_states: Tensor, chunks: Chunks) -> Tensor:
-        """What the selector reads in the state of each chunk's last token, `(num_chunks,)`; NaN without a token."""
-        num_tokens = chunks.attention_mask.sum(dim=1)
-        last = (num_tokens - 1).clamp(min=0)[:, None, None]
-        predicted = self.ratio_selector(hidden_states.take_along_dim(last, dim=1))[:, 0, 0]
-        return predicted.masked_fill(num_tokens == 0, torch.nan)
 
     def _selected_ratios(self, predicted: Tensor, ratio_scale: float | None) -> Tensor:
         config = self.config

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..configuration.configuration_voco import VoCoConfig
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks, first_places, join
+from .compressor.chunking import Chunks, Slots, first_places, join
 from .compressor.input_checks import TokenRows, check_ratios, check_together
 from .compressor.memory_token_compressor import (
     PAIRWISE_MASKS,
@@ -42,13 +42,9 @@ from .parts.position_layout import encoder_memory_ids
 class _StartsFromVisionToo:
     """What backbone and head have in common."""
 
-    base_auto_class = LanguageOrVisionLanguageModel
-    config: VoCoConfig
-
-    @property
-    def trains_base(self) -> bool:
-        """Whether checkpoints are always whole: light ones name a language model, and no vision-language model."""
-        return self.config.vision_language_config is not None
+    base_auto_class: Any = LanguageOrVisionLanguageModel
+    # Checkpoints are then always whole: light ones name a language model, and no vision-language model.
+    trains_base: Any = property(lambda self: self.config.vision_language_config is not None)
 
 
 class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
@@ -148,7 +144,7 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
 
     # --- compress, then read ---
 
-    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor], **images: Any) -> list[KeyValues]:
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor], **images: Any) -> list[Slots]:
         return super().encode(replace(chunks, inputs_embeds=self.context_embeddings(chunks, **images)), ratios)
 
     def read_memory(self, rows: MemoryRows) -> list[KeyValues]:
@@ -161,7 +157,7 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
         self,
         text: TokenRows,
         context: TokenRows,
-        ratio: int | Tensor | None,
+        ratio: int | str | Tensor | None,
         position_ids: Tensor | None,
         offset: Tensor | None,
         beside: dict[str, Any],

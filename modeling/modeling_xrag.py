@@ -16,6 +16,7 @@ from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.modeling_compressor import CompressorModel
+from .parts.base_precision import weights_of
 from .parts.float32_layers import Float32Linear
 from .parts.prompting import context_end_ids, context_start_ids, leave_out_bos
 
@@ -56,9 +57,13 @@ class XRAGModel(CompressorModel):
     def train(self, mode: bool = True) -> XRAGModel:
         """As in torch; a frozen retriever of its own drops nothing, so that embeddings are those of evaluation."""
         super().train(mode)
-        if self.encoder_model is not None and not any(p.requires_grad for p in self.encoder_model.parameters()):
+        if self.encoder_model is not None and not self._encoder_trains:
             self.encoder_model.eval()
         return self
+
+    @property
+    def _encoder_trains(self) -> bool:
+        return any(weight.requires_grad for weight in weights_of(self.encoder_backbone))
 
     def take_from_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """What a retriever's tokenizer puts around a text belongs around each passage, and around no context."""
@@ -121,7 +126,9 @@ class XRAGModel(CompressorModel):
             input_ids: `(num_passages, num_tokens)`, with what stands around each passage.
             attention_mask: same shape.
         """
-        states = self.encoder_states(input_ids, attention_mask)
+        # Checkpointed layers would follow gradients to where there is nothing to train.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._encoder_trains):
+            states = self.encoder_states(input_ids, attention_mask)
         if self.config.passage_readout == "mean":
             weights = attention_mask[:, :, None].to(torch.float32)
             embeddings = (states * weights).sum(dim=1) / weights.sum(dim=1)

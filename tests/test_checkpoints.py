@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in the repository: those for everybody in checkpoints/, and the small trained ones for tests."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import context_compressors.modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 from context_compressors import CompressionCollator, CompressionDataset, MeanPoolingForCausalLM
+from context_compressors.data.document_ids import TrainingDocuments
 from context_compressors.hub_cards.repository import build_repository
 from context_compressors.modeling.checkpoint.remote_code import write_code
 from context_compressors.training.arguments import DataArguments
@@ -63,6 +65,23 @@ def test_the_cards_code_answers(folder: Path, smollm2_base: Path, tmp_path: Path
     }
     exec(code.replace("document.safetensors", str(tmp_path / "document.safetensors")), names)
     assert "1974" in names["answer"]
+
+
+def test_what_trains_chooses_and_is_reported_of_a_committed_checkpoint_shares_no_document():
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "benchmarks").rglob("*.json")]
+    reports = [content for content in found if isinstance(content, dict) and content.get("documents")]
+    assert {folder.name for folder in FOLDERS} <= {report["model"] for report in reports}
+    for folder in (*FOLDERS, *sorted(SMALL.iterdir())):
+        record = TrainingDocuments.of(folder)
+        assert record is None or not record.trained & record.chose, folder.name
+        for report in (report for report in reports if report["model"] == folder.name):
+            reported = {name for ids in report["documents"].values() for name in ids.split()}
+            said = report["held_out"][folder.name]
+            assert len(reported) > 0, folder.name
+            assert said.get("shared", {}) == {}, folder.name
+            # One that was trained before there were records says that it has none.
+            assert (record is None) == (said["record"] == "none"), folder.name
+            assert record is None or not (record.trained | record.chose) & reported, folder.name
 
 
 def test_what_is_tracked_takes_at_most_40_mib():

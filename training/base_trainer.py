@@ -51,7 +51,8 @@ class BaseTrainer(OptimizerChoice):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """One forward and backward pass; `ValueError` names step and batch ids when the loss is NaN or infinite."""
         ids, cut = inputs.get("example_ids"), inputs.get("num_cut", ())
-        contexts = inputs.get("context_attention_mask")
+        contexts, memory = inputs.get("context_attention_mask"), inputs.get("memory")
+        contexts = contexts if memory is None else memory.num_context_tokens
         self.documents.trained.update(inputs.get("documents", ()))
         self.run_counts.add(
             num_cut_tokens=sum(cut),

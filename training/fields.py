@@ -20,7 +20,10 @@ else:
     Fields, Entries = dict | str, list | str
 
 DESCRIPTION = "Train a base model, a full-context teacher or a compressor from a recipe."
-OBJECTIVES = ("language_modeling", "teacher", "compression", "distillation", "joint", "denoising", "retrieval")
+OBJECTIVES = (
+    *("language_modeling", "teacher", "compression", "distillation", "joint", "segments", "windows"),
+    *("denoising", "retrieval"),
+)
 OPTIMIZERS = ("adamw", "muon", "adafactor")
 RATIO_MODES = ("all", "random", "per_sample")
 CONTEXT_MODES = ("compressed", "full_context", "no_context")
@@ -131,18 +134,22 @@ class DataArguments:
         min_context_tokens: shortest window of a plain text, and shortest generated document.
         max_target_tokens: targets are cut to so many tokens (counted in the log).
         min_document_tokens: shortest document of joint pretraining, context and completion together.
-        max_document_tokens: longest document of joint pretraining.
+        max_document_tokens: longest document of joint pretraining; length of every block of the objective segments.
         questions_per_example: questions about one context in an example of a compressor.
         overlong_contexts: of contexts of questions and summaries that are too long: truncate their end or
             truncate_left their beginning (both counted in the log), or skip them.
         group_batches: batches of a compressor that are sorted by length together, so that they hold little padding.
         pack_texts: texts to be continued stand one behind the other, with EOS behind each, and are cut every
             `max_context_tokens + max_target_tokens` tokens: no pads; sources with the task continuation alone.
+        memories: folder of memory files, named by `document_id` as `compress --by-document` names them, that a stage
+            which changes no memory reads in place of its contexts.
         num_eval_examples: examples of `eval_sources`.
         length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
         task_schedule: (fraction of training, tasks) pairs of a compressor's training: from there on only these, of the
             sources that have them, e.g. `[[0.0, [reconstruction]], [0.5, [reconstruction, question_answering]]]`;
             `eval_sources` have all their tasks.
+        task_per_batch: all examples of a device's batch have one task, drawn for the batch, as by the coin of PCC's
+            pretraining, and not one drawn for each; every source has the same tasks then, and `group_batches` is 1.
         row_mixture: share of each kind of row of language modelling.
         tokens_per_batch: tokens in a batch of language modelling.
         max_questions: questions about one document in a row of language modelling.
@@ -170,9 +177,11 @@ class DataArguments:
     overlong_contexts: str = field(default="truncate", metadata={"help": ", ".join(OVERLONG_CONTEXTS)})
     group_batches: int = field(default=1, metadata={"help": "batches sorted by length together"})
     pack_texts: bool = field(default=False, metadata={"help": "texts to be continued as one stream, without pads"})
+    memories: str | None = field(default=None, metadata={"help": "folder of memories in place of contexts"})
     num_eval_examples: int = field(default=200, metadata={"help": "number of evaluation examples"})
     length_schedule: Entries | None = field(default=None, metadata={"help": "how the length limit grows"})
     task_schedule: Entries | None = field(default=None, metadata={"help": "which tasks are trained when"})
+    task_per_batch: bool = field(default=False, metadata={"help": "one task for all examples of a batch"})
     row_mixture: Fields | None = field(default=None, metadata={"help": "share of each kind of row"})
     tokens_per_batch: int = field(default=4096, metadata={"help": "tokens in a batch of language modelling"})
     max_questions: int = field(default=8, metadata={"help": "questions about one document in a row"})
@@ -202,6 +211,11 @@ class DataArguments:
         check_choice("prompt_format", self.prompt_format, PROMPT_FORMATS)
         if self.task_schedule is not None:
             check_task_schedule(self.task_schedule)
+        if self.task_per_batch and self.group_batches > 1:
+            raise ValueError(
+                f"task_per_batch goes with group_batches 1, got {self.group_batches}: groups are sorted by length, "
+                "whatever the task"
+            )
 
     def parsed_sources(self) -> list[DataSource]:
         """The entries of `sources`; `ValueError` when there are none."""
@@ -222,14 +236,16 @@ class TrainingFields:
 
     Args:
         objective: language_modeling, teacher, compression, distillation, joint (reconstruction and continuation
-            from the same slots), denoising (span corruption, for decal), or retrieval (contrastive, for decal).
+            from the same slots), segments (the next token behind summaries, for autocompressor), windows (the
+            next token behind beacons, for activation_beacon), denoising (span corruption, for decal), or retrieval
+            (contrastive, for decal).
         optimizer: adamw; muon for matrices and AdamW for embeddings and vectors; or adafactor as in T5, whose
             `learning_rate` is relative to the size of each parameter (that of `optim: adafactor` is absolute) and
             which clips updates itself (`max_grad_norm: 0`).
         muon_learning_rate: of the hidden matrices under Muon; `learning_rate` is AdamW's.
         muon_momentum: momentum of Muon.
-        ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step, "per_sample"
-            one per row.
+        ratio_mode: "all" trains every ratio at each step from one encoding, "random" draws one per step
+            (of the objective windows for each window of a step), "per_sample" one per row.
         ratio_schedule: list of [fraction of training, ratios]: the checkpoint's ratios that are trained from there on,
             e.g. `[[0.0, [2]], [0.4, [2, 4, 8]]]`; all of them all the time when not given.
         distillation_chunk_size: answer tokens whose vocabulary scores are in memory at once.
@@ -238,6 +254,10 @@ class TrainingFields:
         save_dtype: type that the final weights are stored in, e.g. bfloat16; as they are held by default.
             They are read back in the type that they were trained in.
         alpha: weight of the reconstruction in the objective joint, 0 to 1; the continuation has the rest.
+        training_substeps: parts of a block of the objective segments, each with its own backward pass; no gradient
+            flows between them.
+        segments_per_substep: segments of each, with gradient between them.
+        random_segments: whether the lengths of segments are drawn; else they are equal.
         context_mode: how the objectives compression and joint give the context: compressed, or for the bounds as
             full_context in front of the text, or no_context.
         contrastive_temperature: scores of the objective retrieval are divided by it.
@@ -257,6 +277,9 @@ class TrainingFields:
 
     save_dtype: str | None = field(default=None, metadata={"help": "type that the final weights are stored in"})
     alpha: float = field(default=0.5, metadata={"help": "weight of the reconstruction in joint pretraining"})
+    training_substeps: int = field(default=2, metadata={"help": "parts of a block of segments"})
+    segments_per_substep: int = field(default=2, metadata={"help": "segments of each part"})
+    random_segments: bool = field(default=True, metadata={"help": "whether lengths of segments are drawn"})
     context_mode: str = field(default="compressed", metadata={"help": ", ".join(CONTEXT_MODES)})
     contrastive_temperature: float = field(default=1.0, metadata={"help": "what scores of retrieval are divided by"})
     sample_answers_steps: int = field(default=0, metadata={"help": "steps between answers in the log; 0 for none"})
@@ -280,6 +303,9 @@ class TrainingFields:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
+        for name in ("training_substeps", "segments_per_substep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.sample_answers_steps < 0:
             raise ValueError(f"sample_answers_steps must be 0 or more, got {self.sample_answers_steps}")
         if self.contrastive_temperature <= 0:

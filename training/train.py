@@ -19,13 +19,14 @@ from .weight_files import store_weights_as
 
 # Every other objective's file in objectives/ has its name.
 _FILES = {"joint": "joint_pretraining"}
-_READING = ("compression", "distillation", "teacher")
+_READING = ("compression", "distillation", "teacher", "windows")
 _OBJECTIVES_WITH = {
     "prompt_format": _READING,
     "task_schedule": _READING,
     "length_schedule": (*_READING, "joint", "language_modeling"),
-    "ratio_schedule": ("compression", "distillation", "joint", "denoising"),
-    "eval_sources": (*_READING, "joint", "denoising"),
+    "ratio_schedule": ("compression", "distillation", "joint", "segments", "windows", "denoising"),
+    "eval_sources": (*_READING, "joint", "segments", "denoising"),
+    "memories": ("compression", "distillation"),
     "sample_answers_steps": ("compression", "distillation"),
 }
 _INSTEAD = {("eval_sources", "retrieval"): "measure rankings with `evaluate-retrieval`"}

@@ -12,11 +12,20 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from .field_checks import is_number
 from .fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
 from .compressed_context import CompressedContext
 from .key_value_memory import inverse_frequencies, key_value_shape
-from .chunking import Chunks, Slots, cut, join, memory_position_ids
-from .input_checks import TokenRows, check_context_length, check_ratios, check_together, token_rows
+from .ratio_selection import row_ratios
+from .chunking import Chunks, Slots, cut, join, memory_position_ids, with_markers
+from .input_checks import (
+    TokenRows,
+    check_context_length,
+    check_ratios,
+    check_together,
+    passage_borders,
+    token_rows,
+)
 from .pretrained_compressor import CompressorPreTrainedModel
 
 logger = logging.get_logger(__name__)
@@ -26,10 +35,12 @@ class CompressorBackbone(CompressorPreTrainedModel):
     """`compress` of every compressor; a method adds `encode`."""
 
     memory_class = CompressedContext
-    # Whether a slot is made of the mean over a window of r neighbouring tokens.
+    # Whether a slot is made of a window of r neighbouring tokens, and of nothing else.
     pools_windows = False
     # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
     warns_of_no_context = True
+    # Learned vectors in front of the slots of each chunk and behind them.
+    marker_embeddings: Any
     _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
     # That of the stored weights, by that of the same weights as they were loaded.
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
@@ -45,13 +56,14 @@ class CompressorBackbone(CompressorPreTrainedModel):
             )
         return super().__call__(*args, **kwargs)
 
-    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Sequence[Slots]:
+    def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
         """The method itself: slots of every ratio from one pass over the context.
 
         Args:
             chunks: right-padded `input_ids`, `attention_mask` and `position_ids`, each `(num_chunks, num_tokens)`, and
                 `lengths`, the number of tokens of each chunk; at least one of them has a token.
-            ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`.
+            ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`; of a method that selects ratios
+                also "auto", which it answers in `chunks.selected_ratios`.
 
         Returns:
             For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned: as many for each chunk as the
@@ -69,8 +81,11 @@ class CompressorBackbone(CompressorPreTrainedModel):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        ratio: int | Tensor | Sequence[int] | None = None,
+        ratio: int | str | Tensor | Sequence[int | str] | None = None,
         allow_untrained_ratio: bool = False,
+        *,
+        ratio_scale: float | None = None,
+        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
         **unused: Any,
     ) -> CompressedContext | list[CompressedContext]:
         """Compress contexts into slots.
@@ -81,37 +96,57 @@ class CompressorBackbone(CompressorPreTrainedModel):
             input_ids: Token ids `(batch_size, num_tokens)`; no special tokens are added, every id counts.
             attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not
                 given.
-            ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, or a list of
-                ints, which gives one memory each from a single pass of the encoder. The checkpoint's first if not
-                given.
+            ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, "auto", or a
+                list of ints and "auto", which gives one memory each from a single pass of the encoder. The
+                checkpoint's first if not given. With "auto" a checkpoint that has a ratio selector takes for each
+                chunk the one of its ratios that the chunk's text asks for, whatever stands beside it; a row's `ratio`
+                is then the chunks' common one, or ceil(tokens / slots).
             allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
-            unused: Only `token_type_ids`, which some tokenizers add, is accepted and ignored.
+            ratio_scale: What "auto" adds to the predicted log2 of the ratio, in place of the configuration's: 1 asks
+                for twice the ratio.
+            chunk_lengths: `(batch_size, num_passages)`, or a list for each row: how many of a row's tokens are in each
+                of its passages, which are compressed apart from each other; 0 for none. A passage of more than the
+                configuration's `chunk_size` tokens is cut like any context. `None`: a row is one passage.
+            unused: What the method reads beside contexts, such as `pixel_values`; `token_type_ids`, which some
+                tokenizers add, is ignored.
 
         Returns:
             The memory, or a list of memories if `ratio` is a list.
 
         Raises:
-            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, or a
-                context longer than the encoder's positions.
-            TypeError: an argument that is not known.
+            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, "auto"
+                or a `ratio_scale` without a ratio selector, or a context longer than the encoder's positions.
+            TypeError: an argument that is not known, or a value of another type.
         """
+        beside = self.beside_contexts(unused)
         unknown = set(unused) - {"token_type_ids"}
         if unknown:
             raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
-        return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio)
+        if ratio_scale is not None and not is_number(ratio_scale):
+            raise TypeError(f"`ratio_scale` must be a number, got {ratio_scale!r}")
+        if ratio_scale is not None and not self.config.selects_ratios:
+            raise ValueError(f"`ratio_scale` is {ratio_scale}, but the checkpoint has no ratio selector to be moved")
+        if ratio_scale is not None:
+            beside["ratio_scale"] = ratio_scale
+        return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio, chunk_lengths, **beside)
+
+    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a method reads beside contexts, such as images, taken out of a call's arguments; by default nothing."""
+        return {}
 
     def named_memories(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None,
-        ratio: int | Tensor | Sequence[int] | None,
+        ratio: int | str | Tensor | Sequence[int | str] | None,
         allow_untrained_ratio: bool,
+        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
         **beside: Any,
     ) -> CompressedContext | list[CompressedContext]:
         """What `compress` returns; `beside` is handed to `encode`."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
             ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
-            context = self.context_rows(input_ids, attention_mask)
+            context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
             check_together(context)
             memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
         for memory in memories:
@@ -122,9 +157,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 memory.model_id = self.model_id
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
 
-    def context_rows(self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids") -> TokenRows:
+    def context_rows(
+        self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
+    ) -> TokenRows:
         """Contexts for [`check_together`]; task tokens belong to the text, and the encoder does not know them."""
-        return token_rows(input_ids, attention_mask, name, vocab_size=self.config.get_encoder_config().vocab_size)
+        rows = token_rows(input_ids, attention_mask, name, vocab_size=self.config.get_encoder_config().vocab_size)
+        rows.borders = passage_borders(name.replace("input_ids", "chunk_lengths"), chunk_lengths, input_ids)
+        return rows
 
     def compress_rows(
         self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
@@ -137,24 +176,25 @@ class CompressorBackbone(CompressorPreTrainedModel):
             allow_untrained_ratio: as in `compress`.
             beside: handed to `encode`, of a method that reads more than contexts.
         """
-        config, layout = self.config, self.config.position_layout
-        ids, mask = context.input_ids, context.attention_mask
-        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio)
-        if config.has_encoder:
-            # Chunks count from 0 again, or on from 1.
-            longest = max(context.lengths)
-            positions = min(longest, config.chunk_size or longest) if layout == "default" else longest + 1
-            check_context_length(config.get_encoder_config(), positions, config.chunk_size)
-        chunks = cut(ids, mask, context.lengths, config.chunk_size, layout)
+        config, ids = self.config, context.input_ids
+        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio, config.selects_ratios)
+        chunks = self.chunks_of(context)
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
         if chunks.input_ids.shape[1]:
             encoded = self.encode(chunks, chunk_ratios, **beside)
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
+            chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
         memories = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
-            counts = slot_counts(config, chunks.lengths, chunk_ratio)
+            own_ratio: Any = chunks.selected_ratios if isinstance(ratio, str) else chunk_ratio
+            counts = self.kept_slots(chunks, own_ratio)
+            if config.markers_per_chunk and isinstance(slots, Tensor) and max(counts):
+                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
+                slots, counts = with_markers(slots, counts, *around)
+            if isinstance(ratio, str):
+                ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
             slots, slot_mask = join(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memories.append(
@@ -163,14 +203,33 @@ class CompressorBackbone(CompressorPreTrainedModel):
                     key_values=None if isinstance(slots, Tensor) else slots,
                     inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
                     attention_mask=slot_mask,
-                    position_ids=memory_position_ids(slot_mask, chunks, counts, layout, config.carrier),
-                    num_context_tokens=mask.sum(dim=1),
+                    position_ids=self.slot_positions(slot_mask, chunks, counts),
+                    num_context_tokens=context.attention_mask.sum(dim=1),
                     ratio=ratio,
-                    position_layout=layout,
+                    position_layout=config.position_layout,
                     check=False,
                 )
             )
         return memories
+
+    def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
+        """Slots of each chunk that are in the memory, which are all of them unless a method says otherwise."""
+        return slot_counts(self.config, chunks.lengths, ratio)
+
+    def chunks_of(self, context: TokenRows) -> Chunks:
+        """Contexts in chunks; `ValueError` for one that is longer than the encoder has positions."""
+        config, layout = self.config, self.config.position_layout
+        rows = (context.input_ids, context.attention_mask, context.lengths)
+        chunks = cut(*rows, config.chunk_size, layout, context.passages)
+        if config.encoder_limit is not None:
+            # Chunks count from 0 again, or on from 1.
+            positions = max(chunks.lengths) if layout == "default" else max(context.lengths) + 1
+            check_context_length(config.get_encoder_config(), positions, config.chunk_size)
+        return chunks
+
+    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
+        """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
+        return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
 
     def _no_slots(self, num_chunks: int) -> Slots:
         """What `encode` would return where there is no context token at all."""

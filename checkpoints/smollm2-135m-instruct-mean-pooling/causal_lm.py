@@ -86,10 +86,11 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
-        ratio: int | Tensor | None = None,
+        ratio: int | str | Tensor | None = None,
         use_cache: bool | None = None,
         text_position_offset: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        context_chunk_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         r"""
@@ -117,6 +118,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             ratio=ratio,
             use_cache=use_cache,
             text_position_offset=text_position_offset,
+            context_chunk_lengths=context_chunk_lengths,
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -151,7 +153,8 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         memory: CompressedContext | None = None,
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
-        ratio: int | Tensor | None = None,
+        ratio: int | str | Tensor | None = None,
+        context_chunk_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate text after slots and a question.
@@ -164,7 +167,8 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
             context_attention_mask: Their mask.
             ratio: Ratio for them, as in `compress`; beside a memory, its own or none.
-            kwargs: Arguments of `transformers.GenerationMixin.generate`.
+            context_chunk_lengths: Lengths of their passages, `(batch_size, num_passages)`, as in `compress`.
+            kwargs: Arguments of `transformers.GenerationMixin.generate`, and what the method reads beside contexts.
 
         Returns:
             As `GenerationMixin.generate`: question and new tokens; slots never appear.
@@ -193,11 +197,13 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
                 kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
-            context = self.model.context_rows(context_input_ids, context_attention_mask, "context_input_ids")
+            beside = self.model.beside_contexts(kwargs)
+            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+            context = self.model.context_rows(*given)
             check_together(context)
-            memory = self.model.compress_rows(context, [ratio])[0]
+            memory = self.model.compress_rows(context, [ratio], **beside)[0]
         else:
-            check_memory_ratio(memory, ratio, context_attention_mask)
+            check_memory_ratio(memory, ratio, context_attention_mask, context_chunk_lengths)
         # The library would cut the question by the cache's length, which counts the slots.
         cache = kwargs.get("past_key_values")
         if memory is None and num_cached_slots(cache):

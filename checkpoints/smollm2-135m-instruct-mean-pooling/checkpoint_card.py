@@ -108,6 +108,9 @@ def summary_of(config: CompressorConfig) -> str:
 def facts(config: CompressorConfig) -> list[tuple[str, Any]]:
     """What a compressor is, by name; the method's own fields are those of its `card_fields`."""
     has_decoder = config.auto_class != RETRIEVAL_LOADER
+    decoder = _adapters(config.decoder_adapter)
+    if config.shared_adapter:
+        decoder = "the encoder's adapter" + (f", and {decoder}" if config.decoder_adapter else "")
     rows = [
         ("Base model", _base(config)),
         ("Fine-tuned from", config.parent_model_name_or_path),
@@ -116,7 +119,8 @@ def facts(config: CompressorConfig) -> list[tuple[str, Any]]:
         ("Chunk size", f"{config.chunk_size} tokens" if config.chunk_size else "none: the context is read whole"),
         ("Position layout", config.position_layout),
         ("Encoder", _adapters(config.encoder_lora)),
-        ("Decoder", _adapters(config.decoder_lora) if has_decoder else None),
+        ("Decoder", decoder if has_decoder else None),
+        ("Learned vectors around each chunk's slots", config.markers_per_chunk or None),
         *config.card_rows(),
     ]
     return [(name, value) for name, value in rows if value is not None]

@@ -27,6 +27,9 @@ class Chunks:
         starts: `(batch_size * chunks_per_row,)`, context tokens in front of each chunk.
         lengths: Real tokens of each chunk, known on the host.
         chunks_per_row: Number of chunks of the longest row; shorter rows have empty ones.
+        inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
+            the ids' own embeddings; `None` for these.
+        selected_ratios: `(batch_size * chunks_per_row,)`, what a method's `encode` has chosen where a ratio is "auto".
     """
 
     input_ids: Tensor
@@ -35,6 +38,8 @@ class Chunks:
     starts: Tensor
     lengths: list[int]
     chunks_per_row: int
+    inputs_embeds: Tensor | None = None
+    selected_ratios: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
@@ -43,9 +48,14 @@ class Chunks:
 
 
 def cut(
-    input_ids: Tensor, attention_mask: Tensor, lengths: Sequence[int], chunk_size: int | None, layout: str
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int],
+    chunk_size: int | None,
+    layout: str,
+    passages: Sequence[Sequence[int]] | None = None,
 ) -> Chunks:
-    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row may be short.
+    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short.
 
     Args:
         input_ids: `(batch_size, num_tokens)`, padded anywhere.
@@ -54,6 +64,7 @@ def cut(
         chunk_size: Tokens per chunk, `None` for one chunk whatever the length.
         layout: "default" restarts the positions in each chunk at 0; "uniform" and "enhanced" count on from 1 (EPL,
             Tables 1 and 12).
+        passages: Tokens of each passage of each row, which are cut apart from each other.
 
     Returns:
         The chunks.
@@ -62,6 +73,8 @@ def cut(
     if any(length != num_tokens for length in lengths):
         input_ids, attention_mask = (right_padded(tensor, attention_mask) for tensor in (input_ids, attention_mask))
     longest = max(lengths)
+    if passages is not None:
+        return _cut_passages(input_ids, passages, chunk_size or max(1, longest), layout)
     length = min(chunk_size or longest, longest)
     chunks_per_row = -(-longest // length) if length else 1
     pad = chunks_per_row * length - num_tokens
@@ -76,10 +89,52 @@ def cut(
     return Chunks(input_ids, attention_mask, position_ids, starts, in_chunks, chunks_per_row)
 
 
+def _cut_passages(input_ids: Tensor, passages: Sequence[Sequence[int]], chunk_size: int, layout: str) -> Chunks:
+    """`cut` where chunks end with passages, too, of right-padded rows."""
+    device = input_ids.device
+    rows = [[min(chunk_size, n - start) for n in row for start in range(0, n, chunk_size)] for row in passages]
+    chunks_per_row = max(1, max(map(len, rows)))
+    rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
+    in_chunks, lengths = torch.tensor(rows, device=device), [n for row in rows for n in row]
+    starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
+    attention_mask = first_places(lengths, device)
+    position_ids = torch.arange(attention_mask.shape[1], device=device).expand(attention_mask.shape)
+    places = (position_ids + starts[:, None]).clamp(max=input_ids.shape[1] - 1)
+    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * attention_mask
+    if layout != "default":
+        position_ids = position_ids + starts[:, None] + 1
+    return Chunks(input_ids, attention_mask, position_ids, starts, lengths, chunks_per_row)
+
+
 def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
     """The mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
     places = torch.arange(max(counts), device=device)
     return (places < torch.tensor(counts, device=device)[:, None]).long()
+
+
+def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
+    """Put the same vectors in front of the slots of each chunk, and behind them; a chunk without slots has none.
+
+    Args:
+        slots: `(num_chunks, slots_per_chunk, hidden_size)`, left-aligned.
+        counts: Slots of each chunk.
+        before: `(num_before, hidden_size)`.
+        after: `(num_after, hidden_size)`.
+
+    Returns:
+        `(num_chunks, num_before + max(counts) + num_after, hidden_size)`, left-aligned, and how many there are in each
+        chunk.
+    """
+    around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
+    joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
+    num_markers = len(before) + len(after)
+    totals = [count + num_markers if count else 0 for count in counts]
+    if min(counts) < max(counts):
+        mask = first_places(counts, slots.device)
+        marks = mask[:, :1].expand(-1, num_markers)
+        mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
+        joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
+    return joined, totals
 
 
 def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:

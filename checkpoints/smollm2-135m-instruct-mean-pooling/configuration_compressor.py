@@ -11,6 +11,7 @@ from .field_checks import (
     boolean,
     language_model_config,
     lora_settings,
+    marker_counts,
     one_of,
     pattern_list,
     positive_int_or_none,
@@ -73,6 +74,14 @@ class CompressorConfig(PreTrainedConfig):
             names). `None`: the encoder is frozen.
         decoder_lora (`dict`, *optional*):
             LoRA of the decoder, likewise. `None`: the decoder is frozen.
+        shared_adapter (`bool`, defaults to `False`):
+            Whether the decoder reads with the encoder's adapter, the same weights, which get gradient from both sides.
+            Encoder and decoder are then one model, and `decoder_lora` is `encoder_lora`; another one is an adapter
+            beside it, in a stage that trains that alone.
+        slot_markers (`dict[str, int]`, *optional*):
+            How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them (`"after"`),
+            such as `{"after": 1}` for a separator. Each is a place of the decoder and is kept with the memory: it
+            counts among the slots. `None`: none. They stand between embeddings with contiguous positions alone.
         trainable_parameters (sequence of `str`, *optional*):
             Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
             part of the checkpoint and is applied again when it is loaded.
@@ -120,6 +129,8 @@ class CompressorConfig(PreTrainedConfig):
     # Whether what opens a text, BOS or the user's turn of a chat, is compressed in front of a document, and the text
     # goes on where the document ends.
     opens_context = False
+    # Whether BOS stands in front of a task token behind slots, too.
+    bos_before_task_token = False
     # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
     plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
     # The method's fields that a model card names -> what it calls them.
@@ -141,6 +152,8 @@ class CompressorConfig(PreTrainedConfig):
         position_layout: str = "default",
         encoder_lora: dict[str, Any] | None = None,
         decoder_lora: dict[str, Any] | None = None,
+        shared_adapter: bool = False,
+        slot_markers: dict[str, int] | None = None,
         trainable_parameters: list[str] | tuple[str, ...] | None = None,
         restores_context_start: bool = True,
         bos_before_text: bool = True,
@@ -168,6 +181,8 @@ class CompressorConfig(PreTrainedConfig):
         self.position_layout = one_of("position_layout", position_layout, POSITION_LAYOUTS)
         self.encoder_lora = lora_settings("encoder_lora", encoder_lora)
         self.decoder_lora = lora_settings("decoder_lora", decoder_lora)
+        self.shared_adapter = boolean("shared_adapter", shared_adapter)
+        self.slot_markers = marker_counts(slot_markers)
         self.trainable_parameters = pattern_list(trainable_parameters)
         self.restores_context_start = boolean("restores_context_start", restores_context_start)
         self.bos_before_text = boolean("bos_before_text", bos_before_text)
@@ -186,8 +201,26 @@ class CompressorConfig(PreTrainedConfig):
         for name, default in _RECORD.items():
             setattr(self, name, kwargs.pop(name, default))
         super().__init__(**kwargs)
+        self._check_parts()
         self.auto_map = self.default_auto_map()
         self.custom_pipelines = self.default_custom_pipelines()
+
+    def _check_parts(self) -> None:
+        if self.shared_adapter:
+            self.decoder_lora = self.encoder_lora if self.decoder_lora is None else self.decoder_lora
+            has_other = self.decoder_adapter is not None and not self.has_frozen_memories
+            if self.encoder_lora is None or has_other or self.encoder_config is not None:
+                raise ValueError(
+                    "`shared_adapter` needs an `encoder_lora`, no other `decoder_lora` and no `encoder_config`, got "
+                    f"{self.encoder_lora!r}, {self.decoder_lora!r} and {type(self.encoder_config).__name__}"
+                )
+        if self.markers_per_chunk and (
+            self.carrier != "embeddings" or self.is_encoder_decoder or self.position_layout == "enhanced"
+        ):
+            raise ValueError(
+                f"`slot_markers` must be left out where a memory holds keys and values, where a decoder reads it by "
+                f"cross-attention, and under `position_layout='enhanced'`, got {self.slot_markers!r}"
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -250,6 +283,11 @@ class CompressorConfig(PreTrainedConfig):
         return self.model_type.removesuffix("_compressor")
 
     @property
+    def card_text(self) -> str:
+        """Whose description a model card has: the method's, or that of a published system that is a setting of it."""
+        return self.method
+
+    @property
     def auto_class(self) -> str:
         """Name of the Auto class that loads this checkpoint whole."""
         return next(name for name in self.auto_map if name not in ("AutoConfig", "AutoModel"))
@@ -303,8 +341,23 @@ class CompressorConfig(PreTrainedConfig):
         return None
 
     @property
+    def has_frozen_memories(self) -> bool:
+        """Whether this stage of a training changes no memory: the decoder's own adapter alone trains."""
+        return False
+
+    @property
+    def decoder_adapter(self) -> dict[str, Any] | None:
+        """Settings of an adapter of the decoder's own; `None` where it has none, or reads with a shared one alone."""
+        return None if self.shared_adapter and self.decoder_lora == self.encoder_lora else self.decoder_lora
+
+    @property
     def compresses_questions(self) -> bool:
         """Whether a context is compressed together with its question, so that a memory answers no other one."""
+        return False
+
+    @property
+    def selects_ratios(self) -> bool:
+        """Whether a context may say itself how far it is compressed, `ratio="auto"`."""
         return False
 
     @property
@@ -331,8 +384,13 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def has_encoder(self) -> bool:
-        """Whether a language model reads the context, which is then no longer than that has positions."""
+        """Whether a language model reads the context."""
         return True
+
+    @property
+    def encoder_limit(self) -> int | None:
+        """Positions of the language model that reads whole chunks, which are then no longer; `None` for no limit."""
+        return getattr(self.get_encoder_config(), "max_position_embeddings", None) if self.has_encoder else None
 
     @property
     def num_memory_tokens(self) -> int | None:
@@ -351,15 +409,20 @@ class CompressorConfig(PreTrainedConfig):
         """Operations of compressing a chunk (see `LayerShape`): the encoder's; a method adds those of its parts."""
         return stack_flops(self.get_encoder_config(), num_tokens + self.chunk_memory_tokens(num_tokens, ratio))
 
+    @property
+    def markers_per_chunk(self) -> int:
+        """Learned vectors around the slots of each chunk: places of the decoder beside `chunk_slots`."""
+        return sum(self.slot_markers.values())
+
     def num_slots(self, num_context_tokens: int, ratio: int) -> int:
-        """Slots of a context, all chunks together.
+        """Slots of a context, all chunks and their markers together: what the decoder reads in its place.
 
         Args:
             num_context_tokens: L.
             ratio: r, context tokens per slot.
         """
         chunks = self._chunks(num_context_tokens, ratio)
-        return sum(times * self.chunk_slots(length, ratio) for length, times in chunks)
+        return sum(times * (self.chunk_slots(length, ratio) + self.markers_per_chunk) for length, times in chunks)
 
     def compression_flops(self, num_context_tokens: int, ratio: int) -> int:
         """Operations of compressing one context; arguments as `num_slots`."""
@@ -386,8 +449,8 @@ class CompressorConfig(PreTrainedConfig):
         appended = self.chunk_memory_tokens(longest_chunk, ratio)
         if self.num_memory_tokens is not None and appended > self.num_memory_tokens:
             return False
-        limit = getattr(self.get_encoder_config(), "max_position_embeddings", None)
-        if limit is None or not self.has_encoder:
+        limit = self.encoder_limit
+        if limit is None:
             return True
         # Chunks start anew at 0, with memory tokens behind them; or they count on from 1, and memory tokens share the
         # positions of their chunk.

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the mean-pooling compressor."""
 
+import math
 from typing import Any
 
 from .configuration_compressor import CompressorConfig
-from .field_checks import boolean, lora_or, one_of
+from .field_checks import boolean, is_number, lora_or, one_of, positive_int_or_none
 from .layer_shape import linear_flops, perceptron_flops
 
 ENCODER_TYPES = ("language_model", "embeddings")
 ENCODER_ATTENTIONS = ("bidirectional", "causal")
+RATIO_SELECTORS = ("ratio", "log_ratio")
 
 
 class MeanPoolingConfig(CompressorConfig):
@@ -19,6 +21,9 @@ class MeanPoolingConfig(CompressorConfig):
     The paper's ablations (Table 3) are values of this configuration: fixed decoder: `decoder_lora=None`; fixed
     encoder: `encoder_lora=None`; no encoder: `encoder_type="embeddings"`; without the linear layer:
     `linear_after_pooling=False`. (Ratio sampling is a value of the training recipe: `ratio_mode: per_sample`.)
+
+    With a `ratio_selector` it is the compressor of "Density-aware Soft Context Compression with Semi-Dynamic
+    Compression Ratio": `ratio="auto"` takes for each chunk the one of `compression_ratios` that its text asks for.
 
     Args:
         compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 16, 32, 64, 128)`):
@@ -35,14 +40,24 @@ class MeanPoolingConfig(CompressorConfig):
             hidden states, were 15 times as large on SmolLM2-135M-Instruct.
         mlp_after_pooling (`bool`, defaults to `False`):
             Whether a perceptron of two layers (hidden_size wide, GELU, zero at the start) is added to W's output.
+        normed_mlp_size (`int`, *optional*):
+            Width of a perceptron in W's place: RMS norm, linear map, GELU, linear map, without biases (4096 in the
+            semi-dynamic paper's code). It goes with `linear_after_pooling=False`.
         encoder_type (`str`, defaults to `"language_model"`):
             What is pooled: the encoder's last hidden states, or `"embeddings"`, the decoder's token embeddings.
         encoder_attention (`str`, defaults to `"bidirectional"`):
             Attention inside the encoder, `"bidirectional"` as in section 4.1 or `"causal"`.
+        ratio_selector (`str`, *optional*):
+            Whether a linear map of the last token's state (hidden_size + 1 parameters) predicts y = log2 of a chunk's
+            ratio, and how `ratio="auto"` takes the nearest of `compression_ratios`: `"ratio"`, to 2^y, as the authors
+            do; `"log_ratio"`, to y among their logarithms. `None`: there is no `ratio="auto"`.
+        ratio_scale (`float`, defaults to 0):
+            What `ratio="auto"` adds to y: 1 asks for twice the ratio, -1 for half of it.
         kwargs: fields of [`CompressorConfig`].
     """
 
     model_type = "mean_pooling_compressor"
+    card_fields = {**CompressorConfig.card_fields, "ratio_selector": 'Selector for `ratio="auto"`, nearest by'}
 
     def __init__(
         self,
@@ -52,8 +67,11 @@ class MeanPoolingConfig(CompressorConfig):
         linear_after_pooling: bool = True,
         embedding_residual: bool = False,
         mlp_after_pooling: bool = False,
+        normed_mlp_size: int | None = None,
         encoder_type: str = "language_model",
         encoder_attention: str = "bidirectional",
+        ratio_selector: str | None = None,
+        ratio_scale: float = 0.0,
         **kwargs: Any,
     ):
         self.linear_after_pooling = boolean("linear_after_pooling", linear_after_pooling)
@@ -63,6 +81,12 @@ class MeanPoolingConfig(CompressorConfig):
             raise ValueError(
                 "`embedding_residual` and `mlp_after_pooling` go with `linear_after_pooling=True`, got "
                 f"{embedding_residual!r} and {mlp_after_pooling!r}"
+            )
+        self.normed_mlp_size = positive_int_or_none("normed_mlp_size", normed_mlp_size)
+        if self.linear_after_pooling and normed_mlp_size is not None:
+            raise ValueError(
+                "`normed_mlp_size` stands in W's place and goes with `linear_after_pooling=False`, got "
+                f"{normed_mlp_size!r}"
             )
         self.encoder_type = one_of("encoder_type", encoder_type, ENCODER_TYPES)
         self.encoder_attention = one_of("encoder_attention", encoder_attention, ENCODER_ATTENTIONS)
@@ -84,6 +108,24 @@ class MeanPoolingConfig(CompressorConfig):
                 "`encoder_type='embeddings'` has no encoder: `encoder_lora` and `encoder_config` must be None, got "
                 f"{self.encoder_lora!r} and {type(self.encoder_config).__name__}"
             )
+        self._check_selector(ratio_selector, ratio_scale)
+
+    def _check_selector(self, ratio_selector: Any, ratio_scale: Any) -> None:
+        is_there = ratio_selector is not None
+        self.ratio_selector = one_of("ratio_selector", ratio_selector, RATIO_SELECTORS) if is_there else None
+        if not is_number(ratio_scale) or not math.isfinite(ratio_scale):
+            raise ValueError(f"`ratio_scale` must be a finite number, got {ratio_scale!r}")
+        self.ratio_scale = ratio_scale
+        if self.selects_ratios and (not self.has_encoder or len(self.compression_ratios) < 2):
+            raise ValueError(
+                "`ratio_selector` reads an encoder's state and chooses among two or more `compression_ratios`, got "
+                f"`encoder_type={self.encoder_type!r}` and {list(self.compression_ratios)}"
+            )
+
+    @property
+    def selects_ratios(self) -> bool:
+        """Whether `ratio="auto"` is allowed."""
+        return self.ratio_selector is not None
 
     @property
     def has_encoder(self) -> bool:
@@ -91,8 +133,11 @@ class MeanPoolingConfig(CompressorConfig):
         return self.encoder_type == "language_model"
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
-        """Operations of the encoder, of the linear map and of the perceptron."""
+        """Operations of the encoder, of the linear map, of the perceptrons and of the ratio selector."""
         total = super().chunk_flops(num_tokens, ratio) if self.has_encoder else 0
-        sizes = self.chunk_slots(num_tokens, ratio), self.get_encoder_config().hidden_size, self.hidden_size
-        total += linear_flops(*sizes) if self.linear_after_pooling else 0
-        return total + (perceptron_flops(*sizes) if self.mlp_after_pooling else 0)
+        slots, width = self.chunk_slots(num_tokens, ratio), self.get_encoder_config().hidden_size
+        total += linear_flops(slots, width, self.hidden_size) if self.linear_after_pooling else 0
+        if self.normed_mlp_size is not None:
+            total += linear_flops(slots, width + self.hidden_size, self.normed_mlp_size)
+        total += linear_flops(1, width, 1) if self.selects_ratios else 0
+        return total + (perceptron_flops(slots, width, self.hidden_size) if self.mlp_after_pooling else 0)

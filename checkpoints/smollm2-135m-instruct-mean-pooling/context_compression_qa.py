@@ -16,7 +16,7 @@ from transformers.utils import logging
 from .compressed_context import CompressedContext
 from .memory_validation import is_memory
 from .length_batches import length_batches
-from .prompting import documents_ids, message_ids, question_ids, text_tokenizer
+from .prompting import cut_passages, message_ids, passages_ids, question_ids, text_tokenizer
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8
@@ -41,6 +41,7 @@ class ContextCompressionQAPipeline(Pipeline):
     pipe(["Who wrote it?", "When?"], context=document)           # one reading, a list of answers
     pipe("Who wrote it?", context=documents)                     # each document is asked: a list, one for each
     pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
+    pipe("Who wrote it?", context=[passages])                    # one document of passages, compressed apart
     pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
     pipe("Who wrote it?", store=store, ids=["a", "b"], join=True)            # two of a store's
     pipe(messages=[{"role": "user", "content": "Who wrote it?"}, ...], context=document)      # a conversation
@@ -76,7 +77,7 @@ class ContextCompressionQAPipeline(Pipeline):
     def __call__(
         self,
         question: str | Sequence[str] | None = None,
-        context: str | Sequence[str] | None = None,
+        context: str | Sequence[str | Sequence[str]] | None = None,
         memory: CompressedContext | str | os.PathLike | Sequence[Any] | None = None,
         messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]] | None = None,
         store: Any = None,
@@ -87,7 +88,8 @@ class ContextCompressionQAPipeline(Pipeline):
 
         Args:
             question: a question, or several.
-            context: a document, or several, which are compressed in batches; each is asked every question.
+            context: a document, or several, which are compressed in batches; each is asked every question. A document
+                in a list may be a list of passages, which are compressed apart from each other and read together.
             memory: in place of `context`: what `compress` returned, the file that it was saved in, or a list of these.
                 A memory of several rows counts as several documents.
             messages: in place of `question`: a conversation about the document, messages with `role` and `content`
@@ -137,8 +139,8 @@ class ContextCompressionQAPipeline(Pipeline):
 
     def compress(
         self,
-        documents: str | Sequence[str],
-        ratio: int | Sequence[int] | None = None,
+        documents: str | Sequence[str | Sequence[str]],
+        ratio: int | str | Sequence[int | str] | None = None,
         max_tokens: int | None = None,
         allow_untrained_ratio: bool = False,
         batch_size: int | None = None,
@@ -147,7 +149,7 @@ class ContextCompressionQAPipeline(Pipeline):
         """Compress texts as the checkpoint was trained to read them, in batches of similar length.
 
         Args:
-            documents: the texts, or a single one.
+            documents: the texts, or a single one; one of several may be a list of passages.
             ratio, allow_untrained_ratio: as in the model's `compress`.
             max_tokens: keep only so many tokens of each; all if not given.
             batch_size: documents at once; the pipeline's, or 8, if not given.
@@ -163,12 +165,12 @@ class ContextCompressionQAPipeline(Pipeline):
         batch_size = self._checked_batch_size(batch_size)
         _check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
-        rows = [ids[:max_tokens] for ids in self.document_ids(documents)]
+        rows = [cut_passages(row, max_tokens) for row in self._passages(documents)]
         if not rows:
             raise ValueError("`documents` is an empty list")
         order, parts = [], []
         with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
-            for batch in length_batches([len(row) for row in rows], batch_size):
+            for batch in length_batches([sum(map(len, row)) for row in rows], batch_size):
                 by_row = isinstance(ratio, Tensor) and ratio.dim() == 1
                 own: Any = ratio[batch] if by_row else ratio  # type: ignore[index,call-overload]
                 part = self.compress_ids([rows[i] for i in batch], own, allow_untrained_ratio)
@@ -182,15 +184,15 @@ class ContextCompressionQAPipeline(Pipeline):
 
     def compress_ids(
         self,
-        rows: Sequence[Sequence[int]],
-        ratio: int | Sequence[int] | None = None,
+        rows: Sequence[Sequence[Any]],
+        ratio: int | str | Sequence[int | str] | None = None,
         allow_untrained_ratio: bool = False,
         question: dict[str, Tensor] | None = None,
     ) -> CompressedContext | list[CompressedContext]:
         """Compress token ids, as `document_ids` gives them, in one batch.
 
         Args:
-            rows: of each document.
+            rows: of each document, or of each of its passages.
             ratio, allow_untrained_ratio: as in the model's `compress`.
             question: `input_ids` and `attention_mask` of what is asked, one row for each document; for a checkpoint
                 that compresses both together.
@@ -198,7 +200,13 @@ class ContextCompressionQAPipeline(Pipeline):
         Returns:
             A memory with one row for each document, or one such memory for each ratio of a list.
         """
-        asked = {} if question is None else {f"question_{name}": tensor for name, tensor in question.items()}
+        asked: dict[str, Any] = {}
+        if question is not None:
+            asked = {f"question_{name}": tensor for name, tensor in question.items()}
+        passages = [[row] if not row or isinstance(row[0], int) else row for row in rows]
+        if any(len(row) > 1 for row in passages):
+            asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
+        rows = [[token for passage in row for token in passage] for row in passages]
         with torch.no_grad():
             return self.model.compress(
                 **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
@@ -219,12 +227,16 @@ class ContextCompressionQAPipeline(Pipeline):
                 + otherwise
             )
 
-    def document_ids(self, documents: str | Sequence[str]) -> list[list[int]]:
+    def document_ids(self, documents: str | Sequence[str | Sequence[str]]) -> list[list[int]]:
         """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
+        return [[token for passage in row for token in passage] for row in self._passages(documents)]
+
+    def _passages(self, documents: Any) -> list[list[list[int]]]:
+        """Token ids of each document's passages."""
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
         texts: list[Any] = [documents] if is_one else list(documents)
-        check_texts("context", texts)
-        return documents_ids(self.model.config, self._document_tokenizer, texts)
+        check_texts("context", [p for text in texts for p in (text if isinstance(text, (list, tuple)) else [text])])
+        return passages_ids(self.model.config, self._document_tokenizer, texts)
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
         """A memory from its file, on the model's device; one that is loaded already comes back as it is.
@@ -255,7 +267,7 @@ class ContextCompressionQAPipeline(Pipeline):
         prompt: str | None = None,
         max_tokens: int | None = None,
         join: bool | None = None,
-        ratio: int | None = None,
+        ratio: int | str | None = None,
         allow_untrained_ratio: bool | None = None,
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -283,7 +295,9 @@ class ContextCompressionQAPipeline(Pipeline):
             self.check_serves_memories("so that no memory is asked here: give the document, `context`")
         return {
             "question_ids": texts,
-            "document_ids": [ids[:max_tokens] for ids in self.document_ids(sources)] if name == "context" else None,
+            "document_ids": (
+                [cut_passages(row, max_tokens) for row in self._passages(sources)] if name == "context" else None
+            ),
             "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
             "batch_size": inputs["batch_size"],
             "asks_one": asks_one,
@@ -311,7 +325,7 @@ class ContextCompressionQAPipeline(Pipeline):
         self,
         inputs: dict[str, Any],
         join: bool = False,
-        ratio: int | None = None,
+        ratio: int | str | None = None,
         allow_untrained_ratio: bool = False,
         **generate_kwargs: Any,
     ) -> dict[str, Any]:
@@ -353,7 +367,7 @@ class ContextCompressionQAPipeline(Pipeline):
         return self.model.base_model.memory_class
 
     def _memories(
-        self, inputs: dict[str, Any], join: bool, ratio: int | None, allow_untrained_ratio: bool
+        self, inputs: dict[str, Any], join: bool, ratio: int | str | None, allow_untrained_ratio: bool
     ) -> Iterable[CompressedContext]:
         """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))

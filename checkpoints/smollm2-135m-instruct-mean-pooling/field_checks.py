@@ -71,6 +71,16 @@ def language_model_config(field: str, value: Any) -> PreTrainedConfig:
         raise ValueError(f"`{field}` is no configuration of a model: {error}") from error
 
 
+def marker_counts(value: Any) -> dict[str, int]:
+    """How many learned vectors stand on each side of a chunk's slots."""
+    value = {} if value is None else value
+    counts = value.values() if isinstance(value, dict) else ()
+    known = isinstance(value, dict) and set(value) <= {"before", "after"}
+    if not known or not all(_is_int(count) and count >= 0 for count in counts):
+        raise ValueError(f"`slot_markers` must map 'before' and 'after' to ints of at least 0, got {value!r}")
+    return {"before": 0, "after": 0, **value}
+
+
 def lora_or(value: Any, default: dict[str, Any] | None) -> dict[str, Any] | None:
     """A method's own adapter where the value is "default"."""
     return default if value == "default" else value

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .lora import DECODER
+
 _MATRICES, _RUNS, _RUN = 16, 2, 16
 # Up to which relative error a rounding is named so. Measured on SmolLM2-135M and two small Llamas, mean over matrices:
 # float16 0.0002, bfloat16 0.0018, 8 bits 0.005 to 0.009, 8-bit floats 0.027, 5 bits 0.038 to 0.046,
@@ -34,10 +36,12 @@ _ROUNDINGS = (
 # weights by the share x of their size changes that of about x / pi of all pairs. Of a base that
 # is itself rounded, only what moves weights by about a step of that does.
 _REORDERED = 0.001
+# In the names of what a reader of frozen memories trains.
+_OF_THE_READER = f".{DECODER}."
 # Values that are summed at once: few enough for a processor's cache.
 _CHUNK = 1 << 20
 # Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
-# how fast and in what type it computes, when a text ends.
+# which ratio is selected (a memory knows its own), how fast and in what type it computes, when a text ends.
 _BESIDE_MEMORIES = {
     *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
     *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
@@ -45,6 +49,7 @@ _BESIDE_MEMORIES = {
     *("eos_token_id", "pad_token_id"),
     *("external_weights", "parent_model_name_or_path", "code_version", "config_schema"),
     *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
+    *("ratio_selector", "ratio_scale"),
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
@@ -67,7 +72,7 @@ def fingerprint(
     """
     digest = hashlib.sha256()
     parts = []
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+    for name, parameter in _of_memories(model):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         if parameter.is_meta:
             raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
@@ -96,7 +101,7 @@ def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = 
     """
     digest = hashlib.sha256()
     weights: dict[torch.device, Tensor] = {}
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+    for name, parameter in _of_memories(model):
         if parameter.is_meta:
             raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
         values = whole(parameter.detach())
@@ -110,6 +115,13 @@ def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = 
         sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
         digest.update(f"{name}{tuple(parameter.shape)}{torch.stack(sums).tolist() if sums else []}".encode())
     return digest.hexdigest()[:16]
+
+
+def _of_memories(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters in the order of their names; without the reader's own where a stage changes no memory."""
+    is_reader = getattr(getattr(model, "config", None), "has_frozen_memories", False)
+    named = [(name, p) for name, p in model.named_parameters() if not (is_reader and _OF_THE_READER in name)]
+    return sorted(named, key=lambda item: item[0])
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -130,7 +142,10 @@ def settings_fingerprint(config: PreTrainedConfig) -> str:
         config: the compressor's. Fields with the values that their class gives them do not count, so that one which a
             later version adds changes no name.
     """
-    text = json.dumps(_settings(config), sort_keys=True, default=str)
+    settings = _settings(config)
+    if config.has_frozen_memories or config.shared_adapter:
+        settings.pop("decoder_lora", None)
+    text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

@@ -89,7 +89,7 @@ def start_from_base(
     check_base(language_model)
     entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, source)}
     config.base_model_revision = entries[DECODER_BASE]["revision"]
-    config.decoder_config = language_model.config
+    config.decoder_config = language_model.config.get_text_config()
     config.decoder_config.name_or_path = config.base_model_name_or_path
     config._attn_implementation = language_model.config._attn_implementation
     own_encoder = None
@@ -111,6 +111,8 @@ def start_from_base(
     if encoder is not None:
         model.encoder_tokenizer = different_tokenizer(base, encoder, source, encoder_source)
         config.encoder_tokenizer = None if model.encoder_tokenizer is None else ENCODER_TOKENIZER
+        if model.encoder_tokenizer is not None:
+            model.base_model.take_from_tokenizer(model.encoder_tokenizer)
     return model.eval()
 
 

@@ -31,6 +31,7 @@ _KEYWORDS = (
     "labels",
     "context_input_ids",
     "context_attention_mask",
+    "context_chunk_lengths",
     "memory",
     "ratio",
     "use_cache",
@@ -70,6 +71,9 @@ class TokenRows:
         task_token_ids: the method's own special tokens, which are known, too.
         needs_tokens: whether every row must have a token.
         lengths: number of real tokens of each row.
+        borders: `(batch_size, num_passages)`, how many of a row's tokens are in each of its passages; `None`: the rows
+            are not made of passages.
+        passages: the same without zeros, known on the host.
     """
 
     name: str
@@ -79,6 +83,8 @@ class TokenRows:
     task_token_ids: Mapping[str, int] = field(default_factory=dict)
     needs_tokens: bool = False
     lengths: list[int] = field(default_factory=list)
+    borders: Tensor | None = None
+    passages: list[list[int]] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -176,11 +182,17 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
     facts = [tensor[None] for tensor in also]
     for rows in reversed(inputs):
         mask = rows.attention_mask
-        facts = [mask.sum(dim=1), rows.unknown().any()[None], (mask < 0).any()[None], *facts]
+        borders = [] if rows.borders is None else [rows.borders.reshape(-1)]
+        facts = [mask.sum(dim=1), rows.unknown().any()[None], (mask < 0).any()[None], *borders, *facts]
     values = torch.cat([tensor.to(device=device, dtype=torch.long) for tensor in facts]).tolist()
     for rows in inputs:
         rows.lengths, (has_unknown, is_wrong) = values[: len(rows.input_ids)], values[len(rows.input_ids) :][:2]
         values = values[len(rows.input_ids) + 2 :]
+        if rows.borders is not None:
+            size = rows.borders.shape[1]
+            given = [values[row * size : (row + 1) * size] for row in range(len(rows.input_ids))]
+            values = values[rows.borders.numel() :]
+            rows.passages = _checked_passages(rows, given)
         if is_wrong:
             raise ValueError(
                 f"`{rows.name.replace('input_ids', 'attention_mask')}` must hold ones for real tokens and zeros for "
@@ -202,24 +214,79 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
     return values
 
 
-def check_ratios(
-    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool
-) -> list[int | Tensor]:
-    """Ratios as ints or LongTensors `(batch_size,)`; `None` becomes the first trained one.
+def _checked_passages(rows: TokenRows, given: list[list[int]]) -> list[list[int]]:
+    name = rows.name.replace("input_ids", "chunk_lengths")
+    for row, (lengths, num_tokens) in enumerate(zip(given, rows.lengths, strict=True)):
+        if min(lengths, default=0) < 0 or sum(lengths) != num_tokens:
+            raise ValueError(
+                f"`{name}` must be 0 or more and say where each token of a context is, got {lengths} in row {row}, "
+                f"which has {num_tokens} tokens"
+            )
+    return [[length for length in lengths if length] for lengths in given]
+
+
+def passage_borders(name: str, chunk_lengths: Any, input_ids: Tensor) -> Tensor | None:
+    """Lengths of passages as a tensor on the device of the contexts; `None` where there are none.
+
+    Args:
+        name: what errors call the lengths.
+        chunk_lengths: `(batch_size, num_passages)`, or a list of lengths for each row.
+        input_ids: the contexts.
 
     Raises:
-        TypeError: a ratio that is neither an int nor an integer tensor.
-        ValueError: no ratio, one below 1 or above 65,536, one that the checkpoint was not trained for, or a tensor of
-            another shape.
+        TypeError: neither.
+        ValueError: another number of rows.
+    """
+    if isinstance(chunk_lengths, (list, tuple)):
+        if not all(isinstance(row, (list, tuple)) and all(type(n) is int for n in row) for row in chunk_lengths):
+            raise TypeError(f"`{name}` must hold a list of ints for each row, got {chunk_lengths!r}")
+        width = max(map(len, chunk_lengths), default=0)
+        chunk_lengths = torch.tensor([[*row, *[0] * (width - len(row))] for row in chunk_lengths], dtype=torch.long)
+    if chunk_lengths is None:
+        return None
+    if not isinstance(chunk_lengths, Tensor) or chunk_lengths.dtype not in _INTEGER_DTYPES:
+        found = getattr(chunk_lengths, "dtype", type(chunk_lengths).__name__)
+        raise TypeError(f"`{name}` must be an integer tensor, or a list of ints for each row, got {found}")
+    if chunk_lengths.dim() != 2 or len(chunk_lengths) != len(input_ids):
+        raise ValueError(
+            f"`{name}` must have shape (batch_size, num_passages) with {len(input_ids)} rows, got "
+            f"{tuple(chunk_lengths.shape)}"
+        )
+    return chunk_lengths.to(input_ids.device)
+
+
+def check_ratios(
+    ratios: Sequence[Any], trained: Sequence[int], input_ids: Tensor, allow_untrained: bool, selects: bool = False
+) -> list[Any]:
+    """Ratios as ints or LongTensors `(batch_size,)`, or "auto"; `None` becomes the first trained one.
+
+    Args:
+        ratios: of the caller.
+        trained: of the checkpoint.
+        input_ids: what is compressed, `(batch_size, num_tokens)`.
+        allow_untrained: whether it may be another one than those.
+        selects: whether "auto" is allowed.
+
+    Raises:
+        TypeError: a ratio that is neither an int nor an integer tensor nor "auto".
+        ValueError: no ratio, "auto" where it is not allowed, one below 1 or above 65,536, one that the checkpoint was
+            not trained for, or a tensor of another shape.
     """
     if not ratios:
         raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {list(trained)}")
+    if not selects and any(isinstance(ratio, str) and ratio == "auto" for ratio in ratios):
+        raise ValueError(
+            "`ratio` is 'auto', but the checkpoint has no ratio selector (`ratio_selector` of its configuration): "
+            f"give one of {list(trained)}"
+        )
     return [_check_ratio(ratio, trained, input_ids, allow_untrained) for ratio in ratios]
 
 
-def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> int | Tensor:
+def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_untrained: bool) -> int | Tensor | str:
     if ratio is None:
         return trained[0]
+    if isinstance(ratio, str) and ratio == "auto":
+        return ratio
     if isinstance(ratio, Tensor) and ratio.dim() == 0:
         ratio = ratio.item()
     if isinstance(ratio, Tensor):
@@ -233,7 +300,7 @@ def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_un
         ratio = ratio.to(device=input_ids.device, dtype=torch.long)
         values = set(ratio.tolist())
     elif isinstance(ratio, bool) or not isinstance(ratio, int):
-        raise TypeError(f"`ratio` must be an int, a LongTensor or a list of ints, got {ratio!r}")
+        raise TypeError(f"`ratio` must be an int, a LongTensor, 'auto' or a list of these, got {ratio!r}")
     else:
         values = {ratio}
     for value in sorted(values):
@@ -335,26 +402,33 @@ def _check_carrier(memory: CompressedContext, model: Any) -> None:
         )
 
 
-def check_memory_ratio(memory: CompressedContext | None, ratio: Any, context_attention_mask: Tensor | None) -> None:
+def check_memory_ratio(
+    memory: CompressedContext | None, ratio: Any, context_attention_mask: Tensor | None, chunk_lengths: Any = None
+) -> None:
     """Without `context_input_ids` nothing is compressed: a ratio must be that of the memory, and a mask has no ids.
 
     Args:
         memory: what is read, or `None` where there is no context at all.
         ratio: the caller's.
         context_attention_mask: the caller's.
+        chunk_lengths: the caller's `context_chunk_lengths`.
 
     Raises:
         TypeError: a ratio that is neither an int nor an integer tensor.
-        ValueError: a mask, a ratio without a memory, or another one than the memory's, with both.
+        ValueError: a mask, a ratio without a memory, "auto", or another one than the memory's, with both.
     """
     if context_attention_mask is not None:
         raise ValueError("`context_attention_mask` is the mask of `context_input_ids`, which are not given")
+    if chunk_lengths is not None:
+        raise ValueError("`context_chunk_lengths` are those of `context_input_ids`, which are not given")
     if ratio is None:
         return
     if memory is None:
         raise ValueError(f"`ratio` is {ratio}, but no context is compressed: give `context_input_ids`")
     if not is_memory(memory):
         return
+    if isinstance(ratio, str) and ratio == "auto":
+        raise ValueError(f"`ratio` is 'auto', but `memory` has its ratio already, {memory.ratio}: leave `ratio` out")
     is_tensor = isinstance(ratio, Tensor) and ratio.dtype in _INTEGER_DTYPES and ratio.dim() < 2
     if not is_tensor and (isinstance(ratio, bool) or not isinstance(ratio, int)):
         raise TypeError(f"`ratio` must be an int or a LongTensor, got {ratio!r}")

@@ -89,10 +89,27 @@ class ReadOnlyCache(DynamicCache):
         return self.get_seq_length() + query_length, 0
 
 
+class RecordingCache(ReadOnlyCache):
+    """A cache that every layer reads in front of its own places, and which keeps some of those, for one forward pass.
+
+    Args:
+        key_values: as of [`ReadOnlyCache`].
+        places: as of [`KeyValueRecorder`].
+    """
+
+    def __init__(self, key_values: KeyValues, places: Tensor):
+        super().__init__(key_values)
+        self.recorder = KeyValueRecorder(places)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note a layer's keys and values, and give it those of its memory with them behind."""
+        return super().update(*self.recorder.update(key_states, value_states, layer_idx), layer_idx)
+
+
 def keep_caches_under_checkpointing(model: nn.Module, enable: bool) -> None:
     """Let checkpointed layers keep the cache that they are given, or again drop it as the library has it.
 
-    Only for a model whose layers, when checkpointed, see no caches but the two above, which take no second update
+    Only for a model whose layers, when checkpointed, see no caches but those above, which take no second update
     amiss.
     """
     for layer in model.modules():
@@ -134,6 +151,23 @@ def key_value_shape(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def check_same_key_values(config: Any) -> None:
+    """An encoder whose keys and values the decoder reads must have the decoder's layers, heads and head dimension.
+
+    Args:
+        config: a compressor's.
+
+    Raises:
+        ValueError: with both.
+    """
+    shapes = [key_value_shape(part) for part in (config.get_encoder_config(), config.decoder_config)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "the decoder reads the encoder's keys and values: layers, heads and head dimension must be the same, got "
+            f"{shapes[0]} in the encoder and {shapes[1]} in the decoder"
+        )
 
 
 def sliding_window(config: Any) -> int | None:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# Families whose feed-forward part has no gate.
+_UNGATED = ("bert", "roberta", "xlm-roberta", "mpnet", "gpt_neox", "opt")
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -24,7 +27,7 @@ class LayerShape:
         num_heads: h^q, query heads.
         num_key_value_heads: h^k, key/value heads.
         intermediate_size: I, width of the feed-forward part.
-        is_gated: whether the feed-forward part has a gate, as equation 10 takes it; the first T5 has none.
+        is_gated: whether the feed-forward part has a gate, as equation 10 takes it; the first T5 and BERT have none.
     """
 
     hidden_size: int
@@ -44,6 +47,9 @@ class LayerShape:
         if config.model_type == "t5":
             heads = config.num_heads
             return cls(config.d_model, config.d_kv, heads, heads, config.d_ff, config.is_gated_act)
+        if config.model_type == "gpt2":
+            width, heads = config.hidden_size, config.num_attention_heads
+            return cls(width, width // heads, heads, heads, config.n_inner or 4 * width, is_gated=False)
         names = ("hidden_size", "num_attention_heads", "intermediate_size")
         if missing := [name for name in names if getattr(config, name, None) is None]:
             raise ValueError(f"a configuration of type {config.model_type!r} has no {', '.join(missing)}")
@@ -54,6 +60,7 @@ class LayerShape:
             heads,
             getattr(config, "num_key_value_heads", None) or heads,
             config.intermediate_size,
+            config.model_type not in _UNGATED,
         )
 
     def parts(self, length: int, num_past: int = 0) -> dict[str, int]:

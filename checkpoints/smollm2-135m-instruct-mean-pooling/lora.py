@@ -18,17 +18,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 ENCODER, DECODER = "encoder", "decoder"
-OWN_ADAPTERS = (ENCODER, DECODER)
-_PASSES = "_context_compressor_passes"
+# One that is active whatever the backbone is at the moment.
+SHARED = "shared"
+OWN_ADAPTERS = (ENCODER, DECODER, SHARED)
+PASSES = "_context_compressor_passes"
 
 
-class _Passes(threading.local):
-    """Which adapters are active in this thread's pass over a backbone; `None` where it makes none.
+class Passes(threading.local):
+    """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none.
 
     Not a `ContextVar`: `torch.compile` can trace this one.
     """
 
-    names: list[str] | None = None
+    names: Any = None
 
     def __reduce__(self) -> tuple[type, tuple]:
         # A copied model has its own.
@@ -38,7 +40,7 @@ class _Passes(threading.local):
 class _AdaptedByPass:
     """A LoRA layer whose active adapters are those of the thread's own pass, and outside of one those of PEFT."""
 
-    passes: _Passes
+    passes: Passes
     adapted_class: type
     _active_adapter: str | list[str]
     _disable_adapters: bool
@@ -89,7 +91,7 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
 
     Args:
         model: the language model's backbone; it must not yet hold an adapter of that name.
-        name: "encoder" or "decoder".
+        name: "encoder", "decoder", or "shared" for one that both of them read with.
         settings: `rank`, `alpha`, `dropout`, `target_modules` as in [`CompressorConfig`].
         exclude: paths of modules that get none.
 
@@ -125,15 +127,15 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
             # Without the mark, the backbone's own initialisation would overwrite the zeros of B.
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
     layers = lora_layers(model)
-    passes = _Passes()
-    setattr(model, _PASSES, (passes, layers[0]))
+    passes = Passes()
+    setattr(model, PASSES, (passes, layers[0]))
     for layer in layers:
         if not isinstance(layer, _AdaptedByPass):
             kind: Any = type(layer)
             layer.__class__ = _adapted_by_pass(kind)
         layer.passes = passes
         # Outside of any pass the backbone is the decoder.
-        layer._active_adapter = [DECODER] if DECODER in layer.lora_A else []
+        layer._active_adapter = [own for own in (DECODER, SHARED) if own in layer.lora_A]
         for part in ("lora_A", "lora_B"):
             for module in getattr(layer, part).values():
                 module._is_hf_initialized = True
@@ -148,7 +150,8 @@ def initialize_lora(model: nn.Module, names: tuple[str, ...] = OWN_ADAPTERS) -> 
 
 
 @contextmanager
-def _activated(passes: _Passes, names: list[str] | None) -> Iterator[None]:
+def activated(passes: Passes, names: Any) -> Iterator[None]:
+    """Inside this block the thread's pass has these."""
     before, passes.names = passes.names, names
     try:
         yield
@@ -157,12 +160,13 @@ def _activated(passes: _Passes, names: list[str] | None) -> Iterator[None]:
 
 
 def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
-    """Make `name` the only active adapter of this project inside `model`, in this thread and a `with` block.
+    """Make `name`, and one that is shared, the only active adapters of this project inside `model`, in this thread
+    and a `with` block.
 
     Adapters that somebody else put there (e.g. `peft.get_peft_model` over the compressor) stay active, unless that
     somebody has switched them off. `None`: none of this project's adapters is active.
     """
-    found: Any = getattr(model, _PASSES, None)
+    found: Any = getattr(model, PASSES, None)
     if found is None:
         return nullcontext()
     passes, layer = found
@@ -171,7 +175,7 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
         # PEFT switches all layers together, also those that have no adapter of the name.
         active = layer._active_adapter
         foreign = [other for other in ([active] if isinstance(active, str) else active) if other not in OWN_ADAPTERS]
-    return _activated(passes, foreign if name is None else [name, *foreign])
+    return activated(passes, foreign if name is None else [name, SHARED, *foreign])
 
 
 class CheckpointWithAdapters:
@@ -187,7 +191,7 @@ class CheckpointWithAdapters:
 
     def __init__(self, model: nn.Module):
         # An attribute, not a closure: a deep copy of the model must switch its own layers, not the original's.
-        self.passes = [getattr(module, _PASSES)[0] for module in model.modules() if hasattr(module, _PASSES)]
+        self.passes = [getattr(module, PASSES)[0] for module in model.modules() if hasattr(module, PASSES)]
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         active = [(passes, passes.names) for passes in self.passes]
@@ -197,21 +201,21 @@ class CheckpointWithAdapters:
 
 
 @contextmanager
-def _all_activated(active: Sequence[tuple[_Passes, list[str] | None]]) -> Iterator[None]:
+def _all_activated(active: Sequence[tuple[Passes, list[str] | None]]) -> Iterator[None]:
     # Backward may run in a thread of autograd's own.
     with ExitStack() as stack:
         for passes, names in active:
-            stack.enter_context(_activated(passes, names))
+            stack.enter_context(activated(passes, names))
         yield
 
 
 @torch.no_grad()
 def merge_lora(model: nn.Module, name: str) -> None:
-    """Add the adapter `name` to the weights it sits on and take all LoRA layers out of `model`."""
+    """Add the adapter `name`, and one that is shared, to the weights it sits on, and take all LoRA layers out."""
     for path, layer in [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]:
-        if name in layer.lora_A:
-            layer.merge(safe_merge=True, adapter_names=[name])
+        if names := [own for own in (name, SHARED) if own in layer.lora_A]:
+            layer.merge(safe_merge=True, adapter_names=names)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
-    if hasattr(model, _PASSES):
-        delattr(model, _PASSES)
+    if hasattr(model, PASSES):
+        delattr(model, PASSES)

@@ -27,7 +27,7 @@ from .key_value_memory import aligned_right, check_sliding_window, filled_cache,
 from .memory_validation import refuse_values, value_flags
 from .base_precision import in_base_precision, note_trained_weights
 from .call_views import for_one_call
-from .lora import DECODER, ENCODER, initialize_lora, inject_lora, merge_lora, use_adapter
+from .lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, initialize_lora, inject_lora, merge_lora, use_adapter
 from .packing import PackedSequence, pack, reads_falling_ids_as_packed, text_positions, through_first
 from .backbone import CompressorBackbone
 from .input_checks import (
@@ -47,7 +47,8 @@ from .pretrained_compressor import CompressorPreTrainedModel
 
 logger = logging.get_logger(__name__)
 
-CHECKED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+# Learned vectors that a method may have beside parts of its own.
+_OWN_EMBEDDINGS = ("task_embeddings", "marker_embeddings")
 
 
 class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
@@ -85,7 +86,7 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
         backbone = self.base_model
         source = base.base_model
         device, dtype = base.device, base.dtype
-        share_weights(backbone.language_model, source)
+        backbone.take_base(source)
         if backbone.encoder_model is not None:
             share_weights(backbone.encoder_model, encoder or source, copied=encoder is None)
         if self.get_output_embeddings() is not None:
@@ -117,7 +118,7 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
         """Add the adapters to the weights they sit on, so that inference needs no `peft`.
 
         A shared base becomes two models, one for the encoder and one for the decoder, which takes twice the memory; a
-        warning says so. What else trains goes on training.
+        warning says so. With a `shared_adapter` alone it stays one. What else trains goes on training.
         """
         backbone, config = self.base_model, self.config
         if config.encoder_lora is not None or config.decoder_lora is not None:
@@ -127,7 +128,8 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
                 )
             # Most weights are the base's no more.
             remember_base(self, None)
-            if config.has_encoder and backbone.encoder_model is None:
+            is_one_model = config.shared_adapter and config.decoder_adapter is None
+            if config.has_encoder and backbone.encoder_model is None and not is_one_model:
                 logger.warning("merge_adapters: encoder and decoder become two copies of the base, twice the memory")
                 backbone.encoder_model = copy.deepcopy(backbone.language_model)
                 config.encoder_config = copy.deepcopy(config.decoder_config)
@@ -135,6 +137,7 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
                 merge_lora(backbone.encoder_model, ENCODER)
             merge_lora(backbone.language_model, DECODER)
             config.encoder_lora = config.decoder_lora = None
+            config.shared_adapter = False
             if config.trainable_parameters is not None:
                 names = [f"model.{name}" if self is backbone else name for name, _ in self.named_parameters()]
                 # None left is an empty list: `None` would be the method's own set.
@@ -168,42 +171,54 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
 
     # The method's own modules and parameters, by name: they train, and are float32.
     method_parts: tuple[str, ...] = ()
+    # Types of language models that it is tested on.
+    checked_architectures: tuple[str, ...] = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
     # The LM head of a full checkpoint is not part of the backbone.
     _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]
 
     def __init__(self, config: CompressorConfig):
         super().__init__(config)
-        self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", "task_embeddings", *self.method_parts]
+        self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", *_OWN_EMBEDDINGS, *self.method_parts]
         dtype = torch.get_default_dtype()
         for part in (config.decoder_config, config.encoder_config):
-            if part is not None and part.model_type not in CHECKED_ARCHITECTURES:
+            if part is not None and part.model_type not in self.checked_architectures:
                 logger.warning_once(
                     f"{part.model_type!r} is not among the architectures that compressors are tested on, "
-                    f"{list(CHECKED_ARCHITECTURES)}: it may ignore a bidirectional mask, or place slots wrongly"
+                    f"{list(self.checked_architectures)}: it may ignore a bidirectional mask, or place slots wrongly"
                 )
         self.language_model = AutoModel.from_config(config.decoder_config, dtype=dtype)
         self.encoder_model = None
         if config.encoder_config is not None:
             self.encoder_model = AutoModel.from_config(config.encoder_config, dtype=dtype)
-        if config.encoder_lora is not None:
+        if config.encoder_lora is not None and config.shared_adapter:
+            inject_lora(self.language_model, SHARED, config.encoder_lora)
+        elif config.encoder_lora is not None:
             inject_lora(self.encoder_backbone, ENCODER, config.encoder_lora, self.encoder_lora_exclusions())
-        if config.decoder_lora is not None:
-            inject_lora(self.language_model, DECODER, config.decoder_lora)
+        if config.decoder_adapter is not None:
+            inject_lora(self.language_model, DECODER, config.decoder_adapter)
         self.task_embeddings = None
         if config.task_token_ids:
             self.task_embeddings = nn.Parameter(torch.zeros(len(config.task_token_ids), config.hidden_size))
+        self.marker_embeddings = None
+        if config.markers_per_chunk:
+            self.marker_embeddings = nn.Parameter(torch.zeros(config.markers_per_chunk, config.hidden_size))
         self._base_alone = _BaseAlone()
 
     @property
     def method_parameters(self) -> tuple[str, ...]:
-        """Patterns of what trains: adapters, task tokens and the method's parts."""
-        parts = "|".join(("task_embeddings", *self.method_parts))
-        return r"\.lora_[AB]\.(encoder|decoder)\.", rf"(^|\.)({parts})(\.|$)"
+        """Patterns of what trains: adapters, task tokens, markers and the method's parts."""
+        parts = "|".join((*_OWN_EMBEDDINGS, *self.method_parts))
+        return rf"\.lora_[AB]\.({'|'.join(OWN_ADAPTERS)})\.", rf"(^|\.)({parts})(\.|$)"
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self and self.task_embeddings is not None:
-            self._init_like_embeddings(self.task_embeddings, self.language_model)
+        for own in (self.task_embeddings, self.marker_embeddings) if module is self else ():
+            if own is not None:
+                self._init_like_embeddings(own, self.language_model)
+
+    def take_base(self, source: Any) -> None:
+        """Put the weights of a base without its LM head into the language model."""
+        share_weights(self.language_model, source)
 
     def start_from_base(self) -> None:
         """Give parts that start from the base's own weights their values; by default there are none."""
@@ -287,9 +302,10 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
-        ratio: int | Tensor | None = None,
+        ratio: int | str | Tensor | None = None,
         use_cache: bool | None = None,
         text_position_offset: Tensor | None = None,
+        context_chunk_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         r"""
@@ -308,7 +324,8 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             use_cache: Whether to return the cache; as the configuration says if not given.
             text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
                 text's task token if not given.
-            kwargs: Handed to the language model.
+            context_chunk_lengths: `(batch_size, num_passages)`, the `chunk_lengths` of the contexts, as in `compress`.
+            kwargs: What the method reads beside contexts, and else handed to the language model.
 
         Returns:
             `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
@@ -328,12 +345,15 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         check_keywords(kwargs)
         if kwargs.pop("inputs_embeds", None) is not None:
             raise ValueError("`inputs_embeds` is not supported: give `input_ids`")
+        beside = self.beside_contexts(kwargs)
+        if beside and context_input_ids is None:
+            raise ValueError(f"`{'`, `'.join(beside)}` must come with `context_input_ids`, and there are none")
         check_ids("input_ids", input_ids)
         check_integers("position_ids", position_ids, tuple(input_ids.shape), (1, input_ids.shape[1]))
         check_integers("text_position_offset", text_position_offset, (len(input_ids),), (1,))
         check_cache(past_key_values)
         if context_input_ids is None:
-            check_memory_ratio(memory, ratio, context_attention_mask)
+            check_memory_ratio(memory, ratio, context_attention_mask, context_chunk_lengths)
         cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         if self._drops_caches:
             if cached:
@@ -341,18 +361,25 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             past_key_values = None
         context = None
         if context_input_ids is not None:
-            context = self.context_rows(context_input_ids, context_attention_mask, "context_input_ids")
+            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+            context = self.context_rows(*given)
         if cached:
             if context is not None:
                 check_together(context)
-                memory = self.compress_rows(context, [ratio])[0]
+                memory = self.compress_rows(context, [ratio], **beside)[0]
             inputs = self._next_inputs(input_ids, attention_mask, position_ids, memory, text_position_offset, cached)
             inputs["attention_mask"] = _as_long_as(past_key_values, inputs["attention_mask"])
             sequence = None
         else:
-            text = self.text_rows(input_ids, attention_mask)
-            memory, is_full = self._read_checks(text, memory, context, ratio)
-            inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full)
+            text, joined = self.text_rows(input_ids, attention_mask), None
+            if context is not None and past_key_values is None and use_cache is not True:
+                joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
+            if joined is not None:
+                inputs, sequence = joined
+                use_cache = False
+            else:
+                memory, is_full = self._read_checks(text, memory, context, ratio, beside)
+                inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full)
         use_cache = self._wants_cache(use_cache)
         return_dict = kwargs.pop("return_dict", None)
         if memory is not None and memory.carrier == "key_values" and not cached:
@@ -387,8 +414,35 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         known = {"vocab_size": config.vocab_size, "task_token_ids": config.task_token_ids}
         return token_rows(input_ids, attention_mask, **known, needs_tokens=True)
 
+    def joint_inputs(
+        self,
+        text: TokenRows,
+        context: TokenRows,
+        ratio: int | str | Tensor | None,
+        position_ids: Tensor | None,
+        offset: Tensor | None,
+        beside: dict[str, Any],
+    ) -> tuple[dict[str, Any], PackedSequence] | None:
+        """Contexts and texts as one sequence for the language model, in the form of `first_inputs`; `None`, as by
+        default, where a context is compressed first.
+
+        Args:
+            text: one row for each context, see `text_rows`.
+            context: see `context_rows`.
+            ratio: as in `forward`.
+            position_ids: the text's, counted within it.
+            offset: `text_position_offset`, computed if not given.
+            beside: see `beside_contexts`.
+        """
+        return None
+
     def _read_checks(
-        self, text: TokenRows, memory: CompressedContext | None, context: TokenRows | None, ratio: Any
+        self,
+        text: TokenRows,
+        memory: CompressedContext | None,
+        context: TokenRows | None,
+        ratio: Any,
+        beside: dict[str, Any],
     ) -> tuple[CompressedContext | None, bool]:
         """Check a text and what stands in front of it by one wait for the device; compress a context.
 
@@ -399,7 +453,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             check_together(*[text] if context is None else [context, text])
             if context is None:
                 return None, True
-            memory = self.compress_rows(context, [ratio])[0]
+            memory = self.compress_rows(context, [ratio], **beside)[0]
             is_full = len(set(context.lengths)) == 1 and isinstance(memory.ratio, int)
             return check_memory(memory, self, text.input_ids), is_full
         memory = check_memory(memory, self, text.input_ids)

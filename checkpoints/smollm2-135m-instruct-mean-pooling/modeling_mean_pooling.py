@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import initialization as init
@@ -14,7 +15,9 @@ from .configuration_mean_pooling import MeanPoolingConfig
 from .causal_lm import CompressorForCausalLM
 from .chunking import Chunks
 from .modeling_compressor import CompressorModel
+from .float32_layers import Float32Linear
 from .pooling import mean_pool, window_sizes
+from .ratio_selection import nearest_ratios
 
 
 class MeanPoolingModel(CompressorModel):
@@ -27,7 +30,7 @@ class MeanPoolingModel(CompressorModel):
 
     config_class = MeanPoolingConfig
     pools_windows = True
-    method_parts = ("slot_projection", "slot_perceptron")
+    method_parts = ("slot_projection", "slot_perceptron", "slot_mlp", "ratio_selector")
 
     def __init__(self, config: MeanPoolingConfig):
         super().__init__(config)
@@ -35,7 +38,7 @@ class MeanPoolingModel(CompressorModel):
         self.slot_projection = None
         if config.linear_after_pooling:
             self.slot_projection = nn.Linear(encoder_width, config.hidden_size, bias=False)
-        elif encoder_width != config.hidden_size:
+        elif encoder_width != config.hidden_size and config.normed_mlp_size is None:
             raise ValueError(
                 f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: "
                 "`linear_after_pooling` must be True"
@@ -44,6 +47,12 @@ class MeanPoolingModel(CompressorModel):
         if config.mlp_after_pooling:
             width = config.hidden_size
             self.slot_perceptron = nn.Sequential(nn.Linear(encoder_width, width), nn.GELU(), nn.Linear(width, width))
+        self.slot_mlp = None
+        if config.normed_mlp_size is not None:
+            up = Float32Linear(encoder_width, config.normed_mlp_size, bias=False)
+            down = Float32Linear(config.normed_mlp_size, config.hidden_size, bias=False)
+            self.slot_mlp = nn.Sequential(nn.RMSNorm(encoder_width, eps=1e-6), up, nn.GELU(), down)
+        self.ratio_selector = Float32Linear(encoder_width, 1) if config.selects_ratios else None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -52,10 +61,40 @@ class MeanPoolingModel(CompressorModel):
         elif self.slot_perceptron is not None and module is self.slot_perceptron[2]:
             init.zeros_(module.weight)
             init.zeros_(module.bias)
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
         else:
             super()._init_weights(module)
+        if module is self.ratio_selector:
+            # It starts in the middle of its set.
+            ratios = torch.tensor(self.config.compression_ratios, dtype=torch.float32)
+            init.constant_(module.bias, float(ratios.log2().mean()))
 
-    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
+    def compress_with_log_ratios(
+        self, input_ids: Tensor, attention_mask: Tensor | None, ratios: Sequence[Any] | Tensor, **passages: Any
+    ) -> tuple[Any, Tensor]:
+        """Memories, and what the ratio selector predicts of the contexts, from one pass of the encoder.
+
+        Args:
+            input_ids, attention_mask, ratios: as `input_ids`, `attention_mask` and `ratio` of `compress`.
+            passages: `chunk_lengths`, as there.
+
+        Returns:
+            What `compress` returns, and `(batch_size, num_chunks)`: log2 of the predicted ratio of each chunk, NaN
+            behind a context's last one.
+        """
+        found: list[Tensor] = []
+        memories = self.named_memories(input_ids, attention_mask, ratios, False, log_ratios=found, **passages)
+        nothing = torch.full((len(input_ids), 1), torch.nan, device=input_ids.device)
+        return memories, found[0] if found else nothing
+
+    def encode(
+        self,
+        chunks: Chunks,
+        ratios: Sequence[int | Tensor | str],
+        ratio_scale: float | None = None,
+        log_ratios: list[Tensor] | None = None,
+    ) -> list[Tensor]:
         # Section 4.1: h_1 ... h_L, with full self-attention; the ablation "No Encoder" pools token embeddings.
         embeddings = None
         if self.config.encoder_type == "embeddings" or self.config.embedding_residual:
@@ -65,7 +104,23 @@ class MeanPoolingModel(CompressorModel):
             inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
             is_causal = self.config.encoder_attention == "causal"
             hidden_states = self.encoder_states(*inputs, is_causal=is_causal)
-        return [self._slots(hidden_states, embeddings, chunks, ratio) for ratio in ratios]
+        if self.ratio_selector is not None:
+            # Of each chunk's last token, NaN where it has none.
+            num_tokens = chunks.attention_mask.sum(dim=1)
+            last = (num_tokens - 1).clamp(min=0)[:, None, None]
+            predicted = self.ratio_selector(hidden_states.take_along_dim(last, dim=1))[:, 0, 0]
+            predicted = predicted.masked_fill(num_tokens == 0, torch.nan)
+            chunks.selected_ratios = self._selected_ratios(predicted, ratio_scale)
+            if log_ratios is not None:
+                log_ratios.append(predicted.unflatten(0, (-1, chunks.chunks_per_row)))
+        chosen: Any = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
+        return [self._slots(hidden_states, embeddings, chunks, ratio) for ratio in chosen]
+
+    def _selected_ratios(self, predicted: Tensor, ratio_scale: float | None) -> Tensor:
+        config = self.config
+        scaled = predicted.detach() + (config.ratio_scale if ratio_scale is None else ratio_scale)
+        nearest = nearest_ratios(scaled, config.compression_ratios, config.ratio_selector)
+        return nearest.where(~predicted.isnan(), config.default_ratio)
 
     def _slots(self, hidden_states: Tensor, embeddings: Tensor | None, chunks: Chunks, ratio: int | Tensor) -> Tensor:
         # Equations 3 and 4: S_k = {(k-1)r + 1, ..., min(kr, L)},  z_k = 1 / |S_k| sum_{i in S_k} h_i.
@@ -82,6 +137,8 @@ class MeanPoolingModel(CompressorModel):
                 sizes = window_sizes(chunks.attention_mask.sum(dim=1), ratio, slots.shape[1])
                 slots = slots + mean_pool(embeddings.float(), *tokens)[0] * sizes.sqrt()[:, :, None]
             slots = slots.to(hidden_states.dtype)
+        elif self.slot_mlp is not None:
+            slots = self.slot_mlp(slots.float()).to(hidden_states.dtype)
         return slots
 
 

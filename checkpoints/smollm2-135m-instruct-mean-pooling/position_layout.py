@@ -222,7 +222,7 @@ def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> T
     Args:
         keys: Rotated keys whose halves are rotated against each other (Llama's `rotate_half`), of shape
             `(batch_size, num_heads, num_slots, head_dim)`.
-        offsets: How far each row moves, integers of shape `(batch_size,)`.
+        offsets: How far each row moves, integers of shape `(batch_size,)`, or each key, `(batch_size, num_slots)`.
         inverse_frequencies: Angle per position of each pair of channels, `(head_dim / 2,)`.
 
     Returns:
@@ -231,17 +231,41 @@ def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> T
     Raises:
         ValueError: A shape does not fit.
     """
-    if keys.dim() != 4 or offsets.shape != keys.shape[:1] or inverse_frequencies.shape != (keys.shape[-1] / 2,):
+    if (
+        keys.dim() != 4
+        or offsets.shape not in (keys.shape[:1], keys.shape[::2])
+        or inverse_frequencies.shape != (keys.shape[-1] / 2,)
+    ):
         raise ValueError(
             "keys, offsets and inverse_frequencies must have shapes (batch_size, num_heads, num_slots, head_dim), "
-            f"(batch_size,) and (head_dim / 2,), got {tuple(keys.shape)}, {tuple(offsets.shape)} and "
-            f"{tuple(inverse_frequencies.shape)}"
+            f"(batch_size,) or (batch_size, num_slots), and (head_dim / 2,), got {tuple(keys.shape)}, "
+            f"{tuple(offsets.shape)} and {tuple(inverse_frequencies.shape)}"
         )
+    return rotated(keys, rotation(offsets, inverse_frequencies, keys))
+
+
+def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of `rotate_keys`, which serve the keys of all layers.
+
+    Args:
+        offsets: `(batch_size,)` or `(batch_size, num_slots)`.
+        inverse_frequencies: `(head_dim / 2,)`.
+        keys: Some of them, which tell the device and the type.
+
+    Returns:
+        Each `(batch_size, 1, 1 or num_slots, head_dim)`.
+    """
     # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
-    angles = offsets.cpu().double()[:, None] * inverse_frequencies.cpu().double()
-    angles = torch.cat([angles, angles], dim=-1)[:, None, None]
-    precise = keys if keys.dtype == torch.float64 else keys.float()
-    cosine, sine = (table.to(device=keys.device, dtype=precise.dtype) for table in (angles.cos(), angles.sin()))
+    angles = offsets.reshape(len(offsets), 1, -1, 1).cpu().double() * inverse_frequencies.cpu().double()
+    angles = torch.cat([angles, angles], dim=-1)
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    return angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
+
+
+def rotated(keys: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Keys moved by `rotation`'s tables, in the shape and dtype that they have."""
+    cosine, sine = tables
+    precise = keys.to(cosine.dtype)
     first, second = precise.chunk(2, dim=-1)
     return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
 

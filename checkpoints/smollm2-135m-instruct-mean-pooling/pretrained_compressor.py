@@ -91,6 +91,9 @@ class CompressorPreTrainedModel(PreTrainedModel):
         """
         raise NotImplementedError(f"{type(self).__name__} does not say which of a base's weights it takes")
 
+    def take_from_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Take what the method needs to know of the tokenizer of an encoder of its own; by default nothing."""
+
     @staticmethod
     def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel) -> None:
         """N(mean, std), two scalars of the backbone's whole table of token embeddings (the code of EPL's authors)."""

@@ -73,6 +73,15 @@ def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
+def leave_out_bos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a tokenizer put nothing around a text any more, in place; saved and loaded again it does not either."""
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        from tokenizers import processors
+
+        tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
+    tokenizer.add_bos_token = False
+
+
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
     """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token.
 
@@ -134,6 +143,39 @@ def documents_ids(
     start += prefix_ids(tokenizer, config.context_prefix) if config.context_prefix else []
     end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
     return [[*start, *ids, *end] for ids in encode_all(tokenizer, documents)]
+
+
+def passages_ids(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str | Sequence[str]]
+) -> list[list[list[int]]]:
+    """Token ids of each document's passages, each as a document of its own; a text is one passage.
+
+    Args:
+        config, tokenizer: as in `document_ids`.
+        documents: texts, or lists of passages.
+    """
+    passages = [[document] if isinstance(document, str) else list(document) for document in documents]
+    rows = iter(documents_ids(config, tokenizer, [passage for document in passages for passage in document]))
+    return [[next(rows) for _ in document] for document in passages]
+
+
+def cut_passages(
+    passages: Sequence[Sequence[int]], num_tokens: int | None, keeps_end: bool = False
+) -> list[list[int]]:
+    """As many tokens of a document's passages; passages of which none is left are left out.
+
+    Args:
+        passages: token ids.
+        num_tokens: most tokens of all passages together; `None` for all.
+        keeps_end: whether the last tokens stay, and not the first.
+    """
+    left, kept = num_tokens, []
+    for passage in reversed(passages) if keeps_end else passages:
+        if left is not None:
+            passage = passage[max(0, len(passage) - left) :] if keeps_end else passage[:left]
+            left -= len(passage)
+        kept += [list(passage)] if passage else []
+    return kept[::-1] if keeps_end else kept
 
 
 @dataclass(frozen=True)
@@ -297,7 +339,8 @@ def start_ids(
     """
     token = config.reconstruction_token_id if task == "reconstruction" else config.continuation_token_id
     if token is not None:
-        return [token, *head]
+        has_bos = config.bos_before_task_token and not head
+        return [*[start_token_id(tokenizer)][:has_bos], token, *head]
     return list(head) or [start_token_id(tokenizer)][: config.bos_before_text]
 
 

@@ -311,6 +311,11 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         "--task-tokens-in-bounds", action="store_true", help="start texts of the bounds with the task token, too"
     ),
     argument("--max-context-tokens", type=int, metavar="N", help="longest context (default: what the model can read)"),
+    argument(
+        "--leave-out-long",
+        action="store_true",
+        help="leave out questions and summaries of contexts beyond --max-context-tokens, and count them",
+    ),
     argument("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them"),
     argument("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left"),
     argument("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for"),

@@ -56,6 +56,11 @@ context-compressors evaluate-needles my-compressor --text books.parquet --length
     PROMPT_FORMAT,
     PROMPTS,
     argument("--output", metavar="FILE", help="write the grid as JSON, anew after each length"),
+    argument(
+        "--resume",
+        action="store_true",
+        help="go on where a command with this --output stopped, inside a length, too",
+    ),
     argument("--plot", metavar="PNG", help="draw heat maps"),
     argument("--seed", type=int, default=0, help="draws facts, texts and places (default: 0)"),
     DEVICE,
@@ -69,6 +74,8 @@ def main(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError, ImportError: see `evaluate_needles`, `load_model` and `load_datasets`.
     """
+    from pathlib import Path
+
     from transformers import AutoTokenizer
 
     from ..evaluation.data_sets import load_datasets
@@ -79,6 +86,11 @@ def main(arguments: argparse.Namespace) -> None:
     from ..modeling.checkpoint.pretrained_bases import base_place
     from .loading import load_model
 
+    if arguments.resume and not arguments.output:
+        raise ValueError("--resume goes on with the grid in --output: name it")
+    progress_file = f"{arguments.output}.progress" if arguments.output else None
+    if progress_file is not None and not arguments.resume:
+        Path(progress_file).unlink(missing_ok=True)
     place = base_place(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     rows = [row for data in load_datasets([arguments.text], tokenizer, seed=arguments.seed) for row in data.examples]
@@ -110,6 +122,7 @@ def main(arguments: argparse.Namespace) -> None:
         teacher=teacher,
         model_name=model_label(arguments.model),
         notes={"teacher": arguments.teacher and model_label(arguments.teacher)},
+        progress_file=progress_file,
         on_result=write,
     )
     written = [arguments.output] if arguments.output else []

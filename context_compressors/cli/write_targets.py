@@ -86,8 +86,8 @@ def main(arguments: argparse.Namespace) -> None:
     from ..modeling.checkpoint.pretrained_bases import base_place
     from .loading import load_model
 
-    names = ("batch_size", "seed", "prompts", "prompt_format", "context_prefix")
-    names += ("max_context_tokens", "truncate_context", "truncation_side")
+    names = ["batch_size", "seed", "prompts", "prompt_format", "context_prefix"]
+    names += ["max_context_tokens", "truncate_context", "truncation_side"]
     settings = EvaluationSettings(
         **{name: getattr(arguments, name) for name in names},
         max_new_tokens=dict.fromkeys(TARGET_COLUMNS, arguments.max_new_tokens),

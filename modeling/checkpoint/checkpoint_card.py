@@ -108,7 +108,9 @@ def summary_of(config: CompressorConfig) -> str:
 def facts(config: CompressorConfig) -> list[tuple[str, Any]]:
     """What a compressor is, by name; the method's own fields are those of its `card_fields`."""
     has_decoder = config.auto_class != RETRIEVAL_LOADER
-    decoder = "the encoder's adapter" if config.shared_adapter else _adapters(config.decoder_lora)
+    decoder = _adapters(config.decoder_adapter)
+    if config.shared_adapter:
+        decoder = "the encoder's adapter" + (f", and {decoder}" if config.decoder_adapter else "")
     rows = [
         ("Base model", _base(config)),
         ("Fine-tuned from", config.parent_model_name_or_path),

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ...configuration.versions import CODE_VERSION, CONFIG_SCHEMA
+from ..parts.lora import DECODER, initialize_lora
 from .base_weights import DECODER_BASE, ENCODER_BASE, stored_weights
 from .checkpoint_card import write_first_card
 from .encoder_tokenizer import load_encoder_tokenizer
@@ -65,7 +66,11 @@ def load_checkpoint(
             # Other files than safetensors are not looked at.
             with suppress(OSError):
                 name_as_stored(model, lambda: stored_weights(name, **fetching_arguments(keywords)))
-    missing = sorted(info["missing_keys"])
+    started = _started_adapter(model, name, keywords)
+    # The library names no adapters among the missing keys; those that it offloads have no place either.
+    is_whole = getattr(model, "hf_device_map", None) is None
+    unplaced = {key for key, parameter in model.named_parameters() if is_whole and parameter.is_meta}
+    missing = sorted(unplaced.union(info["missing_keys"]) - started)
     if missing:
         raise ValueError(
             f"{name} lacks {len(missing)} weights of {model_class.__name__}, the first is {missing[0]!r}; it was "
@@ -78,6 +83,28 @@ def load_checkpoint(
     if name is not None:
         remember_start(model, name)
     return (model, info) if wants_info else model
+
+
+def _started_adapter(model: Any, name: str | os.PathLike | None, keywords: dict[str, Any]) -> set[str]:
+    """Start the decoder's adapter where the given configuration has one that the stored one has not.
+
+    Returns:
+        the names of its weights, which no file has.
+    """
+    wanted = model.config.decoder_adapter
+    if name is None or wanted is None or not isinstance(keywords.get("config"), PreTrainedConfig):
+        return set()
+    stored = type(model.config).from_pretrained(name, **fetching_arguments(keywords))
+    if stored.decoder_adapter is not None:
+        return set()
+    names = {key for key, _ in model.named_parameters() if f".{DECODER}." in key}
+    for key in names:
+        path, _, own = key.rpartition(".")
+        # The library leaves what it finds in no file without a place.
+        empty = torch.empty_like(model.get_parameter(key), device=model.device, dtype=torch.float32)
+        setattr(model.get_submodule(path), own, nn.Parameter(empty))
+    initialize_lora(model, (DECODER,))
+    return names
 
 
 def _stored_config(model_class: Any, name: str | os.PathLike, kwargs: dict[str, Any]) -> PreTrainedConfig:

@@ -40,7 +40,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
     # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
     warns_of_no_context = True
     # Learned vectors in front of the slots of each chunk and behind them.
-    marker_embeddings: nn.Parameter | None
+    marker_embeddings: Any
     _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
     # That of the stored weights, by that of the same weights as they were loaded.
     _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
@@ -83,6 +83,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         attention_mask: Tensor | None = None,
         ratio: int | str | Tensor | Sequence[int | str] | None = None,
         allow_untrained_ratio: bool = False,
+        *,
         ratio_scale: float | None = None,
         chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
         **unused: Any,
@@ -187,13 +188,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
             chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
         memories = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
-            chunk_ratio = chunks.selected_ratios if isinstance(ratio, str) else chunk_ratio
-            counts = self.kept_slots(chunks, chunk_ratio)
-            if config.markers_per_chunk and max(counts):
+            own_ratio: Any = chunks.selected_ratios if isinstance(ratio, str) else chunk_ratio
+            counts = self.kept_slots(chunks, own_ratio)
+            if config.markers_per_chunk and isinstance(slots, Tensor) and max(counts):
                 around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
                 slots, counts = with_markers(slots, counts, *around)
             if isinstance(ratio, str):
-                ratio = row_ratios(chunk_ratio, chunks.lengths, counts, chunks.chunks_per_row)
+                ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
             head_ids: Any = None
             if chunks.head_ids:
                 head_ids = join(chunks.head_ids[len(memories)], counts, chunks.chunks_per_row)[0]

@@ -80,6 +80,8 @@ def _save_adapter(model: Any, folder: Path) -> None:
             "write it whole (merged)"
         )
     backbone = model.base_model.language_model
+    if config.shared_adapter and config.decoder_adapter is not None:
+        raise ValueError("the decoder reads with two adapters, one of them shared: write it whole (merged)")
     name = SHARED if config.shared_adapter else DECODER
     layers = {path: layer for path, layer in backbone.named_modules() if name in getattr(layer, "lora_A", ())}
     # PEFT and servers name a map by its place in the model with a head.

@@ -255,9 +255,22 @@ def first_memory_tokens(model: CompressorModel, num_memory_tokens: int) -> Tenso
 
 
 def start_memory_tokens(model: CompressorModel) -> None:
-    """Give `memory_embeddings` the start values of the configuration's `memory_start`."""
+    """Give `memory_embeddings` the start values of the configuration's `memory_start`.
+
+    Raises:
+        ValueError: copies of EOS are asked for, and the encoder's configuration names none.
+    """
     if model.config.memory_start == "standard_normal":
         init.normal_(model.memory_embeddings)
+    elif model.config.memory_start == "eos":
+        eos = model.config.get_encoder_config().eos_token_id
+        if eos is None:
+            raise ValueError("`memory_start='eos'` needs a base with an EOS token, got eos_token_id None")
+        table = model.encoder_backbone.get_input_embeddings()
+        first = torch.tensor(eos if isinstance(eos, list) else [eos], device=table.weight.device)[:1]
+        init.copy_(
+            model.memory_embeddings, table(first).to(model.memory_embeddings).expand(model.memory_embeddings.shape)
+        )
     else:
         model._init_like_embeddings(model.memory_embeddings, model.encoder_backbone)
 

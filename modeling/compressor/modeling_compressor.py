@@ -190,7 +190,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         self.encoder_model = None
         if config.encoder_config is not None:
             self.encoder_model = AutoModel.from_config(config.encoder_config, dtype=dtype)
-        if config.shared_adapter:
+        if config.encoder_lora is not None and config.shared_adapter:
             inject_lora(self.language_model, SHARED, config.encoder_lora)
         elif config.encoder_lora is not None:
             inject_lora(self.encoder_backbone, ENCODER, config.encoder_lora, self.encoder_lora_exclusions())

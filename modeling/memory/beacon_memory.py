@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,7 @@ class BeaconMemory:
         width, added = self.width, max(num_kept)
         new = self._moved(key_values, -position_ids) if added else key_values
         num_slots = [old + count for old, count in zip(self.num_slots, num_kept, strict=True)]
-        pairs = [
+        pairs: list[Any] = [
             tuple(torch.cat([old, own], dim=2) for old, own in zip(*layer, strict=True))
             for layer in zip(self.key_values, new, strict=True)
         ]
@@ -141,7 +142,7 @@ class BeaconMemory:
         if self.width <= max_slots:
             return self
         first = self.width - max_slots + num_sinks
-        pairs = tuple(
+        pairs: Any = tuple(
             tuple(torch.cat([part[:, :, :num_sinks], part[:, :, first:]], dim=2) for part in layer)
             for layer in self.key_values
         )

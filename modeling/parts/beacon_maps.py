@@ -57,7 +57,8 @@ class BeaconMaps(nn.ModuleList):
 
     def copy_from(self, backbone: nn.Module, names: Sequence[str]) -> None:
         """Start as the base's own maps."""
-        for own, layer in zip(self, attention_maps(backbone, names), strict=True):
+        maps: Any = self
+        for own, layer in zip(maps, attention_maps(backbone, names), strict=True):
             for name, beacon in own.items():
                 for part, parameter in beacon.named_parameters():
                     init.copy_(parameter, getattr(layer[name], part))

@@ -24,3 +24,10 @@ class Float32LayerNorm(nn.LayerNorm):
         return functional.layer_norm(
             inputs.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps
         )
+
+
+class Float32RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` in float32."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.rms_norm(inputs.float(), self.normalized_shape, self.weight.float(), self.eps)

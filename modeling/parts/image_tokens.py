@@ -60,7 +60,7 @@ def share_images(target: PreTrainedModel, source: PreTrainedModel) -> None:
     target._parameters.update(source._parameters)
 
 
-def image_arguments(model: PreTrainedModel | None, arguments: dict[str, Any]) -> dict[str, Any]:
+def image_arguments(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Take what belongs to images out of a call's arguments: `pixel_values` and what a processor gives beside it.
 
     Args:
@@ -79,7 +79,7 @@ def image_arguments(model: PreTrainedModel | None, arguments: dict[str, Any]) ->
     return {name: value for name, value in images.items() if value is not None}
 
 
-def image_tokens(model: PreTrainedModel, images: Mapping[str, Any]) -> Tensor | None:
+def image_tokens(model: Any, images: Mapping[str, Any]) -> Tensor | None:
     """The image tokens of all images, `(num_image_tokens, hidden_size)`; `None` where there are no images.
 
     Args:
@@ -88,7 +88,7 @@ def image_tokens(model: PreTrainedModel, images: Mapping[str, Any]) -> Tensor | 
     """
     if images.get("pixel_values") is None:
         return None
-    features: Any = model.get_image_features(**images, return_dict=True).pooler_output
+    features = model.get_image_features(**images, return_dict=True).pooler_output
     return torch.cat([tokens.reshape(-1, tokens.shape[-1]) for tokens in features])
 
 

@@ -36,7 +36,7 @@ def test_the_counts_are_those_of_saved_checkpoints(sizes, monkeypatch, tmp_path,
     base = AutoModelForCausalLM.from_config(LlamaConfig(**{k: v for k, v in TINY.items() if k != "model_type"}))
     base.save_pretrained(tmp_path / "base")
     config = method_config(method, model_shapes.named_config("tiny"), [4, 16])
-    names = ("compression_ratios", "encoder_lora", "decoder_lora", "encoder_layers", "chunk_size")
+    names = ("compression_ratios", "encoder_lora", "decoder_lora", "encoder_layers", "chunk_size", "memory_tokens")
     fields = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
     model_class = type(sizes.on_meta(method, config))
     model = model_class.from_base(tmp_path / "base", **fields)

@@ -4,6 +4,7 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,6 +43,7 @@ def save(model, tokenizer, folder: Path, **options) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_merged_or_as_an_adapter_it_is_the_decoder(small_checkpoints: Path, tmp_path: Path, capsys):
     base, tokenizer = small_checkpoints / "base", AutoTokenizer.from_pretrained(small_checkpoints / "base")
@@ -81,6 +83,7 @@ def test_merged_or_as_an_adapter_it_is_the_decoder(small_checkpoints: Path, tmp_
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_what_no_server_or_no_adapter_can_hold_is_refused_by_its_property(
     small_checkpoints: Path, tmp_path: Path, capsys
 ):

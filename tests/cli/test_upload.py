@@ -110,6 +110,7 @@ def test_a_name_that_the_hub_does_not_allow_is_refused_without_a_connection(chec
     assert not (tmp_path / "repository").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_loads_and_two_runs_give_the_same_bytes(checkpoint, tmp_path):
     before = contents(checkpoint)
     first = build_repository(checkpoint, tmp_path / "first", license="mit")

@@ -98,6 +98,7 @@ def test_inputs_that_cannot_be_read_are_refused_before_anything_is_done(collecti
             corpus_parts(inputs, CorpusColumns(**columns))
 
 
+@pytest.mark.slow
 def test_the_command_fills_a_store_goes_on_with_it_and_lists_what_failed(collection, model, tmp_path, capsys):
     store, failures = str(tmp_path / "s.lance"), tmp_path / "s.lance.failed.jsonl"
     command = [

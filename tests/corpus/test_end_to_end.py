@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["Nora Zill", "Olaf Berg", "Elin Moe", "Ada Holm", "Ivar Dal", "Siri Lund", "Per Vik", "Tone Aas"]
 
 
+@pytest.mark.slow
 def test_a_collection_is_compressed_searched_and_answered_from(small_checkpoints, tmp_path, monkeypatch, capsys):
     model, data, place = small_checkpoints / "mean_pooling", tmp_path / "qa.parquet", tmp_path / "s.lance"
     rows = [

@@ -20,6 +20,7 @@ from context_compressors import (
     TCPAutoencoderForCausalLM,
 )
 from context_compressors.evaluation.context_limits import context_limit
+from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 
 POSITIONS = 256
 LONG = {"context": "0123456789" * 60, "question": "?", "answers": ["1"]}
@@ -56,6 +57,34 @@ def scored(monkeypatch):
 
         monkeypatch.setattr(method, "compress", noted)
     return lengths
+
+
+def test_contexts_beyond_the_limit_are_left_out_before_samples_are_drawn_and_counted(base, tokenizer):
+    # A letter is a token. LongBench-E, as mean pooling's Table 2 has it:
+    builder = SampleBuilder(tokenizer, None, {QA: 32}, 256, 64, most_tokens=8192)
+    longest = [{"context": "a" * number, "question": "?", "answers": ["1"]} for number in (8192, 8193)]
+    (kept,) = builder.build(EvaluationDataset("qasper_e", longest), QA)
+    assert (len(kept.context_ids), builder.left_out) == (8192, {f"qasper_e, {QA}": 1})
+    texts = {"fits": "a" * 48, "exact": "b" * 50, "long": "c" * 51}
+    rows = [
+        {"context": text, "question": "?", "answers": ["1"], "id": f"{name}/{number}"}
+        for name, text in texts.items()
+        for number in range(4)
+    ]
+    model = make_base(tokenizer, 0, POSITIONS)
+    how = {"tasks": (QA,), "max_context_tokens": 50, "max_samples": 6, "max_new_tokens": {QA: 2, "summarisation": 2}}
+    report = run(model, tokenizer, rows, leave_out_long=True, **how)
+    assert report.settings["left_out"] == {f"tiny, {QA}": 4}
+    ids = [answers.id for answers in report.answers]
+    assert (len(ids), {name.partition("/")[0] for name in ids}) == (6, {"fits", "exact"})
+    assert {(row.num_samples, row.num_truncated) for row in report.rows} == {(6, 0)}
+    assert f"Left out, with contexts of more than 50 tokens: 4 of tiny, {QA}." in report.to_markdown()
+    with pytest.raises(ValueError, match="has no context of 47 tokens or less"):
+        run(model, tokenizer, rows, leave_out_long=True, **{**how, "max_context_tokens": 47})
+    with pytest.raises(ValueError, match="leave_out_long leaves out what is longer than max_context_tokens"):
+        run(model, tokenizer, rows, leave_out_long=True, **{**how, "max_context_tokens": None})
+    with pytest.raises(ValueError, match=r"a context of 51 tokens .* does not fit"):
+        run(model, tokenizer, rows, **{**how, "max_samples": None})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,13 @@ from naive_twin import encode, make_tokenizer
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from context_compressors import CompressedContext, DeCALConfig, DeCALForConditionalGeneration
+from context_compressors import (
+    CompressedContext,
+    DeCALConfig,
+    DeCALForConditionalGeneration,
+    SnapKVForCausalLM,
+    StreamingLLMForCausalLM,
+)
 from context_compressors.evaluation.lm_eval_model import CompressorLM
 from context_compressors.modeling.parts.prompting import document_ids, message_ids, opening_ids
 
@@ -87,6 +93,40 @@ def test_with_the_documents_words_as_slots_scores_are_the_whole_decoders(new, mo
         wanted = whole_decoder(model, before, encode(tokenizer, f" {choice}"))
         assert score == pytest.approx(wanted[0], abs=1e-3)
         assert greedy == wanted[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", [StreamingLLMForCausalLM, SnapKVForCausalLM])
+def test_memories_that_open_the_text_are_read_at_ratio_1_as_the_whole_decoder_reads(method, folders, tokenizer):
+    model = method.from_base(folders / "base")
+    lm = CompressorLM(model, tokenizer, ratio=1, document_field="passage", batch_size=3)
+    asked = requests("loglikelihood", prompt, lambda row: f" {row['choices'][0]}")
+    scores = lm.loglikelihood(asked, disable_tqdm=True)
+    how = {"until": ["\n"], "max_gen_toks": 5}
+    written = lm.generate_until(requests("generate_until", prompt, lambda _: how), disable_tqdm=True)
+    for row, (score, greedy), text in zip(ROWS, scores, written, strict=True):
+        rest = f"\nQuestion: {row['question']}\nAnswer:"
+        before = [tokenizer.bos_token_id, *encode(tokenizer, row["passage"]), *encode(tokenizer, rest)]
+        wanted = whole_decoder(model, before, encode(tokenizer, f" {row['choices'][0]}"))
+        assert (score, greedy) == (pytest.approx(wanted[0], abs=1e-3), wanted[1])
+        ids = model.generate(torch.tensor([before]), max_new_tokens=5, do_sample=False)[0, len(before) :]
+        assert text == tokenizer.decode(ids, skip_special_tokens=True).partition("\n")[0]
+
+
+def test_windows_end_where_the_decoders_positions_end_behind_slots_that_keep_their_places(
+    folders, tokenizer, monkeypatch
+):
+    model, places = SnapKVForCausalLM.from_base(folders / "base"), []
+    monkeypatch.setattr(model.config.decoder_config, "max_position_embeddings", 60)
+    model.model.language_model.register_forward_pre_hook(
+        lambda _, args, kwargs: places.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    )
+    lm = CompressorLM(model, tokenizer, ratio=2, document_field="passage")
+    text = "The cat sleeps on the roof of the old house near the river."
+    asked = requests("loglikelihood_rolling", lambda _: text, rows=ROWS[:1])
+    assert lm.loglikelihood_rolling(asked, disable_tqdm=True)[0] < 0
+    # What is read last stands at the last place, and nothing behind it.
+    assert max(places) in (58, 59)
 
 
 def test_a_text_longer_than_the_decoder_is_scored_in_windows_behind_the_slots(new, model, tokenizer, monkeypatch):

@@ -22,6 +22,7 @@ from context_compressors.evaluation.needles import (
     wilson_interval,
 )
 from context_compressors.evaluation.plots import plot_needles
+from context_compressors.evaluation.progress_file import ProgressFile
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.rows import SampleAnswers
 from context_compressors.evaluation.samples import EvaluationDataset
@@ -189,12 +190,40 @@ def test_needles_are_asked_as_any_question(model, tokenizer):
         evaluate_needles(model, tokenizer, TEXTS, lengths=(100, 100))
 
 
+def test_a_killed_grid_goes_on_inside_a_length(model, tokenizer, tmp_path, monkeypatch):
+    settings = EvaluationSettings(
+        max_new_tokens={"question_answering": 2, "summarisation": 2}, ratios=(2,), batch_size=2
+    )
+    options = {"lengths": (100, 160), "num_needles": 4, "settings": settings, "progress": False}
+    whole, path, add = evaluate_needles(model, tokenizer, TEXTS, **options), tmp_path / "needles.progress", []
+
+    def killed(file, digest, rows):
+        add.append(sorted(rows))
+        kept_add(file, digest, rows)
+        if len(add) == 3:
+            raise KeyboardInterrupt
+
+    kept_add = ProgressFile.add
+    monkeypatch.setattr(ProgressFile, "add", killed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_needles(model, tokenizer, TEXTS, **options, progress_file=path)
+    again = evaluate_needles(model, tokenizer, TEXTS, **options, progress_file=path)
+    # The second length's second half was left.
+    assert len(add) == 4
+    assert [asdict(cell) for cell in again.cells] == [asdict(cell) for cell in whole.cells]
+    assert not path.exists()
+
+
 def test_command_writes_table_file_and_picture(folders, tmp_path, capsys):
     (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     output, plot = tmp_path / "needles.json", tmp_path / "needles.png"
     argv = [str(folders / "tiny-compressor"), "--text", str(tmp_path / "books.jsonl"), "--device", "cpu"]
     argv += ["--lengths", "100", "--needles", "3", "--max-new-tokens", "2", "--teacher", str(folders / "teacher")]
+    with pytest.raises(ValueError, match="--resume goes on with the grid in --output: name it"):
+        main([*argv, "--resume"])
+    output.with_name("needles.json.progress").write_text("of another run")
     assert main([*argv, "--output", str(output), "--plot", str(plot)]) == 0
+    assert not output.with_name("needles.json.progress").exists()
     grid = NeedleGrid.load(output)
     assert (grid.model, grid.settings["teacher"]) == ("tiny-compressor", "teacher")
     assert grid.conditions() == ["no_context", "full_context", "ratio=2", "ratio=4"]

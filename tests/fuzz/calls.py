@@ -69,7 +69,8 @@ def _decal(setting: str, attention: str, chunk_size: int | None) -> Subject:
 
 # Method by method, so that each gets as many examples as any other, however many settings it has.
 SUBJECTS = [
-    [_decoder_only(each) for each in case.all_of_its_method] + [_decoder_only(case, size) for size in CHUNK_SIZES[1:]]
+    [_decoder_only(each) for each in case.all_of_its_method]
+    + [_decoder_only(case, size) for size in CHUNK_SIZES[1:] if not case.method.windows]
     for case in METHOD_CASES
 ]
 SUBJECTS.append([_decoder_only(case) for case in TRAINING_FREE_CASES])

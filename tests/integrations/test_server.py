@@ -274,6 +274,33 @@ def test_every_form_of_memory_is_served_in_batches_and_from_a_store_and_another_
         server.create_app({"m": pipes["selected"]}, stores={"m": stored["key/values"]})
 
 
+def test_texts_are_kept_at_the_ratios_that_they_select(serve, pipe, small_checkpoints):
+    own = pipe.model.config.compression_ratios
+    config = pipe.model.config.from_pretrained(small_checkpoints / "mean_pooling", ratio_selector="ratio")
+    model = MeanPoolingForCausalLM(config).eval()
+    model.load_state_dict(pipe.model.state_dict(), strict=False)
+    torch.nn.init.normal_(model.model.ratio_selector.weight, std=0.5, generator=torch.Generator().manual_seed(0))
+    rows = [torch.tensor([ids]) for ids in pipe.document_ids(TEXTS)]
+    middle = torch.cat([model.model.compress_with_log_ratios(row, None, [2])[1] for row in rows]).median()
+    # Between the ratios 2 and 4.
+    model.model.ratio_selector.bias.data += 1.585 - middle
+    selecting = model.question_answering(pipe.tokenizer)
+    running = serve({"m": selecting, "plain": pipe})
+    ratios = {card["id"]: card["ratios"] for card in running.ask("GET", "/v1/models")[1]["data"]}
+    assert ratios == {"m": [*own, "auto"], "plain": list(own)}
+    expected = selecting.compress(TEXTS, ratio="auto")
+    assert len(set(expected.ratio.tolist())) > 1
+    ids = running.compress(TEXTS, ratio="auto", model="m")
+    described = [running.ask("GET", f"/v1/memories/{name}")[1] for name in ids]
+    assert [memory["ratio"] for memory in described] == expected.ratio.tolist()
+    assert [memory["num_slots"] for memory in described] == expected.num_slots.tolist()
+    wanted = selecting(QUESTION, memory=expected[:3], join=True, max_new_tokens=12)["answer"]
+    assert running.chat(ids[:3]).choices[0].message.content == wanted
+    for ratio, message in (("auto", "'auto', but the checkpoint has no ratio selector"), ("most", "ratio")):
+        error = running.refusal(400, "POST", "/v1/memories", {"text": "a", "ratio": ratio, "model": "plain"})
+        assert message in error["message"]
+
+
 def together(calls, gate, running):
     """Run calls in threads, the first of which has its turn alone, and the others when all wait."""
     threads = [threading.Thread(target=call) for call in calls]

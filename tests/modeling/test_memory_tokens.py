@@ -159,7 +159,7 @@ def test_copies_stand_once_where_they_are_nested(tokens, monkeypatch):
     assert widths == [12 + 6]
 
 
-@pytest.mark.only(lambda case: case.method.memory_tokens)
+@pytest.mark.only(lambda case: case.method.memory_tokens and not case.method.recurrent)
 @torch.no_grad()
 def test_many_ratios_equal_separate_passes_on_every_base(backbone_case, random_rows, pad_rows, slots):
     attentions = [{}]

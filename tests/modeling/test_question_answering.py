@@ -75,7 +75,8 @@ def answer_by_hand(pipe, question, *documents, prompt=None, prefix="", ratio=Non
     if prompt is None and model.config.model_type == "comprexit_compressor":
         prompt = "Question: {question} Answer the question directly with a short span only, no explanation. Answer:"
     elif prompt is None:
-        prompt = "\nQuestion: {question}\nAnswer:" if task is None else "\n### Question:\n{question}\n### Answer:\n"
+        has_tokens = model.config.task_token_ids
+        prompt = "\n### Question:\n{question}\n### Answer:\n" if has_tokens else "\nQuestion: {question}\nAnswer:"
     contexts = [
         torch.tensor([[tokenizer.bos_token_id, *characters(tokenizer, prefix + document)]]) for document in documents
     ]

@@ -152,6 +152,7 @@ def test_questions_are_answered_from_memories_of_many_ratios(make, random_rows, 
         assert answer[: alone.shape[1]].tolist() == alone[0].tolist()
 
 
+@pytest.mark.slow
 def test_a_saved_checkpoint_selects_the_same(make, random_rows, pad_rows, tmp_path):
     model, batch = make(normed_mlp_size=24, linear_after_pooling=False), pad_rows(random_rows(LENGTHS))
     memory = model.compress(*batch, ratio="auto")

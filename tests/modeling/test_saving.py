@@ -387,7 +387,8 @@ def test_adapters_can_be_off_and_can_be_merged(adapter_case, inputs, question, t
     config = model.config
     adapted = config.encoder_lora is not None or config.decoder_lora is not None
     shares_base = config.encoder_config is None and "encoder_type" not in case.method.hard.get(case.variant, {})
-    doubles = adapted and shares_base and not config.shared_adapter
+    is_one_model = config.shared_adapter and config.decoder_adapter is None
+    doubles = adapted and shares_base and not is_one_model
     logging.getLogger("transformers").addHandler(caplog.handler)
     try:
         model.merge_adapters()

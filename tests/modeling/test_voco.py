@@ -163,7 +163,7 @@ def test_what_trains_on_the_shape_of_llama_3_2_1b_is_one_adapter_and_one_token()
         ({"shared_adapter": False}, "`shared_adapter` must be left out: .* got False"),
         ({"decoder_lora": {**SMALL_LORA, "rank": 2}}, "`shared_adapter` needs"),
         ({"encoder_lora": None, "decoder_lora": SMALL_LORA}, "`decoder_lora` must be left out"),
-        ({"task_token_ids": {"[AE]": 128}}, "`task_token_ids` must be left out"),
+        ({"bos_before_slots": True}, "`bos_before_slots` must be left out"),
         ({"num_voco_tokens": 0}, "`num_voco_tokens` must be an int of at least 1 or None, got 0"),
         ({"vision_language_config": base_config()}, "`vision_language_config` must be that of a model with image"),
     ],

@@ -33,6 +33,8 @@ class Method:
         own_encoder: whether the encoder always has weights of its own.
         ranks: whether scorers choose among the context's own keys and values: with one layout, the context's places,
             without task tokens, and while they train, with a second reading.
+        recurrent: whether a chunk is read behind the slots of those before it.
+        windows: whether a context is read whole, window by window: without chunks, other layouts, or an adapter.
         passages: whether each window of r tokens is encoded by itself: a pass for each ratio, positions that start anew.
     """
 
@@ -44,6 +46,8 @@ class Method:
     sliding_window: int | None = None
     own_encoder: bool = False
     ranks: bool = False
+    recurrent: bool = False
+    windows: bool = False
     passages: bool = False
     idle: tuple[str, ...] = ()
 
@@ -134,6 +138,27 @@ METHODS = [
         memory_tokens=True,
     ),
     Method(
+        name="autocompressor",
+        easy={
+            "compression_ratios": (2, 3, 8),
+            "chunk_size": 64,
+            "memory_tokens": "by_ratio",
+            "encoder_lora": SMALL_LORA,
+        },
+        hard={
+            "segments": {"chunk_size": 5, "task_token_ids": TASK_TOKENS},
+            "fixed": {"chunk_size": 6, "memory_tokens": "fixed", "bos_before_slots": True},
+            "latest_summaries": {"chunk_size": 5, "accumulate_summaries": False},
+            "two_adapters": {"shared_adapter": False, "decoder_lora": MEMORY_LORA},
+            "reader": {"training_stage": "reader", "decoder_lora": MEMORY_LORA},
+            "own_encoder": {"encoder_config": {}},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+        },
+        bidirectional=False,
+        memory_tokens=True,
+        recurrent=True,
+    ),
+    Method(
         name="five_hundred_x",
         easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": MEMORY_LORA},
         hard={
@@ -176,6 +201,23 @@ METHODS = [
         bidirectional=False,
         sliding_window=128,
         ranks=True,
+    ),
+    Method(
+        name="activation_beacon",
+        # Windows of 6, 6 and 8 tokens.
+        easy={"compression_ratios": (2, 3, 8), "window_size": 6},
+        hard={
+            "sinks": {"num_sinks": 2},
+            "raw": {"last_group": "raw", "num_sinks": 1, "window_size": 10},
+            "value_and_output": {"beacon_maps": ["value", "output"], "decoder_lora": SMALL_LORA},
+            "task_tokens": {"task_token_ids": TASK_TOKENS},
+            "own_encoder": {"encoder_config": {}},
+            "tied": {"decoder_config": {"tie_word_embeddings": True}},
+        },
+        bidirectional=False,
+        sliding_window=128,
+        recurrent=True,
+        windows=True,
     ),
     Method(
         name="comprexit",
@@ -294,6 +336,22 @@ BASES: dict[str, tuple[type, dict[str, Any]]] = {
     "gemma2": (
         Gemma2Config,
         {"sliding_window": 8, "head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": 2.0},
+    ),
+    Method(
+        name="pcc",
+        easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": SMALL_LORA, "slot_markers": None},
+        hard={
+            "markers": {"slot_markers": {"before": 1, "after": 1}, "chunk_size": 6, "memory_tokens": "fixed"},
+            "uniform": {"chunk_size": 6, "position_layout": "uniform", "bos_before_slots": False},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": {}},
+            "lite": {
+                "encoder_config": {"hidden_size": 48, "num_attention_heads": 4},
+                "encoder_lora": None,
+                "train_encoder": True,
+            },
+        },
+        bidirectional=False,
+        memory_tokens=True,
     ),
 }
 # transformers has no sdpa for Gemma 2, whose attention scores are capped.

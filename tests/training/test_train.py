@@ -201,9 +201,13 @@ def test_learning_rate_schedule_of_table_6(tmp_path):
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_recipes_use_data_for_commercial_use_only(name, tmp_path):
     read_after = {
+        "activation_beacon": ["embedded/mean_pooling.yaml"],
+        "autocompressor": ["embedded/icae.yaml"],
         "joint_pretraining": ["embedded/icae.yaml"],
         "keft": ["embedded/gmsa.yaml"],
         "restore_first": ["embedded/comprexit.yaml"],
+        "segments": ["embedded/icae.yaml", "embedded/autocompressor.yaml"],
+        "windows": ["embedded/mean_pooling.yaml", "embedded/activation_beacon.yaml"],
     }
     files = [*read_after.get(name, []), f"embedded/{name}.yaml"]
     model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path)])

@@ -30,9 +30,9 @@ def load(
     if model.config.is_encoder_decoder:
         check_choice("objective of an encoder-decoder:", args.objective, ("denoising", "compression"))
     else:
-        allowed = ("compression", "distillation", "joint")
+        allowed = ("compression", "distillation", "joint", "segments", "windows")
         check_choice("objective of a decoder-only compressor:", args.objective, allowed)
-    if not model.config.bos_before_text:
+    if not (model.config.bos_before_text or model.config.opens_context):
         for reader in filter(None, (tokenizer, model.encoder_tokenizer)):
             leave_out_bos(reader)
     return model, tokenizer
@@ -70,6 +70,13 @@ def trainer_arguments(
             texts = text_tokenizer(tokenizer)
     if data_args.prompt_format == "chat":
         texts = text_tokenizer(tokenizer)
+    if data_args.memories is not None:
+        if not config.has_frozen_memories:
+            raise ValueError(
+                "memories are read by a stage that changes none of them, such as training_stage 'reader' of "
+                f"autocompressor, and this one trains what makes them: leave memories out, got {data_args.memories!r}"
+            )
+        collator_arguments |= {"memories": data_args.memories, "model_id": model.model_id}
     if data_args.pack_texts:
         if dataset_class is not CompressionDataset:
             raise ValueError(

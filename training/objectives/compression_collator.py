@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...configuration.nearest_names import check_choice
 from ...data.task_tokens import text_starts
+from ...modeling.memory.compressed_context import CompressedContext
 from ...modeling.parts.prompting import context_start_ids as find_context_start_ids
 from ...modeling.parts.prompting import start_token_id as find_start_token_id
 from ..fields import CONTEXT_MODES
@@ -27,7 +30,8 @@ class CompressionCollator:
 
     The same prompt and target stand behind all three kinds of context:
 
-    - "compressed": start, prompt, target in `input_ids`; the context in `context_input_ids`;
+    - "compressed": start, prompt, target in `input_ids`; the context in `context_input_ids`, and where it is made of
+      passages, which all start like a context, their lengths in `context_chunk_lengths`;
     - "full_context": start, context, prompt, target in `input_ids`;
     - "no_context": start, prompt, target in `input_ids`;
     - "distillation": "compressed", and "full_context" beside it as `full_input_ids`, `full_attention_mask`,
@@ -68,6 +72,11 @@ class CompressionCollator:
             `modeling.parts.prompting.restored_ids`; `context_start_ids` when `None`.
         bos_before_text: whether a text behind a compressed context starts with `start_token_id` where it has no task
             token. Where it does not, one without a prompt still does, so that all of its target is predicted.
+        opens_context: whether what opens a text, `head_ids` or `start_token_id`, is compressed in front of a context.
+        bos_before_task_token: whether `start_token_id` stands in front of a task token behind a compressed context.
+        memories: folder of memory files that stand in place of compressed contexts, as `memory`: of the one of an
+            example's `documents`, `DOCUMENT_ID.safetensors`.
+        model_id: name of the compressor that has made these memories.
         encoder_start_ids: where the encoder reads other tokens than the decoder: ids that a compressed context starts
             with; the rest of it is the example's `encoder_context_ids`, and its `context_ids` are for the decoder.
 
@@ -92,6 +101,10 @@ class CompressionCollator:
         encoder_start_ids: Sequence[int] | None = None,
         restored_ids: Sequence[int] | None = None,
         bos_before_text: bool = True,
+        opens_context: bool = False,
+        bos_before_task_token: bool = False,
+        memories: str | os.PathLike | None = None,
+        model_id: str | None = None,
     ):
         check_choice("mode", mode, MODES)
         check_choice("context_mode", context_mode, CONTEXT_MODES)
@@ -105,6 +118,8 @@ class CompressionCollator:
                 raise ValueError(f"ratios must be one or more ints of at least 1, got {ratios!r}")
             if mode in ("full_context", "no_context") or (mode == "joint" and context_mode != "compressed"):
                 raise ValueError(f"ratios go with compressed contexts, not with {mode!r} and {context_mode!r}")
+            if memories is not None:
+                raise ValueError("ratios go with contexts that are compressed here; stored memories have theirs")
         self.pad_token_id, self.start_token_id = pad_token_id, start_token_id
         self.context_start_ids = list(context_start_ids)
         self.encoder_start_ids = None if encoder_start_ids is None else list(encoder_start_ids)
@@ -112,7 +127,9 @@ class CompressionCollator:
         self.pad_to_multiple_of, self.with_metadata, self.seed = pad_to_multiple_of, with_metadata, seed
         self.task_start_ids = dict(task_start_ids or {})
         self.restored_ids = list(self.context_start_ids if restored_ids is None else restored_ids)
-        self.bos_before_text = bos_before_text
+        self.opens_context = opens_context
+        self.bos_before_text, self.bos_before_task_token = bos_before_text, bos_before_task_token
+        self.memories, self.model_id = memories, model_id
         self.context_mode = {"joint": context_mode, "distillation": "compressed"}.get(mode, mode)
         self.text_rows: TextRows | None = None
 
@@ -166,9 +183,17 @@ class CompressionCollator:
         else:
             batch |= self._padded_text([self._row(example) for example in examples])
         if self.context_mode == "compressed":
-            contexts = [self._encoder_context(example) for example in examples]
-            batch["context_input_ids"] = self._pad(contexts, self.pad_token_id)
-            batch["context_attention_mask"] = self._pad([[1] * len(ids) for ids in contexts], 0)
+            passages = [self._encoder_passages(example) for example in examples]
+            contexts = [[token for ids in row for token in ids] for row in passages]
+            if self.memories is None:
+                batch["context_input_ids"] = self._pad(contexts, self.pad_token_id)
+                batch["context_attention_mask"] = self._pad([[1] * len(ids) for ids in contexts], 0)
+                if any(len(row) > 1 for row in passages):
+                    lengths = [[len(ids) for ids in row] for row in passages]
+                    batch["context_chunk_lengths"] = self._pad(lengths, 0)
+            else:
+                stored = [self._stored_memory(*of_row) for of_row in zip(examples, contexts, strict=True)]
+                batch["memory"] = CompressedContext.stack(stored)
         if self.mode == "distillation":
             batch |= self._padded_text([self._teacher_row(example) for example in examples], "full_")
         if self.ratios is not None:
@@ -195,6 +220,17 @@ class CompressionCollator:
     def _context(self, example: Mapping[str, Any]) -> list[int]:
         return [*self.context_start_ids, *example["context_ids"]]
 
+    def _encoder_passages(self, example: Mapping[str, Any]) -> list[list[int]]:
+        """What is compressed, passage by passage; a context without passages is one."""
+        if self.opens_context:
+            return [[*(example.get("head_ids") or [self.start_token_id]), *example["context_ids"]]]
+        is_own = self.encoder_start_ids is not None
+        passages = example.get("encoder_passages" if is_own else "passages")
+        if not passages:
+            return [self._encoder_context(example)]
+        start = self.encoder_start_ids or () if is_own else self.context_start_ids
+        return [[*start, *ids] for ids in passages]
+
     def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:
         if self.encoder_start_ids is None:
             return self._context(example)
@@ -205,12 +241,39 @@ class CompressionCollator:
             )
         return [*self.encoder_start_ids, *example["encoder_context_ids"]]
 
+    def _stored_memory(self, example: Mapping[str, Any], context: Sequence[int]) -> CompressedContext:
+        """The memory of an example's context, from its file."""
+        name, documents = example.get("id", ""), example.get("documents", ())
+        if len(documents) != 1:
+            raise ValueError(
+                f"example {name!r} is of {len(documents)} documents of the data, and a memory file is of one: leave "
+                "generated sources and contexts_per_document out"
+            )
+        path = Path(self.memories or "") / f"{documents[0]}.safetensors"
+        if not path.is_file():
+            raise ValueError(
+                f"there is no memory {path} of example {name!r}: write them with `context-compressors compress MODEL "
+                f"DATA --by-document --output {self.memories}`"
+            )
+        memory = CompressedContext.load(path, model_id=self.model_id)
+        num_tokens = int(memory.num_context_tokens.sum())
+        if num_tokens != len(context):
+            raise ValueError(
+                f"{path} is a memory of {num_tokens} tokens, and the context of example {name!r} has {len(context)}: "
+                "give max_context_tokens and context_prefix as they were when it was made"
+            )
+        return memory
+
     def _start(self, example: Mapping[str, Any], task: str | None) -> list[int]:
         """What stands in front of a text: its start token or head, and in "full_context" the context."""
         task_id, head = self.task_start_ids.get(task or ""), example.get("head_ids") or []
+        if self.opens_context and self.context_mode == "compressed":
+            head = []
         in_words = self.context_mode == "full_context"
         if task_id is not None:
-            return [*(self._context(example) if in_words else ()), task_id, *head]
+            has_bos = self.bos_before_task_token and self.context_mode == "compressed" and not head
+            first = self._context(example) if in_words else [self.start_token_id][:has_bos]
+            return [*first, task_id, *head]
         if self.context_mode == "compressed" and not self.bos_before_text and example.get("prompt_ids"):
             return list(head)
         return [*(head or [self.start_token_id]), *(example["context_ids"] if in_words else ())]

@@ -18,7 +18,7 @@ from ...data.rows import draw_document
 from ...data.sources import DataSource
 from ...data.tokenized_rows import FileSource
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ...modeling.parts.prompting import DOCUMENT_END, before_answer, encode, prefix_ids, prompt_ids
+from ...modeling.parts.prompting import DOCUMENT_END, before_answer, cut_passages, encode, prefix_ids, prompt_ids
 from ..fields import DataArguments
 from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
 
@@ -26,15 +26,18 @@ MAX_ATTEMPTS = 100
 
 
 class CompressionDataset(Dataset):
-    """Examples for the collators: `head_ids`, `context_ids`, `prompt_ids`, `target_ids`, `more_turns`, `task`, `id`,
-    `num_cut`, `index`, `documents`, and with a tokenizer of contexts `encoder_context_ids`.
+    """Examples for the collators: `head_ids`, `context_ids`, `passages`, `prompt_ids`, `target_ids`, `more_turns`,
+    `task`, `id`, `num_cut`, `index`, `documents`, and with a tokenizer of contexts `encoder_context_ids` and
+    `encoder_passages`.
 
     Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
     and the seed only, so that training resumes exactly. Targets end with EOS, in a chat with the template's end of a
     turn, which behind a repeated text says that this was all of it; what goes on behind a continuation or behind
     `max_target_tokens` ends with neither. `head_ids` stand in front of the context
     or its slots; `more_turns` holds further (prompt, target) pairs about the same context; `num_cut` counts tokens
-    that the limits cut off, and `documents` has the ids of the texts that the context is from (not of generated ones).
+    that the limits cut off, `passages` are the token ids of texts that are compressed apart (`context_ids` has blank
+    lines between them), or `None`, and `documents` has the ids of the texts that the context is from (not of generated
+    ones).
 
     Args:
         data: the sources, and how examples are made of them.
@@ -147,6 +150,11 @@ class CompressionDataset(Dataset):
         """Refuse a schedule with tasks that no source has, and sources that it never comes to."""
         scheduled = [set(tasks) for _, tasks in self.task_points or ()]
         offered = {task for entry in entries for task in entry.tasks}
+        if self.data.task_per_batch and len({entry.tasks for entry in entries}) > 1:
+            raise ValueError(
+                "task_per_batch draws a task for the rows of all sources: give them the same tasks, got "
+                f"{[list(entry.tasks) for entry in entries]}"
+            )
         if missing := sorted(set().union(*scheduled) - offered):
             raise ValueError(f"task_schedule has the tasks {missing}; those of the sources are {sorted(offered)}")
         idle = [entry.label for entry in entries if scheduled and set().union(*scheduled).isdisjoint(entry.tasks)]
@@ -177,11 +185,14 @@ class CompressionDataset(Dataset):
         return generator.choice(len(entries), size=size, p=shares / shares.sum())
 
     def _tasks_at(self, index: int, tasks: Sequence[str]) -> list[str]:
-        """Those of a source's tasks that the schedule has at an index, as often as the source names them."""
-        if self.task_points is None:
-            return list(tasks)
-        reached = [allowed for fraction, allowed in self.task_points if fraction * len(self) <= index]
-        return [task for task in tasks if task in reached[-1]]
+        """Those of a source's tasks that an example may have, as often as the source names them."""
+        if self.data.task_per_batch:
+            index -= index % self.batch_size
+        tasks = list(tasks)
+        if self.task_points is not None:
+            reached = [allowed for fraction, allowed in self.task_points if fraction * len(self) <= index]
+            tasks = [task for task in tasks if task in reached[-1]]
+        return [random.Random(f"{self.seed}/task/{index}").choice(tasks)] if self.data.task_per_batch else tasks
 
     def __len__(self) -> int:
         return len(self.source_of)
@@ -227,8 +238,10 @@ class CompressionDataset(Dataset):
             tasks = self._tasks_at(index, source.source.tasks)
             example = self._from_file(source, tasks, position, int(self.turn_of[index]), limit, rng)
         if self.context_tokenizer is not None:
-            ids = in_encoder_tokens(example["context_ids"], self.tokenizer, self.context_tokenizer)
-            example["encoder_context_ids"] = ids
+            tokenizers = (self.tokenizer, self.context_tokenizer)
+            example["encoder_context_ids"] = in_encoder_tokens(example["context_ids"], *tokenizers)
+            passages = example.get("passages") or ()
+            example["encoder_passages"] = [in_encoder_tokens(passage, *tokenizers) for passage in passages]
         if self.with_log_ratios:
             example.setdefault("log_ratio", math.nan)
         return {**example, "index": index}
@@ -289,18 +302,33 @@ class CompressionDataset(Dataset):
             documents["log_ratio"] = self._log_ratio(source, row, len(ids))
         if is_window:
             return documents | self._text_example(task, ids.tolist(), limit, identifier, rng)
+        passages = texts.passages(row)
         if task == "summarisation":
             pairs = [("", source.value("summary", row))]
-            return documents | self._example(task, ids.tolist(), pairs, limit, identifier, rng)
+            example = self._example(task, ids.tolist(), pairs, limit, identifier, rng)
+            return documents | self._with_passages(example, passages, limit)
         texts_of = [source.text_of(row)]
         context_ids = ids.tolist()
         if source.source.contexts_per_document > 1:
             texts_of, context_ids = self._joined_contexts(source, row, limit, rng)
             documents = {"documents": [texts.texts.document_id(text) for text in texts_of]}
+            passages = [passage for text in texts_of for passage in texts.texts.passages(text)]
+            passages = passages if source.source.separate_passages else [context_ids]
         others = [other for text in texts_of for other in source.rows_of_text[text] if other != row]
         rows = [row, *rng.sample(others, min(len(others), self.data.questions_per_example - 1))]
         pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
-        return documents | self._question_example(context_ids, pairs, limit, identifier, rng)
+        example = self._question_example(context_ids, pairs, limit, identifier, rng)
+        return documents | self._with_passages(example, passages, limit)
+
+    def _with_passages(self, example: dict[str, Any], passages: list[list[int]], limit: int) -> dict[str, Any]:
+        """An example whose context is cut where its passages end, if there are several."""
+        if len(passages) < 2:
+            return example
+        # Each has the prefix, as every document of a question does.
+        room = max(1, limit - (len(passages) - 1) * len(self.prefix_ids))
+        kept = cut_passages(passages, room, self.data.overlong_contexts == "truncate_left")
+        num_cut = max(example["num_cut"], sum(map(len, passages)) - sum(map(len, kept)))
+        return {**example, "passages": [[*self.prefix_ids, *ids] for ids in kept], "num_cut": num_cut}
 
     def _log_ratio(self, source: FileSource, row: int, num_tokens: int) -> float:
         """log2 of a text's tokens over those of its summary, NaN where it has none."""
@@ -408,6 +436,7 @@ class CompressionDataset(Dataset):
             "task": task,
             "id": identifier,
             "num_cut": num_cut,
+            "passages": None,
         }
 
     def _prompt(self, task: str, question: str, rng: random.Random) -> str:

@@ -38,7 +38,7 @@ _PAPER = {
 }
 
 # What the log calls a loss over rows of different ratios.
-_MIXED = "mixed_ratios"
+MIXED_RATIOS = "mixed_ratios"
 
 
 class CompressionTrainer(BaseTrainer, SFTTrainer):
@@ -99,15 +99,18 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
             logs["num_ratios_summed"] = count
         super().log(logs, *args, **kwargs)
 
-    def step_ratios(self) -> list[int]:
-        """The ratios of the present step: all that its place in training has, or with "random" one of them."""
+    def allowed_ratios(self) -> list[int]:
+        """The ratios that the present step's place in training has; all of them in evaluation."""
         ratios = list(self.model.config.compression_ratios)
-        if not self.model.training:
+        if self.args.ratio_schedule is None or not self.model.training:
             return ratios
-        if self.args.ratio_schedule is not None:
-            done = self.state.global_step / max(1, self.state.max_steps)
-            ratios = [ratios for start, ratios in check_ratio_schedule(self.args.ratio_schedule) if start <= done][-1]
-        if self.args.ratio_mode != "random":
+        done = self.state.global_step / max(1, self.state.max_steps)
+        return [ratios for start, ratios in check_ratio_schedule(self.args.ratio_schedule) if start <= done][-1]
+
+    def step_ratios(self) -> list[int]:
+        """The ratios of the present step: all that are allowed, or with "random" one of them."""
+        ratios = self.allowed_ratios()
+        if self.args.ratio_mode != "random" or not self.model.training:
             return ratios
         # By step, so that all devices and accumulated batches agree and a resumed run draws the same.
         return [random.Random(f"{self.args.seed}/{self.state.global_step}").choice(ratios)]
@@ -130,7 +133,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         return self.accelerator.unwrap_model(self.model)
 
     def _check_batch(self, inputs: dict[str, Any]) -> None:
-        given, context_mode = "context_input_ids" in inputs, self.args.context_mode
+        given, context_mode = not {"context_input_ids", "memory"}.isdisjoint(inputs), self.args.context_mode
         if context_mode == "compressed" and not given:
             raise ValueError(f"batches need context_input_ids: use CompressionCollator(mode={self._collator_mode!r})")
         if self.args.ratio_mode == "per_sample" and given and "ratio" not in inputs:
@@ -150,11 +153,15 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         """
         if self.args.context_mode != "compressed":
             return [(self.args.context_mode, None)], 0.0
+        if "memory" in batch:
+            ratio = batch["memory"].ratio
+            return [(f"ratio_{ratio}" if isinstance(ratio, int) else MIXED_RATIOS, batch["memory"])], 0.0
         ratios = self.step_ratios()
-        context = {"input_ids": batch["context_input_ids"], "attention_mask": batch["context_attention_mask"]}
+        given = ("context_input_ids", "context_attention_mask", "context_chunk_lengths")
+        context = {name.removeprefix("context_"): batch[name] for name in given if name in batch}
         if self.args.ratio_mode == "per_sample" and self.model.training:
             memory, selector_loss = self._compressed(batch, context, batch["ratio"])
-            return [(_MIXED, memory)], selector_loss
+            return [(MIXED_RATIOS, memory)], selector_loss
         memories, selector_loss = self._compressed(batch, context, ratios)
         self._metrics["train" if self.model.training else "eval"]["num_ratios_summed"].append(len(memories))
         return [(f"ratio_{ratio}", memory) for ratio, memory in zip(ratios, memories, strict=True)], selector_loss

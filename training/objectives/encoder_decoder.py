@@ -39,6 +39,13 @@ class Seq2SeqCollator(CompressionCollator):
         super().__init__(*args, **{"restored_ids": (), **kwargs})
         self.question_placement, self.context_end_ids = question_placement, list(context_end_ids)
 
+    def _encoder_passages(self, example: Mapping[str, Any]) -> list[list[int]]:
+        if not example.get("passages"):
+            return super()._encoder_passages(example)
+        if self.question_placement == "encoder":
+            raise ValueError("a context that is compressed with its question is one text, and not a list of passages")
+        return [[*ids, *self.context_end_ids] for ids in super()._encoder_passages(example)]
+
     def _encoder_context(self, example: Mapping[str, Any]) -> list[int]:
         question = example["prompt_ids"] if self.question_placement == "encoder" else []
         return [*question, *super()._encoder_context(example), *self.context_end_ids]

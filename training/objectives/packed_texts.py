@@ -73,11 +73,19 @@ class PackedTexts(CompressionDataset):
 
     def _example_at(self, index: int) -> dict[str, Any]:
         ids, texts = self._block(int(self.source_of[index]), int(self.turn_of[index]))
+        names = " + ".join(text.name for text in texts)
+        documents = [name for text in texts for name in text.documents]
+        return {**self._example_of(ids, names), "index": index, "documents": documents}
+
+    def _example_of(self, ids: list[int], name: str) -> dict[str, Any]:
+        """The example of a block of the stream."""
         context, target = ids[: self.longest], ids[self.longest :]
         prompt = format_prompt("continuation", "", path=self.data.prompts)
-        names = " + ".join(text.name for text in texts)
-        example = self._finish("continuation", context, [(prompt, target)], self.longest, names, ends=False)
-        return {**example, "index": index, "documents": [name for text in texts for name in text.documents]}
+        return self._finish("continuation", context, [(prompt, target)], self.longest, name, ends=False)
+
+    def _block_size(self) -> int:
+        """Tokens of a block."""
+        return self.data.max_context_tokens + self.data.max_target_tokens
 
     def _block(self, position: int, number: int) -> tuple[list[int], list[_Text]]:
         """The tokens of a source's example, and the texts that they are of."""
@@ -90,7 +98,7 @@ class PackedTexts(CompressionDataset):
 
     def _read(self, position: int, turn: int, offset: int) -> tuple[tuple[list[int], list[_Text]], tuple[int, int]]:
         """Tokens of one example and their texts from a place of a stream on, and the place behind them."""
-        size = self.data.max_context_tokens + self.data.max_target_tokens
+        size = self._block_size()
         ids: list[int] = []
         texts = []
         while len(ids) < size:

@@ -9,7 +9,15 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ...modeling.parts.prompting import before_answer, chat_ids, encode, prefix_ids, prompt_ids, text_tokenizer
+from ...modeling.parts.prompting import (
+    DOCUMENT_END,
+    before_answer,
+    chat_ids,
+    encode,
+    prefix_ids,
+    prompt_ids,
+    text_tokenizer,
+)
 
 _FORMS = "`messages`, or `prompt` and `completion`, each a text or messages with `role` and `content`"
 
@@ -39,19 +47,21 @@ class TextRows:
         """The example of a row, see [`CompressionDataset`].
 
         Raises:
-            ValueError: a row without a text in `context`, of another form, whose last message is not the assistant's,
-                or a conversation for a plain checkpoint.
+            ValueError: a row without a text or passages in `context`, of another form, whose last message is not the
+                assistant's, or a conversation for a plain checkpoint.
         """
         context = row.get("context")
-        if not isinstance(context, str):
-            raise ValueError(f"a row needs its document as a text in `context`, got {context!r}")
+        passages = [context] if isinstance(context, str) else context
+        if not isinstance(passages, (list, tuple)) or not all(isinstance(text, str) for text in passages or [None]):
+            raise ValueError(f"a row needs its document in `context`, a text or a list of passages, got {context!r}")
         head, pairs = self._turns(row)
-        context_ids = encode(self._tokenizer, context)
-        if self._config.context_prefix:
-            context_ids = [*prefix_ids(self._tokenizer, self._config.context_prefix), *context_ids]
+        prefix = prefix_ids(self._tokenizer, self._config.context_prefix)
+        context_ids = [*prefix, *encode(self._tokenizer, DOCUMENT_END.join(passages))]
+        apart = [[*prefix, *encode(self._tokenizer, text)] for text in passages] if len(passages) > 1 else []
         example: dict[str, Any] = {
             "head_ids": head,
             "context_ids": context_ids,
+            "passages": apart,
             "prompt_ids": pairs[0][0],
             "target_ids": pairs[0][1],
             "more_turns": pairs[1:],
@@ -59,7 +69,9 @@ class TextRows:
             "id": row.get("id", ""),
         }
         if self._context_tokenizer is not None:
-            example["encoder_context_ids"] = in_encoder_tokens(context_ids, self._tokenizer, self._context_tokenizer)
+            tokenizers = (self._tokenizer, self._context_tokenizer)
+            example["encoder_context_ids"] = in_encoder_tokens(context_ids, *tokenizers)
+            example["encoder_passages"] = [in_encoder_tokens(ids, *tokenizers) for ids in apart]
         return example
 
     def _turns(self, row: Mapping[str, Any]) -> tuple[list[int], list[tuple[list[int], list[int]]]]:

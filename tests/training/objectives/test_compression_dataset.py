@@ -287,6 +287,17 @@ def test_tasks_come_when_the_schedule_says(tokenizer, folder):
     assert [again[index] for index in (121, 3, 40)] == [dataset[index] for index in (121, 3, 40)]
 
 
+def test_a_coin_gives_all_rows_of_a_batch_one_task(tokenizer, folder):
+    sources = [TEXT, {**GENERATED, "tasks": TEXT["tasks"]}]
+    fields = {"batch_size": 4, "num_examples": 162, "max_context_tokens": 60, "task_per_batch": True}
+    tasks = [example["task"] for example in make(tokenizer, folder, *sources, **fields)]
+    batches = [set(tasks[start : start + 4]) for start in range(0, 162, 4)]
+    assert all(len(batch) == 1 for batch in batches)
+    heads = sum(batch == {"reconstruction"} for batch in batches)
+    assert 10 < heads < 31, "41 tosses of a fair coin"
+    assert [example["task"] for example in make(tokenizer, folder, *sources, seed=1, **fields)] != tasks
+
+
 def test_a_schedule_of_all_tasks_changes_nothing(tokenizer, folder):
     sources = [TEXT, QUESTIONS, GENERATED]
     plain, scheduled = (
@@ -432,6 +443,8 @@ def test_iteration_ends(tokenizer, folder):
         ([TEXT], {"task_schedule": [[0.0, ["continuation"] * 2]]}, "names a task twice"),
         ([TEXT, QUESTIONS], {"task_schedule": [[0.0, ["continuation"]]]}, r"a task of the sources \['qa.parquet'\]"),
         ([TEXT], {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ([TEXT, QUESTIONS], {"task_per_batch": True}, "task_per_batch draws a task for .* the same tasks"),
+        ([TEXT], {"task_per_batch": True, "group_batches": 2}, "task_per_batch goes with group_batches 1, got 2"),
     ],
 )
 def test_wrong_arguments_are_refused(tokenizer, folder, sources, fields, message):

@@ -111,6 +111,7 @@ def test_the_mean_squared_error_is_added_to_the_loss(make_trainer, dataset, trai
     assert not model.model.ratio_selector.weight.grad.any()
 
 
+@pytest.mark.slow
 def test_a_ratio_is_drawn_for_each_step_and_the_error_logged(make_trainer):
     trainer = make_trainer(ratio_mode="random", max_steps=4, gradient_accumulation_steps=2, learning_rate=3e-2)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -159,3 +160,25 @@ def test_without_summaries_a_selector_is_not_trained(dataset, make_trainer, summ
     del batch["log_ratios"]
     with pytest.raises(ValueError, match="a ratio selector learns from `log_ratios`"):
         trainer.compute_loss(trainer.model, batch)
+
+
+def test_recipes_have_the_published_settings_and_the_comparisons_size():
+    model, data, args = parse_recipe(["mean_pooling/semi_dynamic.yaml", "--output_dir", "out", "--use_cpu", "true"])
+    fields = model.method_config
+    assert (fields["compression_ratios"], fields["ratio_selector"]) == ([4, 8, 16], "ratio")
+    assert (fields["linear_after_pooling"], fields["normed_mlp_size"]) == (False, 4096)
+    # Rank-stabilised LoRA scales by alpha over the root of the rank.
+    for side, alpha in (("encoder_lora", 32), ("decoder_lora", 16)):
+        lora = fields[side]
+        assert (lora["rank"], lora["dropout"], lora.get("target_modules")) == (16, 0.1, None)
+        assert lora["alpha"] / lora["rank"] == alpha / lora["rank"] ** 0.5
+    assert (args.learning_rate, args.lr_scheduler_type, args.warmup_steps) == (4e-5, "constant_with_warmup", 100)
+    assert (args.per_device_train_batch_size, args.max_steps, args.ratio_mode) == (10, 100_000, "random")
+    assert (data.min_context_tokens, data.max_context_tokens, args.objective) == (64, 1300, "compression")
+    _, data, _ = parse_recipe(["smollm2/data.yaml", "--output_dir", "out", "--use_cpu", "true"])
+    assert sum("summarisation" in source["tasks"] for source in data.sources) == 2
+    plain, selecting = (
+        parse_recipe([f"smollm2/comparison/{name}.yaml", "--output_dir", "out", "--use_cpu", "true"])[0].method_config
+        for name in ("mean_pooling", "mean_pooling_semi_dynamic")
+    )
+    assert selecting == {**plain, "ratio_selector": "ratio"}

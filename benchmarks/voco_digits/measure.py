@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which digit is on a picture, answered from 1 or 2 VoCo tokens in place of its 16 or 64 image tokens.
+
+    python -m benchmarks.voco_digits.measure
+    python -m benchmarks.voco_digits.measure --image-tokens 16 --seeds 0 1 --base-steps 50 --steps 50
+
+A tiny model of LLaVA's shape learns to answer from all image tokens ("image", the upper bound). VoCo starts from it
+and trains its language model whole, in the default and in the enhanced position layout. Beside them stand the same
+model asked without the picture ("no image"), and VoCo before its training ("untrained").
+
+The pictures are the 1,797 of scikit-learn's digits (8 by 8 pixels), in three parts that never meet: one to train on,
+one by which the step is chosen, one to report. Every seed has its own weights and its own order of pictures. Intervals
+(95 %) are of a bootstrap that draws seeds and pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers.utils import logging
+
+from benchmarks.common.tools import add_place_arguments, device_of, positive_int, save_and_report
+from context_compressors import VoCoForCausalLM
+from context_compressors.reporting.tables import markdown_table
+
+BOS, EOS, PAD, IMAGE, QUESTION = range(10, 15)
+LAYOUTS = ("default", "enhanced")
+PARTS = {"train": 1197, "choose": 300, "report": 300}
+IMAGE_SIZE = 8
+# Steps between two looks at the part by which the step is chosen.
+LOOK_EVERY = 25
+
+
+def digits(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+    """Pictures `(n, 1, 8, 8)` between -1 and 1 and their digits `(n,)`, of each part; always the same parts.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits are scikit-learn's: pip install 'context-compressors[benchmarks]'") from error
+    found = load_digits()
+    pictures = torch.tensor(found.images, dtype=torch.float32, device=device)[:, None] / 8 - 1
+    labels = torch.tensor(found.target, device=device)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels))).to(device).split([*PARTS.values()])
+    return {part: (pictures[rows], labels[rows]) for part, rows in zip(PARTS, order, strict=True)}
+
+
+def language_and_vision(num_image_tokens: int, hidden_size: int, layers: int) -> LlavaForConditionalGeneration:
+    """A LLaVA that has not been trained, with so many image tokens for a picture.
+
+    Raises:
+        ValueError: these are no square of patches.
+    """
+    side = math.isqrt(num_image_tokens)
+    if side**2 != num_image_tokens or IMAGE_SIZE % side:
+        raise ValueError(f"--image-tokens must be 1, 4, 16 or 64: 8 by 8 pixels in patches, got {num_image_tokens}")
+    shape = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_attention_heads": 4}
+    vision = CLIPVisionConfig(
+        **shape, num_hidden_layers=1, num_channels=1, image_size=IMAGE_SIZE, patch_size=IMAGE_SIZE // side
+    )
+    ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "vocab_size": QUESTION + 1}
+    text = LlamaConfig(**shape, **ids, num_hidden_layers=layers, max_position_embeddings=256)
+    parts = {"vision_config": vision, "text_config": text}
+    config = LlavaConfig(**parts, image_token_index=IMAGE, image_seq_length=num_image_tokens, vision_feature_layer=-1)
+    return LlavaForConditionalGeneration(config)
+
+
+def rows_of(labels: Tensor, *before: int) -> Tensor:
+    """A row of token ids for each digit: those in front of it, then the digit, `(batch_size, num_tokens)`."""
+    return torch.cat([labels.new_tensor(before).expand(len(labels), -1), labels[:, None]], dim=1)
+
+
+def answer_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of the digit behind what was read; `logits` are of all tokens of `rows_of`."""
+    return torch.nn.functional.cross_entropy(logits[:, -2], labels)
+
+
+class Reader:
+    """How digits are read from pictures: the base itself, with the picture or without it, or VoCo."""
+
+    def __init__(self, model: Any, num_image_tokens: int = 0, num_voco: int = 0):
+        self.model, self.num_image_tokens, self.num_voco = model, num_image_tokens, num_voco
+
+    def logits(self, pictures: Tensor, labels: Tensor) -> Tensor:
+        """Logits of every token, `(batch_size, num_tokens, vocab_size)`, in training from one masked pass of VoCo."""
+        image, text = [BOS, *[IMAGE] * self.num_image_tokens], rows_of(labels, QUESTION)
+        if not self.num_voco:
+            pixels = {"pixel_values": pictures} if self.num_image_tokens else {}
+            return self.model(rows_of(labels, *image, QUESTION), **pixels, use_cache=False).logits
+        context = labels.new_tensor(image).expand(len(labels), -1)
+        if self.model.training:
+            return self.model(text, context_input_ids=context, pixel_values=pictures).logits
+        return self.model(text, memory=self.model.compress(context, pixel_values=pictures)).logits
+
+    @torch.no_grad()
+    def is_right(self, pictures: Tensor, labels: Tensor) -> Tensor:
+        """Whether the digit is the likeliest token, `(n,)` bool; the digit itself is not read for it."""
+        self.model.eval()
+        return self.logits(pictures, labels)[:, -2].argmax(dim=1) == labels
+
+
+def train(
+    reader: Reader, data: dict[str, tuple[Tensor, Tensor]], steps: int, rate: float, batch_size: int, seed: int
+) -> list[float]:
+    """Train what trains of a reader's model, and leave it at the step that did best on the choosing part.
+
+    Args:
+        reader: the reader.
+        data: of `digits`.
+        steps: steps of AdamW, whose rate falls to 0 along a cosine after a warmup of 3 %, as in VoCo-LLaMA's training.
+        rate: the highest rate.
+        batch_size: pictures of a step.
+        seed: of the order of pictures.
+
+    Returns:
+        The accuracy on the choosing part after every `LOOK_EVERY` steps.
+    """
+    model, (pictures, labels) = reader.model, data["train"]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    warmup = max(1, round(0.03 * steps))
+
+    def factor(step: int) -> float:
+        return min((step + 1) / warmup, (1 + math.cos(math.pi * step / steps)) / 2)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    generator = torch.Generator().manual_seed(seed)
+    curve: list[float] = []
+    best: dict[str, Tensor] = {}
+    for step in range(steps):
+        model.train()
+        rows = torch.randint(len(labels), (batch_size,), generator=generator).to(labels.device)
+        loss = answer_loss(reader.logits(pictures[rows], labels[rows]), labels[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % LOOK_EVERY == 0 or step + 1 == steps:
+            curve.append(reader.is_right(*data["choose"]).float().mean().item())
+            if curve[-1] == max(curve):
+                best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(best)
+    return curve
+
+
+def measure(arguments: argparse.Namespace, num_image_tokens: int) -> list[dict[str, Any]]:
+    """The rows of a number of image tokens: for each reader and seed which answers of the reporting part are right."""
+    device = device_of(arguments)
+    data = digits(device)
+    rows: dict[str, dict[str, Any]] = {}
+
+    def note(name: str, reader: Reader, curve: list[float] | None = None, **settings: Any) -> None:
+        row = rows.setdefault(name, {"image_tokens": num_image_tokens, "reader": name, **settings, "right": []})
+        row["right"].append(reader.is_right(*data["report"]).long().tolist())
+        if curve is not None:
+            row.setdefault("choosing_accuracy", []).append(curve)
+
+    schedule = (arguments.rate, arguments.batch_size)
+    for seed in arguments.seeds:
+        torch.manual_seed(seed)
+        base = language_and_vision(num_image_tokens, arguments.hidden_size, arguments.layers).to(device)
+        reader = Reader(base, num_image_tokens)
+        note("image", reader, train(reader, data, arguments.base_steps, *schedule, seed))
+        note("no image", Reader(base))
+        with tempfile.TemporaryDirectory() as folder:
+            base.save_pretrained(folder)
+            for num_voco in arguments.voco_tokens:
+                for layout in LAYOUTS:
+                    torch.manual_seed(seed)
+                    model = VoCoForCausalLM.from_base(
+                        folder,
+                        num_voco_tokens=num_voco,
+                        position_layout=layout,
+                        encoder_lora=None,
+                        trainable_parameters=["language_model", "lm_head", "memory_embeddings"],
+                    ).to(device)
+                    reader = Reader(model, num_image_tokens, num_voco)
+                    settings = {"voco_tokens": num_voco, "layout": layout}
+                    note(f"{num_voco} VoCo, {layout}, untrained", reader, **settings)
+                    curve = train(reader, data, arguments.steps, *schedule, seed)
+                    note(f"{num_voco} VoCo, {layout}", reader, curve, **settings)
+        print(f"{num_image_tokens} image tokens, seed {seed}: " + ", ".join(map(_latest, rows.values())), flush=True)
+    return list(rows.values())
+
+
+def _latest(row: dict[str, Any]) -> str:
+    return f"{row['reader']} {100 * np.mean(row['right'][-1]):.1f}"
+
+
+def interval(right: Sequence[Sequence[int]] | np.ndarray, num_resamples: int = 2000) -> tuple[float, float, float]:
+    """Mean accuracy in percent and its 95 % interval, of a bootstrap that draws seeds and pictures.
+
+    Args:
+        right: `(num_seeds, num_pictures)`, 1 for a right answer; or differences of two of these.
+        num_resamples: number of draws.
+    """
+    values, generator = np.asarray(right, dtype=np.float64), np.random.default_rng(0)
+    seeds, pictures = values.shape
+    drawn = [
+        values[generator.integers(seeds, size=seeds)][:, generator.integers(pictures, size=pictures)].mean()
+        for _ in range(num_resamples)
+    ]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return 100 * float(values.mean()), 100 * float(low), 100 * float(high)
+
+
+def with_differences(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with their scores, and enhanced less default positions of each number of VoCo tokens behind them."""
+    result = [{**row, "accuracy": interval(row["right"])} for row in rows]
+    trained = {(row["image_tokens"], row["reader"]): row for row in rows}
+    for (num_tokens, name), row in trained.items():
+        other = trained.get((num_tokens, name.replace("default", "enhanced")))
+        if row.get("layout") == "default" and "untrained" not in name and other is not None:
+            difference = np.subtract(other["right"], row["right"])
+            title = f"{row['voco_tokens']} VoCo, enhanced less default"
+            result.append({"image_tokens": num_tokens, "reader": title, "accuracy": interval(difference)})
+    return result
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for people: a column for each number of image tokens."""
+    counts = sorted({row["image_tokens"] for row in rows})
+    found = {(row["reader"], row["image_tokens"]): row["accuracy"] for row in rows}
+    shown = {key: f"{mean:.1f} ({low:.1f} to {high:.1f})" for key, (mean, low, high) in found.items()}
+    names = list(dict.fromkeys(row["reader"] for row in rows))
+    body = [[name, *[shown.get((name, count), "") for count in counts]] for name in names]
+    return markdown_table(["read from", *[f"{count} image tokens" for count in counts]], body)
+
+
+def positive_float(text: str) -> float:
+    """An argument that is a number above zero."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--image-tokens", nargs="+", type=positive_int, default=[16, 64], metavar="N", help="default: 16 64")
+    add("--voco-tokens", nargs="+", type=positive_int, default=[1, 2], metavar="M", help="default: 1 2")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
+    add("--base-steps", type=positive_int, default=400, metavar="N", help="of the base's training (default: 400)")
+    add("--steps", type=positive_int, default=200, metavar="N", help="of each training of VoCo (default: 200)")
+    add("--batch-size", type=positive_int, default=32, metavar="B", help="default: 32")
+    add("--rate", type=positive_float, default=6e-3, metavar="R", help="highest learning rate (default: 0.006)")
+    add("--hidden-size", type=positive_int, default=32, metavar="H", help="divisible by 4 (default: 32)")
+    add("--layers", type=positive_int, default=2, metavar="L", help="of the language model (default: 2)")
+    add_place_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    logging.disable_progress_bar()
+    rows = [row for count in arguments.image_tokens for row in measure(arguments, count)]
+    rows = with_differences(rows)
+    save_and_report(__file__, arguments, rows, table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of AutoCompressor, and of LLoCO, its second stage."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .configuration_memory_tokens import MemoryTokensConfig
+from .field_checks import boolean, lora_or, one_of
+from .layer_shape import check_at_least, stack_flops
+
+COMPRESSOR, READER = "compressor", "reader"
+TRAINING_STAGES = (COMPRESSOR, READER)
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+class AutoCompressorConfig(MemoryTokensConfig):
+    r"""
+    AutoCompressor ("Adapting Language Models to Compress Contexts"): the states of summary tokens behind a segment are
+    read in front of all later segments.
+
+    LLoCO ("LLoCO: Learning Long Contexts Offline") is its second stage, `training_stage="reader"`.
+
+    Args:
+        compression_ratios (`int` or sequence of `int`, defaults to `(31,)`):
+            1,536 tokens of a segment in ceil(1,536 / 31) = 50 summary vectors.
+        chunk_size (`int`, defaults to 1536):
+            Tokens of a segment; the last one may be shorter. In training their lengths are random.
+        accumulate_summaries (`bool`, defaults to `True`):
+            Whether a segment, and the decoder, read the summaries of all segments so far. `False`: the latest one
+            alone, as in the recurrent memory transformer (RMT).
+        encoder_lora (`dict` or `None`, defaults to rank 16, alpha 16, dropout 0.05 on the attention's four maps):
+            Of the authors' AutoCompressor on Llama-2-7B. On OPT all weights train: `None`, and
+            `trainable_parameters=["."]`.
+        shared_adapter (`bool`, *optional*):
+            One model reads segments and summaries throughout: `True` if not given, where there is an `encoder_lora`
+            and no encoder of its own.
+        decoder_lora (`dict` or `None`, *optional*):
+            Of LLoCO: an adapter beside the shared one, with which the decoder alone reads. If not given, rank 8, alpha
+            16, dropout 0.05 on the attention's four maps in the stage `"reader"`, and none before.
+        training_stage (`str`, defaults to `"compressor"`):
+            `"compressor"`: the shared adapter and the summary tokens train. `"reader"`: the decoder's own adapter
+            alone. What makes memories is then frozen, so that they are those of the checkpoint that it started from,
+            by name, too, and may have been made once and for all. It is part of the checkpoint.
+        memory_tokens (`str`, defaults to `"fixed"`):
+            As in the authors' code; `"by_ratio"`: a short segment takes fewer.
+        memory_start (`str`, defaults to `"eos"`):
+            Summary tokens start as copies of EOS.
+        task_token_ids (`dict[str, int]`, *optional*):
+            None by default.
+        kwargs: fields of [`MemoryTokensConfig`] and [`CompressorConfig`]. `position_layout` is `"default"`: positions
+            count through a whole row, [summaries, segment, summary tokens].
+    """
+
+    model_type = "autocompressor_compressor"
+    card_fields = {
+        **MemoryTokensConfig.card_fields,
+        "accumulate_summaries": "Summaries of all segments are kept",
+        "training_stage": "Last stage of training",
+    }
+
+    def __init__(
+        self,
+        compression_ratios: int | list[int] | tuple[int, ...] = (31,),
+        chunk_size: int = 1536,
+        accumulate_summaries: bool = True,
+        encoder_lora: dict[str, Any] | str | None = "default",
+        shared_adapter: bool | None = None,
+        decoder_lora: dict[str, Any] | str | None = "default",
+        training_stage: str = COMPRESSOR,
+        memory_tokens: str = "fixed",
+        memory_start: str = "eos",
+        task_token_ids: dict[str, int] | None = None,
+        **kwargs: Any,
+    ):
+        self.accumulate_summaries = boolean("accumulate_summaries", accumulate_summaries)
+        self.training_stage = one_of("training_stage", training_stage, TRAINING_STAGES)
+        lora = {"dropout": 0.05, "target_modules": _ATTENTION}
+        if shared_adapter is None:
+            shared_adapter = encoder_lora is not None and kwargs.get("encoder_config") is None
+        of_the_reader = {"rank": 8, "alpha": 16.0, **lora} if training_stage == READER else None
+        super().__init__(
+            compression_ratios=compression_ratios,
+            chunk_size=chunk_size,
+            encoder_lora=lora_or(encoder_lora, {"rank": 16, "alpha": 16.0, **lora}),
+            shared_adapter=shared_adapter,
+            decoder_lora=lora_or(decoder_lora, of_the_reader),
+            memory_tokens=memory_tokens,
+            memory_start=memory_start,
+            task_token_ids=task_token_ids or {},
+            **kwargs,
+        )
+        # Merged into the weights, there are no adapters at all.
+        if training_stage == READER and self.encoder_lora is not None and self.decoder_adapter is None:
+            raise ValueError(
+                "`training_stage='reader'` trains a `decoder_lora` of its own beside the shared adapter, got "
+                f"{self.decoder_lora!r} for both"
+            )
+        if self.position_layout != "default":
+            raise ValueError(
+                "`position_layout` must be 'default': positions count through summaries, segment and summary tokens, "
+                f"got {self.position_layout!r}"
+            )
+        if self.markers_per_chunk:
+            raise ValueError(f"`slot_markers` must be left out: segments read none, got {self.slot_markers!r}")
+
+    @classmethod
+    def for_base(
+        cls, base: PreTrainedConfig, ratios: Sequence[int], *, max_context_tokens: int | None = None, **fields: Any
+    ) -> Any:
+        """See [`CompressorConfig.for_base`]; ratios hold for short segments, too, and the longest context has four."""
+        if max_context_tokens is not None:
+            fields["chunk_size"] = -(-max_context_tokens // 4)
+        return super().for_base(base, ratios, **{"memory_tokens": "by_ratio", **fields})
+
+    @property
+    def card_text(self) -> str:
+        """LLoCO's in its stage."""
+        return "lloco" if self.training_stage == READER else super().card_text
+
+    @property
+    def stage_parameters(self) -> tuple[str, ...] | None:
+        """In LLoCO's stage the decoder's own adapter."""
+        return (r"\.lora_[AB]\.decoder\.",) if self.has_frozen_memories and self.decoder_lora is not None else None
+
+    @property
+    def has_frozen_memories(self) -> bool:
+        """Whether this stage changes no memory: LLoCO's."""
+        return self.training_stage == READER
+
+    def num_slots(self, num_context_tokens: int, ratio: int) -> int:
+        """Those of all segments, or of the last one; arguments as in [`CompressorConfig.num_slots`]."""
+        if self.accumulate_summaries or not num_context_tokens:
+            return super().num_slots(num_context_tokens, ratio)
+        return self.chunk_slots((num_context_tokens - 1) % self._longest_chunk + 1, ratio)
+
+    def compression_flops(self, num_context_tokens: int, ratio: int) -> int:
+        """Operations of compressing one context: each segment is read behind the summaries so far."""
+        check_at_least(0, num_context_tokens=num_context_tokens)
+        check_at_least(1, ratio=ratio)
+        rows = self._rows(num_context_tokens, ratio, 0)
+        return sum(stack_flops(self.get_encoder_config(), places) for places in rows)
+
+    def _rows(self, num_tokens: int, ratio: int, first: int) -> Iterator[int]:
+        """Places that the encoder reads with each segment of a context, from the segment `first` on."""
+        size = self._longest_chunk
+        for index in range(first, -(-num_tokens // size)):
+            length = min(size, num_tokens - index * size)
+            before = index if self.accumulate_summaries else min(index, 1)
+            yield before * self.chunk_slots(size, ratio) + length + self.chunk_memory_tokens(length, ratio)
+
+    def _fits(self, num_tokens: int, ratio: int) -> bool:
+        longest_chunk = min(self._longest_chunk, num_tokens)
+        if self.chunk_memory_tokens(longest_chunk, ratio) > self.num_memory_tokens:
+            return False
+        # Rows grow, but for the last one, which may be shorter than the one before.
+        first = max(0, -(-num_tokens // self._longest_chunk) - 2)
+        limit = self.encoder_limit
+        return limit is None or max(self._rows(num_tokens, ratio, first), default=0) <= limit

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AutoCompressor ("Adapting Language Models to Compress Contexts"), whose summaries are read with later segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..configuration.configuration_autocompressor import AutoCompressorConfig
+from .compressor.backbone import slot_counts
+from .compressor.causal_lm import CompressorForCausalLM
+from .compressor.chunking import Chunks, first_places
+from .compressor.input_checks import check_context_length
+from .compressor.memory_token_compressor import MemoryTokenModel
+from .parts.lora import ENCODER, SHARED, lora_layers
+from .parts.packing import pack, text_positions
+
+
+class AutoCompressorModel(MemoryTokenModel):
+    r"""
+    Reads a context segment by segment, each behind the summaries of those before it; the last hidden states of the
+    summary tokens behind a segment are its summary, and all summaries are the slots.
+
+    Args:
+        config ([`AutoCompressorConfig`]): the configuration.
+    """
+
+    config_class = AutoCompressorConfig
+
+    def __init__(self, config: AutoCompressorConfig):
+        super().__init__(config)
+        widths = config.get_encoder_config().hidden_size, config.hidden_size
+        if widths[0] != widths[1]:
+            raise ValueError(
+                f"AutoCompressor has no map between widths: the encoder has {widths[0]}, the decoder {widths[1]}"
+            )
+        self.post_init()
+
+    def train(self, mode: bool = True) -> AutoCompressorModel:
+        super().train(mode)
+        for layer in lora_layers(self) if self.config.has_frozen_memories else ():
+            # Memories made here are then those of evaluation, and the decoder reads with frozen weights as they are.
+            for name in (ENCODER, SHARED):
+                if name in layer.lora_dropout:
+                    layer.lora_dropout[name].eval()
+        return self
+
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
+        return [self._accumulated(chunks, slot_counts(self.config, chunks.lengths, ratio)) for ratio in ratios]
+
+    def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
+        """Slots of each segment that the decoder reads: without accumulation those of a row's last one."""
+        counts = super().kept_slots(chunks, ratio)
+        if self.config.accumulate_summaries:
+            return counts
+        behind = [*chunks.lengths[1:], 0]
+        is_last = [(place + 1) % chunks.chunks_per_row == 0 or not following for place, following in enumerate(behind)]
+        return [count * last for count, last in zip(counts, is_last, strict=True)]
+
+    def _accumulated(self, chunks: Chunks, counts: list[int]) -> Tensor:
+        """Summaries of all segments, `(num_chunks, num_slots, hidden_size)`."""
+        num_rows = len(counts) // chunks.chunks_per_row
+        num_before = [0] * num_rows
+        soft_prompt = self.get_input_embeddings().weight.new_zeros(num_rows, 0, self.config.hidden_size)
+        mask = chunks.attention_mask.new_zeros(num_rows, 0)
+        summaries = []
+        for index in range(chunks.chunks_per_row):
+            # Segment S_i of every row; rows that have ended have none, and no summary tokens.
+            segment = slice(index, None, chunks.chunks_per_row)
+            ids, segment_mask, own = chunks.input_ids[segment], chunks.attention_mask[segment], counts[segment]
+            places = map(sum, zip(num_before, chunks.lengths[segment], own, strict=True))
+            check_context_length(self.encoder_backbone.config, max(places), self.config.chunk_size)
+            _, summary = self.read_segment(ids, segment_mask, soft_prompt, mask, own)
+            summaries.append(torch.nn.functional.pad(summary, (0, 0, 0, max(counts) - summary.shape[1])))
+            soft_prompt, mask = self.next_soft_prompt(soft_prompt, mask, summary, own)
+            is_kept = self.config.accumulate_summaries
+            num_before = [before * is_kept + count for before, count in zip(num_before, own, strict=True)]
+        return torch.stack(summaries, dim=1).flatten(0, 1)
+
+    def read_segment(
+        self, input_ids: Tensor, attention_mask: Tensor, soft_prompt: Tensor, soft_mask: Tensor, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """One causal pass over `[soft prompt, segment, summary tokens]`, with positions through all of it (section 3).
+
+        Args:
+            input_ids: The segment, `(batch_size, num_tokens)`.
+            attention_mask: Same shape.
+            soft_prompt: Summaries so far, `(batch_size, num_slots, hidden_size)`.
+            soft_mask: `(batch_size, num_slots)`, one for real ones.
+            counts: Summary tokens of each row.
+
+        Returns:
+            The last hidden states of the segment's tokens, which predict the next ones, and the summary, those of the
+            summary tokens.
+
+        Raises:
+            ValueError: more summary tokens than were learned.
+        """
+        embeddings = self.encoder_backbone.get_input_embeddings()(input_ids)
+        tokens = self.memory_vectors(max(counts)).to(embeddings.dtype).expand(len(counts), -1, -1)
+        summary_mask = first_places(counts, input_ids.device)
+        sequence = pack(soft_mask, torch.cat([attention_mask, summary_mask], dim=1))
+        joined = torch.cat([soft_prompt.to(embeddings.dtype), embeddings, tokens], dim=1)
+        states = self.encoder_states(
+            inputs_embeds=sequence.arrange(joined),
+            attention_mask=sequence.attention_mask,
+            position_ids=text_positions(sequence.attention_mask),
+        )
+        return tuple(sequence.text_states(states).split([input_ids.shape[1], max(counts)], dim=1))
+
+    def next_soft_prompt(
+        self, soft_prompt: Tensor, soft_mask: Tensor, summary: Tensor, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """What the next segment reads, and its mask: [sigma_1, ..., sigma_i], or without accumulation sigma_i.
+
+        Args:
+            soft_prompt, soft_mask: What the last segment has read.
+            summary: Its summary, `(batch_size, num_summary_tokens, hidden_size)`.
+            counts: Summary tokens of each row; rows without any have ended.
+        """
+        mask = first_places(counts, summary.device)
+        if not self.config.accumulate_summaries:
+            return summary.to(soft_prompt.dtype), mask
+        return torch.cat([soft_prompt, summary.to(soft_prompt.dtype)], dim=1), torch.cat([soft_mask, mask], dim=1)
+
+
+class AutoCompressorForCausalLM(CompressorForCausalLM):
+    r"""
+    [`AutoCompressorModel`] with the decoder's LM head, which reads the summaries as segments do.
+
+    Args:
+        config ([`AutoCompressorConfig`]): the configuration.
+    """
+
+    model_class = AutoCompressorModel

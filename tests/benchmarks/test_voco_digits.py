@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VoCo on digits: parts that never meet, intervals, and a run of a few steps."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+PAGE = Path(__file__).resolve().parents[2] / "benchmarks" / "voco_digits"
+
+
+@pytest.fixture
+def voco_digits(script):
+    return script("voco_digits.measure")
+
+
+def test_no_picture_is_in_two_parts_and_the_parts_are_always_the_same(voco_digits):
+    data, again = (voco_digits.digits(torch.device("cpu")) for _ in range(2))
+    pictures = {part: [picture.numpy().tobytes() for picture in rows] for part, (rows, _) in data.items()}
+    assert {part: len(rows) for part, rows in pictures.items()} == voco_digits.PARTS
+    for part, others in (("train", ("choose", "report")), ("choose", ("report",))):
+        for other in others:
+            assert not set(pictures[part]) & set(pictures[other]), (part, other)
+        assert data[part][0].equal(again[part][0])
+    assert all(len(set(labels.tolist())) == 10 for _, labels in data.values())
+
+
+def test_the_interval_draws_seeds_and_pictures(voco_digits):
+    assert voco_digits.interval(np.ones((3, 50))) == (100.0, 100.0, 100.0)
+    by_seed = np.repeat([[0.0], [1.0]], 50, axis=1)
+    assert voco_digits.interval(by_seed) == (50.0, 0.0, 100.0)
+    by_picture = np.tile([0.0, 1.0], (3, 200))
+    mean, low, high = voco_digits.interval(by_picture)
+    assert mean == 50
+    assert 43 < low < 47 < 53 < high < 57
+
+
+def test_a_digit_is_answered_without_being_read(voco_digits):
+    torch.manual_seed(0)
+    base = voco_digits.language_and_vision(16, 32, 1)
+    pictures, labels = (rows[:20] for rows in voco_digits.digits(torch.device("cpu"))["report"])
+    reader = voco_digits.Reader(base.eval(), 16)
+    logits, others = (reader.logits(pictures, digits)[:, -2] for digits in (labels, (labels + 1) % 10))
+    assert torch.allclose(logits, others, atol=1e-5)
+    assert reader.is_right(pictures, labels).equal(logits.argmax(dim=1) == labels)
+    with pytest.raises(ValueError, match=r"must be 1, 4, 16 or 64: .* got 9"):
+        voco_digits.language_and_vision(9, 32, 1)
+
+
+@pytest.mark.slow
+def test_it_runs_and_the_page_shows_what_its_results_say(voco_digits, tmp_path):
+    sizes = ["--image-tokens", "4", "--voco-tokens", "1", "--base-steps", "2", "--steps", "2", "--hidden-size", "16"]
+    output = tmp_path / "result.json"
+    voco_digits.main([*sizes, "--seeds", "0", "1", "--device", "cpu", "--output", str(output)])
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    readers = ["image", "no image", "1 VoCo, default, untrained", "1 VoCo, default"]
+    readers += ["1 VoCo, enhanced, untrained", "1 VoCo, enhanced", "1 VoCo, enhanced less default"]
+    assert [row["reader"] for row in rows] == readers
+    assert all(len(row["right"]) == 2 and len(row["right"][0]) == 300 for row in rows[:-1])
+
+
+def test_the_page_has_the_accuracies_of_its_result_files(voco_digits):
+    page = (PAGE / "README.md").read_text(encoding="utf-8")
+    found = sorted(PAGE.glob("*.json"))
+    assert found
+    for path in found:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        for row in rows:
+            if "right" in row:
+                assert row["accuracy"] == pytest.approx(voco_digits.interval(row["right"]), rel=1e-3)
+            mean, low, high = row["accuracy"]
+            assert f"{mean:.1f} ({low:.1f} to {high:.1f})" in page, (path.name, row["reader"])

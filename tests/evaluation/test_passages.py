@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts of passages in an evaluation: compressed apart, read in words with blank lines between them."""
+
+import json
+
+import pytest
+import torch
+from naive_twin import encode
+
+from context_compressors.data.sources import DataSource
+from context_compressors.evaluation.data_sets import load_datasets
+from context_compressors.evaluation.samples import SampleBuilder
+from context_compressors.evaluation.scoring import Condition, Scorer
+from context_compressors.evaluation.settings import EvaluationSettings
+from context_compressors.evaluation.teacher_targets import write_targets
+from context_compressors.modeling.parts.prompting import context_start_ids
+
+PASSAGES = ["Berth 4 belongs to Nora.", "Bob keeps eleven bees."]
+
+
+@pytest.fixture
+def source(tmp_path):
+    row = {"id": "q", "context": PASSAGES, "question": "Who keeps bees?", "answers": ["Bob"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    return DataSource(path=str(tmp_path / "rows.jsonl"))
+
+
+def test_an_evaluation_compresses_each_passage_alone(source, model, tokenizer):
+    (data,) = load_datasets([source], tokenizer)
+    limits = {"question_answering": 4}
+    (sample,) = SampleBuilder(tokenizer, None, limits, 8, 8).build(data, "question_answering")
+    assert tokenizer.decode(sample.context_ids) == "\n\n".join(PASSAGES)
+    assert sample.passages == [encode(tokenizer, passage) for passage in PASSAGES]
+    cut = SampleBuilder(tokenizer, None, limits, 8, 8, truncate_context=True, max_context_tokens=9)
+    (short,) = cut.build(data, "question_answering")
+    assert short.passages == [sample.passages[0][:9]]
+    scorer = Scorer(model, tokenizer, [Condition("ratio=4", model, ratio=4)], tokenizer.bos_token_id)
+    memory = scorer._compress([sample])[4]
+    rows = [[*context_start_ids(tokenizer), *ids] for ids in sample.passages]
+    alone = [model.compress(torch.tensor([row]), ratio=4).embeddings for row in rows]
+    torch.testing.assert_close(memory.embeddings, torch.cat(alone, dim=1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_teacher_reads_passages_as_one_text_and_hands_them_on(source, teacher, tokenizer, tmp_path):
+    settings = EvaluationSettings(batch_size=2, max_new_tokens={"question_answering": 4, "summarisation": 4})
+    write_targets(teacher, tokenizer, [source], tmp_path / "apart.jsonl", settings=settings, progress=False)
+    row = {"id": "q", "context": "\n\n".join(PASSAGES), "question": "Who keeps bees?"}
+    (tmp_path / "joined.jsonl").write_text(json.dumps(row))
+    joined = DataSource(path=str(tmp_path / "joined.jsonl"))
+    write_targets(teacher, tokenizer, [joined], tmp_path / "one.jsonl", settings=settings, progress=False)
+    apart, one = (json.loads((tmp_path / name).read_text()) for name in ("apart.jsonl", "one.jsonl"))
+    assert apart["context"] == PASSAGES
+    assert apart["answers"] == one["answers"]

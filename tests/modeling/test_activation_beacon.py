@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation Beacon alone: a naive twin, the places and ids of its windows, sizes, and a memory that slides."""
+
+import pytest
+import torch
+from tiny_models import EOS, HIDDEN_SIZE, base_config, ids_of
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from context_compressors import ActivationBeaconConfig, ActivationBeaconForCausalLM, CompressedContext
+
+GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+
+
+@pytest.fixture(scope="module")
+def beacon(method_cases):
+    return method_cases["activation_beacon"]
+
+
+def small(beacon, **fields):
+    """Windows of 8 tokens and beacons behind every 4."""
+    return beacon.build(window_size=8, compression_ratios=[4, 2], **fields)
+
+
+# --- a naive twin ---
+
+
+def layer_keys(attention, states, own):
+    """Queries, keys and values of one token before rotation, each `(num_heads, head_dim)`."""
+    found = []
+    for name, module in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+        linear = own[name] if own is not None and name in own else getattr(attention, module)
+        vector = torch.nn.functional.linear(states, linear.weight, linear.bias).view(-1, attention.head_dim)
+        norm = getattr(attention, f"{module[0]}_norm", None)
+        found.append(vector if norm is None or name == "value" else norm(vector))
+    return found
+
+
+def naive(model, ids, ratio, ends_raw=False):
+    """Token by token: keys and values of what stays, and the last states of all tokens.
+
+    Keys are noted before rotation; [what stays, window] is numbered 0, 1, ... With `ends_raw` the last window has no
+    beacons, as in training.
+    """
+    config, lm, maps = model.config, model.model.language_model, model.model.beacon_maps
+    layers, size, stays, outputs = lm.layers, config.window_tokens(ratio), [[] for _ in lm.layers], []
+    for start in range(0, len(ids), size):
+        tokens, states, is_beacon, keep = ids[start : start + size], [], [], []
+        is_last = ends_raw and start + size >= len(ids)
+        for place, token in enumerate(tokens.tolist()):
+            if start == 0 and place < config.num_sinks:
+                keep.append(len(states))
+            states.append(lm.embed_tokens.weight[token])
+            is_beacon.append(False)
+            in_group = place % ratio + 1
+            if not is_last and (in_group == ratio or (place + 1 == len(tokens) and config.last_group == "beacon")):
+                keep.append(len(states))
+                states.append(model.model.beacon_embedding)
+                is_beacon.append(True)
+        if config.last_group == "raw" and len(tokens) % ratio and not is_last:
+            keep += range(len(states) - len(tokens) % ratio, len(states))
+        for number, layer in enumerate(layers):
+            attention = layer.self_attn
+            own = [maps[number] if beacon else None for beacon in is_beacon]
+            made = [
+                layer_keys(attention, layer.input_layernorm(state), o) for state, o in zip(states, own, strict=True)
+            ]
+            seen = [*stays[number], *((k, v) for _, k, v in made)]
+            first, new = len(stays[number]), []
+            cosine, sine = lm.rotary_emb(states[0][None, None], torch.arange(len(seen))[None])
+            for place, (query, _, _) in enumerate(made):
+                at = slice(first + place, first + place + 1)
+                query = apply_rotary_pos_emb(query[None, :, None], query[None, :, None], cosine[:, at], sine[:, at])[0]
+                keys = torch.stack([k for k, _ in seen[: first + place + 1]], dim=1)[None]
+                keys = apply_rotary_pos_emb(keys, keys, cosine[:, : at.stop], sine[:, : at.stop])[1]
+                values = torch.stack([v for _, v in seen[: first + place + 1]], dim=1)[None]
+                keys, values = (x.repeat_interleave(attention.num_key_value_groups, dim=1) for x in (keys, values))
+                weights = (query @ keys.transpose(2, 3) * attention.scaling).softmax(dim=-1)
+                output = (own[place] or {}) if own[place] is None or "output" in own[place] else {}
+                out_map = output["output"] if output else attention.o_proj
+                state = states[place] + torch.nn.functional.linear((weights @ values).flatten(), out_map.weight)
+                new.append(state + layer.mlp(layer.post_attention_layernorm(state)))
+            stays[number] += [made[place][1:] for place in keep]
+            states = new
+        outputs += [lm.norm(state) for state, beacon in zip(states, is_beacon, strict=True) if not beacon]
+    cosine, sine = lm.rotary_emb(outputs[0][None, None], torch.arange(len(stays[0]))[None])
+    pairs = []
+    for layer in stays:
+        keys, values = (torch.stack(part, dim=1)[None] for part in zip(*layer, strict=True))
+        pairs.append((apply_rotary_pos_emb(keys, keys, cosine, sine)[1], values))
+    return pairs, torch.stack(outputs)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("base", ["llama-sdpa", "qwen3-eager"])
+def test_slots_and_states_are_the_naive_twins(base, case_on):
+    """Values and gradients, through all windows, with keys noted before their rotation and behind Qwen3's norms."""
+    case, ids = case_on("activation_beacon", base), ids_of(15)[0]
+    variants = [{}, {"num_sinks": 1, "beacon_maps": ["query", "key", "value", "output"]}, {"last_group": "raw"}]
+    for fields in variants:
+        model = case.build(window_size=6, compression_ratios=[4, 3], **fields).train()
+        memory = model.compress(ids[None], ratio=4)
+        states = model.model.read_windows(ids[None], None, [3])[0]
+        pairs, by_hand = naive(model, ids, 4)[0], naive(model, ids, 3, ends_raw=True)[1]
+        for found, expected in zip(memory.key_values, pairs, strict=True):
+            for tensor, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(tensor, other, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(states, by_hand, atol=2e-5, rtol=1e-4)
+        weights = torch.randn_like(states)
+        expected = gradients(model, (by_hand * weights).sum())
+        for name, gradient in gradients(model, (states * weights).sum()).items():
+            torch.testing.assert_close(gradient, expected[name], atol=2e-3, rtol=1e-3, msg=name)
+
+
+def test_untrained_it_is_the_base_with_eos_behind_every_group(tmp_path):
+    """Within one window: what the text reads, and the tokens' states."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(base_config(num_hidden_layers=3)).eval()
+    base.save_pretrained(tmp_path)
+    fields = {"compression_ratios": [4], "window_size": 16, "beacon_maps": ["query", "key", "value", "output"]}
+    model = ActivationBeaconForCausalLM.from_base(tmp_path, **fields)
+    ids = ids_of(30)[0]
+    with_ends = torch.cat([torch.cat([group, torch.tensor([EOS])]) for group in ids[:16].split(4)])
+    expected = base.model(with_ends[None]).last_hidden_state[0]
+    is_token = torch.arange(20) % 5 != 4
+    with torch.no_grad():
+        states = model.model.read_windows(ids[None], None, [4])[0]
+    torch.testing.assert_close(states[:16], expected[is_token], atol=1e-5, rtol=1e-4)
+    cache = base(with_ends[None], use_cache=True).past_key_values
+    memory = model.compress(ids[None, :16])
+    for (_, values), layer in zip(memory.key_values, cache.layers, strict=True):
+        torch.testing.assert_close(values, layer.values[:, :, ~is_token], atol=1e-5, rtol=1e-4)
+
+
+# --- places and ids ---
+
+
+def windows_read(model, call, monkeypatch):
+    """For each pass of the base its position ids and mask, as lists."""
+    found, read = [], model.model.encoder_states
+
+    def spy(**inputs):
+        found.append((inputs["position_ids"][0].tolist(), int(inputs["attention_mask"].sum())))
+        return read(**inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model, "encoder_states", spy)
+        call()
+    return found
+
+
+@torch.no_grad()
+def test_windows_and_ids_are_those_of_the_authors_code(beacon, monkeypatch):
+    """20 tokens in windows of 8 with beacons behind every 4; then 640 in windows of 64, and a sink."""
+    model, ids = small(beacon), ids_of(20)
+    trained = windows_read(model, lambda: model.model.read_windows(ids, None, [4]), monkeypatch)
+    assert trained == [([*range(10)], 10), ([*range(2, 12)], 12), ([*range(4, 8)], 8)]
+    compressed = windows_read(model, lambda: model.compress(ids), monkeypatch)
+    assert compressed == [*trained[:2], ([*range(4, 9)], 9)]
+    assert model.compress(ids).num_slots.tolist() == [5]
+    model = small(beacon, num_sinks=1)
+    sunk = windows_read(model, lambda: model.compress(ids), monkeypatch)
+    assert [ids[0] for ids, _ in sunk] == [0, 3, 5]
+    assert model.compress(ids).num_slots.tolist() == [model.config.num_slots(20, 4)] == [6]
+    model = beacon.build(window_size=64, compression_ratios=[4], decoder_config={"max_position_embeddings": 512})
+    *_, (last, _) = windows_read(model, lambda: model.model.read_windows(ids_of(640), None, [4]), monkeypatch)
+    assert (last[0], len(last)) == (144, 64)
+    assert model.compress(ids_of(640)).num_slots.tolist() == [160]
+
+
+@torch.no_grad()
+def test_a_ratio_of_its_own_in_each_window(beacon, monkeypatch):
+    model, ids = small(beacon), ids_of(30)
+    found = windows_read(model, lambda: model.model.read_windows(ids, None, [4, 2]), monkeypatch)
+    assert [row[0] for row, _ in found] == [0, 2, 6, 8]
+    assert [len(row) for row, _ in found] == [10, 12, 10, 6]
+    with pytest.raises(ValueError, match="not trained for the ratio 3"):
+        model.model.read_windows(ids, None, [4, 3])
+
+
+@torch.no_grad()
+def test_an_earlier_window_knows_nothing_of_later_ones(beacon):
+    model, ids = small(beacon), ids_of(20)
+    other = torch.cat([ids[:, :8], ids_of(12, seed=5)], dim=1)
+    found, changed = (model.compress(row).key_values for row in (ids, other))
+    # The first layer's are of the beacon alone.
+    for tensor, other in zip(found[-1], changed[-1], strict=True):
+        assert tensor[:, :, :2].equal(other[:, :, :2])
+        assert not tensor[:, :, 2].equal(other[:, :, 2])
+
+
+def test_the_loss_of_the_last_window_reaches_the_first(beacon, random_rows, pad_rows):
+    """And texts of a batch are read as each alone, wherever pads stand."""
+    model, rows = small(beacon).train(), random_rows([20, 7, 9])
+    ids, mask = pad_rows(rows, "middle")
+    states, leaves = model.model.read_windows(ids, mask, [4]), []
+    for row, text in enumerate(rows):
+        alone = model.model.read_windows(text[None], None, [4])[0]
+        torch.testing.assert_close(states[row][mask[row].bool()], alone, atol=1e-5, rtol=1e-4)
+
+    def follow(module, inputs, output):
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    model.get_input_embeddings().register_forward_hook(follow)
+    model.model.read_windows(rows[0][None], None, [4])[0, 16:].sum().backward()
+    assert len(leaves) == 3
+    assert all(leaf.grad.any() for leaf in leaves)
+
+
+# --- sizes ---
+
+
+def test_what_trains_is_as_large_as_the_bases_own_maps():
+    """As the authors' 100,663,296 and 16,588,800 numbers, and an embedding; the last layer's queries never move."""
+    for sizes, heads, maps, last in ((LLAMA_1B, 8, 100_663_296, 4_194_304), (SMOLLM2, 3, 16_588_800, 331_776)):
+        base = LlamaConfig(**sizes, num_key_value_heads=heads, vocab_size=128)
+        with torch.device("meta"):
+            model = ActivationBeaconForCausalLM(ActivationBeaconConfig(decoder_config=base))
+        own = [p.numel() for p in model.parameters() if p.requires_grad]
+        of_base = {f"{name}_proj.weight" for name in "qkv"}
+        weights = model.model.language_model.named_parameters()
+        assert sum(p.numel() for name, p in weights if name.rpartition("attn.")[2] in of_base) == maps
+        assert sum(own) == maps - last + sizes["hidden_size"]
+
+
+# --- a memory that slides ---
+
+
+@torch.no_grad()
+def test_a_text_in_pieces_is_the_text_as_a_whole(beacon, tmp_path):
+    for fields in ({}, {"num_sinks": 1}, {"last_group": "raw"}):
+        model, ids = small(beacon, **fields), ids_of(22)
+        sliding = model.sliding_memory(max_slots=100)
+        for piece in ids.split([1, 9, 0, 12], dim=1):
+            sliding.append(piece)
+            # To look at it changes nothing.
+            sliding.memory()
+        found, whole = sliding.memory(), model.compress(ids)
+        for pair, expected in zip(found.key_values, whole.key_values, strict=True):
+            for tensor, other in zip(pair, expected, strict=True):
+                torch.testing.assert_close(tensor, other, atol=1e-5, rtol=1e-5)
+        found.save(tmp_path / "memory.safetensors")
+        loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=model.model_id)
+        text = torch.tensor([[7, 9]])
+        assert model.generate(text, memory=loaded, **GREEDY).equal(model.generate(text, memory=whole, **GREEDY))
+
+
+@torch.no_grad()
+def test_a_sliding_memory_keeps_the_latest_and_its_space(beacon, monkeypatch):
+    model, ids = small(beacon, num_sinks=1), ids_of(400)
+    sliding, whole = model.sliding_memory(ratio=4, max_slots=7), model.compress(ids[:, :16]).key_values
+
+    def read():
+        for piece in ids.split(50, dim=1):
+            sliding.append(piece)
+
+    passes = windows_read(model, read, monkeypatch)
+    assert len(passes) == 50
+    assert max(ids[-1] for ids, _ in passes) == 7 + 10 - 1
+    memory = sliding.memory()
+    assert (memory.num_slots.tolist(), memory.num_context_tokens.tolist()) == ([7], [400])
+    assert memory.position_ids.tolist() == [[*range(7)]]
+    # The sink is the text's first token, and the oldest beacons are gone. The first layer's are all the same.
+    values, of_start = memory.key_values[-1][1], whole[-1][1]
+    assert values[:, :, 0].equal(of_start[:, :, 0])
+    assert not values[:, :, 1].equal(of_start[:, :, 1])
+    with pytest.raises(ValueError, match="must have the 1 rows so far, got 2"):
+        sliding.append(ids_of(3).expand(2, -1))
+    for wrong in (1, True, 2.0):
+        with pytest.raises(ValueError, match="`max_slots` must be an int of more than the 1 sinks"):
+            model.sliding_memory(max_slots=wrong)
+    with pytest.raises(ValueError, match="nothing has been read"):
+        model.sliding_memory().memory()
+
+
+# --- bases ---
+
+
+@torch.no_grad()
+def test_keys_without_rotation_stay_as_they_are(random_rows, pad_rows):
+    """OPT learns its positions: a row in a batch is that row alone."""
+    sizes = {"ffn_dim": 48, "word_embed_proj_dim": HIDDEN_SIZE, "max_position_embeddings": 64}
+    base = OPTConfig(vocab_size=128, hidden_size=HIDDEN_SIZE, num_hidden_layers=2, num_attention_heads=4, **sizes)
+    base.tie_word_embeddings = False
+    torch.manual_seed(0)
+    model = ActivationBeaconForCausalLM(ActivationBeaconConfig(decoder_config=base, window_size=8)).eval()
+    rows = random_rows([20, 7])
+    batch = model.compress(*pad_rows(rows, "left"), ratio=4)
+    for row, text in enumerate(rows):
+        alone = model.compress(text[None], ratio=4)
+        for (keys, _), (own, _) in zip(batch.key_values, alone.key_values, strict=True):
+            torch.testing.assert_close(keys[row, :, : own.shape[2]], own[0], atol=1e-5, rtol=1e-4)
+
+
+def test_bases_that_cannot_be_served_are_refused(beacon):
+    with pytest.raises(ValueError, match="type 'gpt2' has no such maps of its own"):
+        ActivationBeaconForCausalLM(ActivationBeaconConfig(decoder_config=GPT2Config(n_embd=32, n_layer=2, n_head=4)))
+    scaled = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+    with pytest.raises(ValueError, match="does not tell how keys move"):
+        beacon.build(decoder_config=scaled).compress(ids_of(9))
+    with pytest.raises(ValueError, match="one behind the other, without `chunk_lengths`"):
+        beacon.model.compress(ids_of(9), chunk_lengths=[[4, 5]])
+    wrong = {
+        "beacon_maps": ([], ["gate"], "query"),
+        "num_sinks": (-1, 4),
+        "window_size": (0, None),
+        "last_group": ("none",),
+        "position_layout": ("enhanced",),
+        "chunk_size": (64,),
+        "encoder_lora": ({"rank": 2},),
+    }
+    for field, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"`{field}` must be"):
+                ActivationBeaconConfig(**{"window_size": 6, field: value})

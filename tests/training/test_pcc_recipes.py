@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of PCC: the authors' table, and the way from pretraining by a coin to fine-tuning with fixed markers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModel, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+
+from context_compressors import PCCConfig, PCCForCausalLM
+from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.train import build_trainer, main
+
+GENERATED = {"generated": True, "weight": 1}
+SMALL = {
+    "max_steps": 2,
+    "warmup_steps": 0,
+    "learning_rate": 1.0e-2,
+    "dtype": "float32",
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "min_context_tokens": 16,
+    "max_context_tokens": 60,
+    "max_target_tokens": 64,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def parse(*files, folder):
+    return parse_recipe([*files, "--output_dir", str(folder), "--use_cpu", "true"])
+
+
+def test_recipes_hold_the_authors_table(tmp_path):
+    for name, encoder in (("lite", "openai-community/gpt2-large"), ("large", None)):
+        model, data, args = parse(f"pcc/{name}.yaml", "pcc/pretraining.yaml", folder=tmp_path)
+        assert (model.base, model.encoder) == ("meta-llama/Meta-Llama-3-8B-Instruct", encoder)
+        fields = dict(model.method_config)
+        if encoder is not None:
+            fields["encoder_config"] = {"model_type": "gpt2"}
+        config = PCCConfig(**fields)
+        assert (config.chunk_size, config.memory_tokens, config.num_memory_tokens) == (256, "fixed", 64)
+        assert config.train_encoder == (encoder is not None)
+        lora = {"rank": 64, "alpha": 32, "dropout": 0.1, "target_modules": "all-linear"}
+        assert config.encoder_lora == (lora if encoder is None else None)
+        assert config.decoder_lora is None
+        assert (args.learning_rate, args.warmup_steps, args.max_grad_norm) == (1e-4, 300, 0.5)
+        assert (args.lr_scheduler_type, args.max_steps) == ("cosine", 76_294)
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 256
+        assert (data.task_per_batch, data.max_context_tokens) == (True, 256)
+        assert [source.tasks for source in data.parsed_sources()] == [("reconstruction", "continuation")]
+        model, data, args = parse(f"pcc/{name}.yaml", "pcc/fine_tuning.yaml", folder=tmp_path)
+        assert (model.base, model.encoder, model.method_config) == (None, None, None)
+        assert (args.learning_rate, args.warmup_steps, args.max_grad_norm) == (5e-5, 100, 0.5)
+        assert (args.num_train_epochs, args.max_steps) == (3, -1)
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 128
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path):
+    """A small GPT-2 whose tokens are bytes."""
+    folder = tmp_path / "gpt2"
+    torch.manual_seed(0)
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    config = GPT2Config(vocab_size=len(tokens), n_embd=24, n_layer=1, n_head=2, n_positions=64)
+    AutoModel.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lite", "large"])
+def test_pretraining_then_fine_tuning(name, base_folder, gpt2_folder, tmp_path):
+    files = {}
+    for stage, tasks in (("pretraining", ["reconstruction", "continuation"]), ("fine_tuning", ["question_answering"])):
+        config = {"method_config": {"chunk_size": 32}} if stage == "pretraining" else {}
+        files[stage] = tmp_path / f"{stage}.yaml"
+        files[stage].write_text(yaml.safe_dump({**SMALL, **config, "sources": [{**GENERATED, "tasks": tasks}]}))
+    first, second = tmp_path / "first", tmp_path / "second"
+    encoder = ["--encoder", str(gpt2_folder)] if name == "lite" else []
+    start = [f"pcc/{name}.yaml", "pcc/pretraining.yaml", str(files["pretraining"]), "--base", str(base_folder)]
+    main([*start, *encoder, "--output_dir", str(first)])
+    before = PCCForCausalLM.from_pretrained(first)
+    assert list(before.config.task_token_ids) == ["[AE]"]
+    assert before.config.markers_per_chunk == 2
+    own = before.encoder_tokenizer if name == "lite" else AutoTokenizer.from_pretrained(first)
+    assert len(own("Nora keeps bees.").input_ids) > 2
+    stage = [f"pcc/{name}.yaml", "pcc/fine_tuning.yaml", str(files["fine_tuning"]), "--checkpoint", str(first)]
+    main([*stage, "--output_dir", str(second)])
+    after = PCCForCausalLM.from_pretrained(second).state_dict()
+    moved = {key for key, tensor in before.state_dict().items() if not tensor.equal(after[key])}
+    kinds = {"lite": "encoder_model.", "large": "lora_"}
+    assert any(kinds[name] in key for key in moved)
+    assert {"model.memory_embeddings", "model.converter.0.weight"} <= moved
+    fixed = ("language_model", "marker_embeddings", "task_embeddings", "lm_head")
+    assert [key for key in moved if any(part in key for part in fixed) and "lora_" not in key] == []
+
+
+@pytest.mark.slow
+def test_the_embedded_recipe_trains(base_folder, tmp_path):
+    overlay = tmp_path / "overlay.yaml"
+    sources = [{**GENERATED, "tasks": ["question_answering", "reconstruction"]}]
+    overlay.write_text(yaml.safe_dump({"sources": sources}))
+    files = ["embedded/icae.yaml", "embedded/pcc.yaml", str(overlay)]
+    options = ["--base", str(base_folder), "--max_steps", "1", "--save_strategy", "no", "--use_cpu", "true"]
+    trainer = build_trainer(*parse_recipe([*files, *options, "--output_dir", str(tmp_path / "out")]))
+    assert type(trainer.model).__name__ == "PCCForCausalLM"
+    trainer.train()
+    assert Path(trainer.args.output_dir).name == "out"
+    assert trainer.state.log_history[-1]["train_loss"] > 0

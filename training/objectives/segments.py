@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objective segments: the next token, in segments that are read behind the summaries of those before them."""
+
+from __future__ import annotations
+
+import random
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...configuration.configuration_autocompressor import AutoCompressorConfig
+from ...configuration.configuration_compressor import CompressorConfig
+from ...modeling.parts.prompting import context_start_ids
+from ..arguments import DataArguments, ModelArguments, TrainingConfig
+from .compression import load, trainer_arguments
+from .compression_collator import CompressionCollator
+from .compression_trainer import CompressionTrainer, count_targets
+from .packed_texts import PackedTexts
+
+SoftPrompt = tuple[Tensor, Tensor]
+
+
+class SegmentDataset(PackedTexts):
+    """Blocks of `max_document_tokens` from a stream of texts: `document_ids`, `id`, `index`, `documents`.
+
+    Texts stand one behind the other as in [`PackedTexts`], with EOS behind each. What every context starts with, such
+    as BOS, counts among the tokens of a block; the collator puts it there.
+
+    Args:
+        data: its sources have the task continuation alone.
+        tokenizer, num_examples, kwargs: as for `PackedTexts`.
+
+    Raises:
+        ValueError: as `PackedTexts`.
+    """
+
+    def _block_size(self) -> int:
+        return self.data.max_document_tokens - len(context_start_ids(self.tokenizer))
+
+    def _example_of(self, ids: list[int], name: str) -> dict[str, Any]:
+        return {"document_ids": ids, "id": name, "num_cut": 0}
+
+    @staticmethod
+    def num_tokens(example: Mapping[str, Any]) -> int:
+        """Length of an example."""
+        return len(example["document_ids"])
+
+
+class SegmentCollator(CompressionCollator):
+    """Blocks become `input_ids`, `attention_mask`, `labels` and `segment_lengths`, which all rows of a batch share.
+
+    A batch is cut into equal substeps, and each of these into segments: at random places, drawn from the seed and the
+    batch's first example, or in equal parts. The first token of a substep has no label, since no state predicts it:
+    that of the token before it belongs to the substep before.
+
+    Args:
+        substeps: parts of a block between which no gradient flows.
+        segments_per_substep: segments of each.
+        is_random: whether the lengths of segments are drawn.
+        longest_segment: most tokens of a segment.
+        args, kwargs: as for `CompressionCollator`.
+
+    Raises:
+        ValueError: blocks of different lengths, or too long or too short for so many segments.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        substeps: int = 2,
+        segments_per_substep: int = 2,
+        is_random: bool = True,
+        longest_segment: int = 2**20,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.substeps, self.segments_per_substep, self.is_random = substeps, segments_per_substep, is_random
+        self.longest_segment = longest_segment
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a batch; tensors are `(batch_size, num_tokens)`, `segment_lengths` has a list for each substep."""
+        rows = [[*self.context_start_ids, *example["document_ids"]] for example in examples]
+        length = len(rows[0])
+        if any(len(row) != length for row in rows):
+            raise ValueError(f"blocks of a batch must have one length, got {sorted({len(row) for row in rows})}")
+        ids = torch.tensor(rows)
+        places = [length * step // self.substeps for step in range(self.substeps + 1)]
+        labels = ids.clone()
+        labels[:, places[:-1]] = -100
+        rng = random.Random(f"{self.seed}/{examples[0].get('index', 0)}")
+        batch: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "labels": labels,
+            "segment_lengths": [self._segment_lengths(end - start, rng) for start, end in pairwise(places)],
+        }
+        return batch | self._metadata(examples)
+
+    def _segment_lengths(self, num_tokens: int, rng: random.Random) -> list[int]:
+        count = self.segments_per_substep
+        # However the others are cut, none is then too long.
+        least = max(2, -(-(num_tokens - self.longest_segment) // max(1, count - 1)))
+        spare = num_tokens - count * least
+        if spare < 0 or num_tokens > count * self.longest_segment:
+            raise ValueError(
+                f"a substep of {num_tokens} tokens cannot be cut into {count} segments of 2 to {self.longest_segment} "
+                "tokens: change max_document_tokens, training_substeps or segments_per_substep"
+            )
+        if self.is_random:
+            cuts = sorted(rng.randint(0, spare) for _ in range(count - 1))
+        else:
+            cuts = [spare * index // count for index in range(1, count)]
+        return [least + end - start for start, end in pairwise([0, *cuts, spare])]
+
+
+class SegmentTrainer(CompressionTrainer):
+    r"""Trains an AutoCompressor to predict every token behind the summaries of the segments before it.
+
+    Section 3 of the paper. The segments of a substep are read one after the other with gradient through their
+    summaries; between substeps summaries are detached, and each substep has its own backward pass. With two segments
+    in a substep, gradient crosses exactly one border. The states of a substep's segments are joined before they
+    predict: the first token of a segment is predicted by the last one of the segment before, which has not read its
+    summary (the authors' code). The loss is the mean over all predicted tokens of a step; several ratios are summed.
+
+    Args:
+        model: an AutoCompressor that is one model throughout: of a shared adapter, or without adapters.
+        args ([`TrainingConfig`]): `ratio_mode` is "all" or "random".
+        kwargs: as for `CompressionTrainer`; batches come from [`SegmentCollator`].
+
+    Raises:
+        ValueError: a model with an encoder or an encoder's adapter of its own, or "per_sample" ratios.
+    """
+
+    _name = "Summary accumulation"
+    _paper = {
+        "title": "Adapting Language Models to Compress Contexts",
+        "id": "2305.14788",
+        "citation": textwrap.dedent("""\
+            @inproceedings{chevalier2023adapting,
+                title     = {Adapting Language Models to Compress Contexts},
+                author    = {Alexis Chevalier and Alexander Wettig and Anirudh Ajith and Danqi Chen},
+                booktitle = {Proceedings of the 2023 Conference on Empirical Methods in Natural Language Processing},
+                year      = 2023,
+            }"""),
+    }
+
+    def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
+        config = model.config
+        if not isinstance(config, AutoCompressorConfig):
+            raise ValueError(f"the objective segments trains the method autocompressor, got {config.method}")
+        if config.encoder_config is not None or (config.encoder_lora is not None and not config.shared_adapter):
+            raise ValueError(
+                "the objective segments trains one model that reads and summarises: give shared_adapter true, or no "
+                "encoder_lora and no encoder of its own"
+            )
+        if args.ratio_mode == "per_sample":
+            raise ValueError("a batch shares its segments: ratio_mode must be 'all' or 'random', got 'per_sample'")
+        super().__init__(model=model, args=args, **kwargs)
+        self._soft_prompts: dict[int, SoftPrompt] = {}
+
+    def _check_batch(self, inputs: dict[str, Any]) -> None:
+        if "segment_lengths" not in inputs:
+            raise ValueError("batches need segment_lengths: use SegmentCollator")
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """A backward pass for each substep, behind the detached summaries of those before it; the sum of losses."""
+        if self.is_deepspeed_enabled:
+            # Each of its backward passes may be an optimizer step; gradients are the same, and need more memory.
+            return super().training_step(model, inputs, *args, **kwargs)
+        losses = []
+        for part in self._parts(inputs):
+            losses.append(super().training_step(model, part, *args, **kwargs))
+        self._soft_prompts = {}
+        return torch.stack(losses).sum()
+
+    def _parts(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """A batch of each substep; what is told of the examples goes with the first."""
+        tensors = ("input_ids", "attention_mask", "labels")
+        inputs = {**inputs, "num_targets": count_targets(inputs["labels"])}
+        for span, lengths in _spans(inputs["segment_lengths"]):
+            part = {name: inputs[name][:, span] for name in tensors} | {"segment_lengths": [lengths]}
+            later = {"num_targets": inputs["num_targets"], "soft_prompts": self._soft_prompts}
+            yield {**inputs, **part} if span.start == 0 else {**part, **later}
+
+    def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Predicted tokens that the loss is divided by: those of the whole batch, also in one of its substeps."""
+        if num_items_in_batch is None and "num_targets" in inputs:
+            return inputs["num_targets"].clamp(min=1)
+        return super()._target(inputs, num_items_in_batch)
+
+    def _step_loss(self, batch: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+        target = self._target(batch, num_items_in_batch)
+        given, losses = batch.get("soft_prompts", {}), []
+        self._soft_prompts = {}
+        for ratio in self.step_ratios():
+            ids, labels = batch["input_ids"], batch["labels"]
+            soft_prompt = given.get(ratio) or self._no_summaries(ids)
+            for span, lengths in _spans(batch["segment_lengths"]):
+                states, soft_prompt = self._read_substep(ids[:, span], lengths, ratio, soft_prompt)
+                losses.append(self._memory_loss(states, labels[:, span], target, f"ratio_{ratio}"))
+                soft_prompt = soft_prompt[0].detach(), soft_prompt[1]
+            self._soft_prompts[ratio] = soft_prompt
+        self._metrics["train" if self.model.training else "eval"]["num_ratios_summed"].append(len(self._soft_prompts))
+        return torch.stack(losses).sum()
+
+    def _no_summaries(self, input_ids: Tensor) -> SoftPrompt:
+        weight = self._unwrapped().get_input_embeddings().weight
+        return weight.new_zeros(len(input_ids), 0, weight.shape[1]), input_ids.new_zeros(len(input_ids), 0)
+
+    def _read_substep(
+        self, input_ids: Tensor, lengths: Sequence[int], ratio: int, soft_prompt: SoftPrompt
+    ) -> tuple[Tensor, SoftPrompt]:
+        """The states of a substep's tokens, `(batch_size, num_tokens, hidden_size)`, and what the next one reads."""
+        backbone, states = self._unwrapped().base_model, []
+        for segment in input_ids.split(list(lengths), dim=1):
+            counts = [backbone.config.chunk_slots(segment.shape[1], ratio)] * len(segment)
+            tokens, summary = backbone.read_segment(segment, torch.ones_like(segment), *soft_prompt, counts)
+            states.append(tokens)
+            soft_prompt = backbone.next_soft_prompt(*soft_prompt, summary, counts)
+        return torch.cat(states, dim=1), soft_prompt
+
+
+def _spans(segment_lengths: Sequence[Sequence[int]]) -> Iterator[tuple[slice, Sequence[int]]]:
+    """Where each substep stands in its batch, and the lengths of its segments."""
+    places = accumulate(map(sum, segment_lengths), initial=0)
+    for (start, end), lengths in zip(pairwise(places), segment_lengths, strict=True):
+        yield slice(start, end), lengths
+
+
+def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> SegmentTrainer:
+    """The trainer of a recipe."""
+    model, tokenizer = load(model_args, data_args, args)
+    arguments: dict[str, Any] = {
+        "substeps": args.training_substeps,
+        "segments_per_substep": args.segments_per_substep,
+        "is_random": args.random_segments,
+        "longest_segment": _longest_segment(model.config, args.training_substeps * args.segments_per_substep),
+    }
+    trained = trainer_arguments(
+        model, tokenizer, data_args, args, "compressed", SegmentDataset, SegmentCollator, **arguments
+    )
+    return SegmentTrainer(**trained)
+
+
+def _longest_segment(config: CompressorConfig, num_segments: int) -> int:
+    """Most tokens of a segment that has its summary tokens, and positions behind all earlier summaries."""
+    limits = [2**20]
+    if isinstance(config, AutoCompressorConfig):
+        if config.encoder_limit is not None:
+            limits.append(config.encoder_limit - num_segments * config.num_memory_tokens)
+        if config.memory_tokens == "by_ratio":
+            limits.append(config.num_memory_tokens * min(config.compression_ratios))
+    return min(limits)

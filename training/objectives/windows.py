@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objective windows: the next token, in windows that are read behind the beacons of those before them."""
+
+from __future__ import annotations
+
+import random
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...configuration.configuration_activation_beacon import ActivationBeaconConfig
+from ..arguments import DataArguments, ModelArguments, TrainingConfig
+from .compression import load, record_prompts, trainer_arguments
+from .compression_dataset import CompressionDataset
+from .compression_trainer import MIXED_RATIOS, CompressionTrainer
+
+
+class WindowDataset(CompressionDataset):
+    """Examples whose texts to be continued are learned whole: `context_ids` is empty, and `target_ids` a window of
+    `min_context_tokens` to `max_context_tokens` tokens from a random place; shorter texts are taken as they are. Of
+    questions and summaries answers alone are learned.
+
+    Args:
+        data, tokenizer, num_examples, kwargs: as for `CompressionDataset`.
+    """
+
+    def _text_example(
+        self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random
+    ) -> dict[str, Any]:
+        if task != "continuation":
+            return super()._text_example(task, ids, limit, identifier, rng)
+        longest = max(1, min(limit, len(ids)))
+        length = rng.randint(min(self.shortest, longest), longest)
+        start = rng.randrange(len(ids) - length + 1)
+        target = [*ids[start : start + length], *[self.end] * (start + length == len(ids))]
+        texts: dict[str, Any] = {"head_ids": [], "context_ids": [], "prompt_ids": [], "target_ids": target}
+        return {**texts, "more_turns": [], "task": task, "id": identifier, "num_cut": 0}
+
+
+class WindowTrainer(CompressionTrainer):
+    r"""Trains Activation Beacon to predict the next token of a text in every window.
+
+    A window is read behind the beacons of all windows before it, whose keys and values carry the gradient; the last
+    one has no beacons. In training a ratio is drawn for each window of a step, from the seed and the step; evaluation
+    has one loss for each ratio, the same in all windows, and their sum. The loss is the mean over the predicted tokens
+    of a step, those of the first window included.
+
+    Args:
+        model: an Activation Beacon compressor.
+        args ([`TrainingConfig`]): `ratio_mode` is "random"; `ratio_schedule` says what is drawn from when.
+        kwargs: as for `CompressionTrainer`; batches come from `CompressionCollator(mode="full_context")`.
+
+    Raises:
+        ValueError: another method, another `ratio_mode`, or a `context_mode` other than "compressed".
+    """
+
+    _name = "Next tokens behind activation beacons"
+    _paper = {
+        "title": "Long Context Compression with Activation Beacon",
+        "id": "2401.03462",
+        "citation": textwrap.dedent("""\
+            @misc{zhang2024long,
+                title         = {Long Context Compression with Activation Beacon},
+                author        = {Peitian Zhang and Zheng Liu and Shitao Xiao and Ninglu Shao and Qiwei Ye and
+                                 Zhicheng Dou},
+                year          = 2024,
+                eprint        = {2401.03462},
+                archivePrefix = {arXiv},
+            }"""),
+    }
+    _collator_mode = "full_context"
+
+    def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
+        if not isinstance(model.config, ActivationBeaconConfig):
+            raise ValueError(f"the objective windows trains the method activation_beacon, got {model.config.method}")
+        if args.ratio_mode != "random":
+            raise ValueError(f"a ratio is drawn for each window: ratio_mode must be 'random', got {args.ratio_mode!r}")
+        super().__init__(model=model, args=args, **kwargs)
+
+    def _check_batch(self, inputs: dict[str, Any]) -> None:
+        if "input_ids" not in inputs or "context_input_ids" in inputs:
+            raise ValueError("batches need whole texts: use CompressionCollator(mode='full_context')")
+
+    def window_ratios(self, num_tokens: int) -> list[tuple[str, Sequence[int]]]:
+        """The losses of a step over texts of so many tokens by name, each with the ratios of its windows."""
+        ratios = self.allowed_ratios()
+        if not self.model.training:
+            self._metrics["eval"]["num_ratios_summed"].append(len(ratios))
+            return [(f"ratio_{ratio}", [ratio]) for ratio in ratios]
+        # By step, so that all devices agree and a resumed run draws the same.
+        rng = random.Random(f"{self.args.seed}/{self.state.global_step}")
+        shortest = min(map(self.model.config.window_tokens, ratios))
+        return [(MIXED_RATIOS, [rng.choice(ratios) for _ in range(-(-num_tokens // shortest))])]
+
+    def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
+        target, backbone = self._target(batch, num_items_in_batch), self._unwrapped().base_model
+        text = batch["input_ids"], batch["attention_mask"]
+        losses = [
+            self._memory_loss(backbone.read_windows(*text, ratios), batch["labels"], target, name)
+            for name, ratios in self.window_ratios(text[0].shape[1])
+        ]
+        return torch.stack(losses).sum()
+
+
+def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> WindowTrainer:
+    """The trainer of a recipe."""
+    if data_args.pack_texts:
+        raise ValueError("the objective windows reads one text in a row: leave pack_texts out, got true")
+    model, tokenizer = load(model_args, data_args, args)
+    record_prompts(model.config, tokenizer, data_args)
+    return WindowTrainer(**trainer_arguments(model, tokenizer, data_args, args, "full_context", WindowDataset))
