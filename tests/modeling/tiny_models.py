@@ -286,6 +286,22 @@ METHODS = [
         own_encoder=True,
     ),
     Method(
+        name="pcc",
+        easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": SMALL_LORA, "slot_markers": None},
+        hard={
+            "markers": {"slot_markers": {"before": 1, "after": 1}, "chunk_size": 6, "memory_tokens": "fixed"},
+            "uniform": {"chunk_size": 6, "position_layout": "uniform", "bos_before_slots": False},
+            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": {}},
+            "lite": {
+                "encoder_config": {"hidden_size": 48, "num_attention_heads": 4},
+                "encoder_lora": None,
+                "train_encoder": True,
+            },
+        },
+        bidirectional=False,
+        memory_tokens=True,
+    ),
+    Method(
         name="xrag",
         easy={"compression_ratios": (2, 3, 8), "passage_start_ids": (3,), "passage_end_ids": (4, 3)},
         hard={
@@ -336,22 +352,6 @@ BASES: dict[str, tuple[type, dict[str, Any]]] = {
     "gemma2": (
         Gemma2Config,
         {"sliding_window": 8, "head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": 2.0},
-    ),
-    Method(
-        name="pcc",
-        easy={"compression_ratios": (2, 3, 8), "chunk_size": 64, "encoder_lora": SMALL_LORA, "slot_markers": None},
-        hard={
-            "markers": {"slot_markers": {"before": 1, "after": 1}, "chunk_size": 6, "memory_tokens": "fixed"},
-            "uniform": {"chunk_size": 6, "position_layout": "uniform", "bos_before_slots": False},
-            "enhanced": {"chunk_size": 6, "position_layout": "enhanced", "task_token_ids": {}},
-            "lite": {
-                "encoder_config": {"hidden_size": 48, "num_attention_heads": 4},
-                "encoder_lora": None,
-                "train_encoder": True,
-            },
-        },
-        bidirectional=False,
-        memory_tokens=True,
     ),
 }
 # transformers has no sdpa for Gemma 2, whose attention scores are capped.
