@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ from .memory.key_value_memory import KeyValueRecorder, key_value_shape
 from .parts.float32_layers import Float32Linear
 from .parts.packing import PackedSequence, text_positions
 
-# Attention below it counts as none.
-_LEAST_ATTENTION = 1e-4
+# Attention below it counts as none; and what is expected of every token before anything is learned.
+_LEAST_ATTENTION, _FIRST_GUESS = 1e-4, 1e-2
 
 
 class RankedKeyValuesModel(HeadwiseModel):
@@ -48,8 +49,7 @@ class RankedKeyValuesModel(HeadwiseModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Float32Linear):
-            # Nothing is expected of any token at first.
-            init.constant_(module.bias, float(torch.tensor(_LEAST_ATTENTION).log()))
+            init.constant_(module.bias, math.log(_FIRST_GUESS))
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[KeyValues]:
         # 1. K_l, V_l: the base with the adapter reads the context, each token at its own position.
