@@ -129,8 +129,6 @@ class CompressorConfig(PreTrainedConfig):
     # Whether what opens a text, BOS or the user's turn of a chat, is compressed in front of a document, and the text
     # goes on where the document ends.
     opens_context = False
-    # Whether BOS stands in front of a task token behind slots, too.
-    bos_before_task_token = False
     # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
     plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
     # The method's fields that a model card names -> what it calls them.
@@ -349,6 +347,11 @@ class CompressorConfig(PreTrainedConfig):
     def decoder_adapter(self) -> dict[str, Any] | None:
         """Settings of an adapter of the decoder's own; `None` where it has none, or reads with a shared one alone."""
         return None if self.shared_adapter and self.decoder_lora == self.encoder_lora else self.decoder_lora
+
+    @property
+    def bos_before_task_token(self) -> bool:
+        """Whether BOS stands in front of a task token behind slots, too."""
+        return False
 
     @property
     def compresses_questions(self) -> bool:

@@ -53,9 +53,10 @@ class VoCoConfig(CompressorConfig):
     ):
         self.num_voco_tokens = positive_int_or_none("num_voco_tokens", num_voco_tokens)
         if decoder_config is not None:
-            decoder_config = language_model_config("decoder_config", decoder_config)
-            if hasattr(decoder_config, "vision_config"):
-                vision_language_config, decoder_config = decoder_config, decoder_config.get_text_config()
+            base = language_model_config("decoder_config", decoder_config)
+            decoder_config = base
+            if hasattr(base, "vision_config"):
+                vision_language_config, decoder_config = base, base.get_text_config()
         self.vision_language_config: Any = None
         if vision_language_config is not None:
             self.vision_language_config = language_model_config("vision_language_config", vision_language_config)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..configuration.configuration_autocompressor import AutoCompressorConfig
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.chunking import Chunks, first_places
+from .compressor.chunking import Chunks, Slots, first_places
 from .compressor.input_checks import check_context_length
 from .compressor.memory_token_compressor import MemoryTokenModel
 from .parts.lora import ENCODER, SHARED, lora_layers
@@ -47,7 +47,7 @@ class AutoCompressorModel(MemoryTokenModel):
                     layer.lora_dropout[name].eval()
         return self
 
-    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Tensor]:
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Slots]:
         return [self._accumulated(chunks, slot_counts(self.config, chunks.lengths, ratio)) for ratio in ratios]
 
     def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
@@ -63,7 +63,8 @@ class AutoCompressorModel(MemoryTokenModel):
         """Summaries of all segments, `(num_chunks, num_slots, hidden_size)`."""
         num_rows = len(counts) // chunks.chunks_per_row
         num_before = [0] * num_rows
-        soft_prompt = self.get_input_embeddings().weight.new_zeros(num_rows, 0, self.config.hidden_size)
+        device = chunks.input_ids.device
+        soft_prompt = torch.zeros(num_rows, 0, self.config.hidden_size, dtype=self.dtype, device=device)
         mask = chunks.attention_mask.new_zeros(num_rows, 0)
         summaries = []
         for index in range(chunks.chunks_per_row):

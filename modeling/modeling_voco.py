@@ -168,9 +168,10 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
             return None
         check_together(context, text)
         device, num_text = text.input_ids.device, text.input_ids.shape[1]
-        (ratio,) = check_ratios([ratio], self.config.compression_ratios, context.input_ids, False)
         chunks = self.chunks_of(context)
-        chunk_ratio = ratio.repeat_interleave(chunks.chunks_per_row) if isinstance(ratio, Tensor) else ratio
+        chunk_ratio: Any = check_ratios([ratio], self.config.compression_ratios, context.input_ids, False)[0]
+        if isinstance(chunk_ratio, Tensor):
+            chunk_ratio = chunk_ratio.repeat_interleave(chunks.chunks_per_row)
         counts = slot_counts(self.config, chunks.lengths, chunk_ratio)
         mask = _joined(chunks.attention_mask, first_places(counts, device), text.attention_mask)
         if offset is None:

@@ -82,7 +82,12 @@ def answer_by_hand(pipe, question, *documents, prompt=None, prefix="", ratio=Non
     ]
     memory = CompressedContext.concatenate([model.compress(context, ratio=ratio) for context in contexts])
     start = [tokenizer.bos_token_id] if task is None else [task]
-    if model.config.model_type in ("gmsa_compressor", "tcp_autoencoder_compressor", "voco_compressor"):
+    if model.config.model_type in (
+        "gmsa_compressor",
+        "tcp_autoencoder_compressor",
+        "voco_compressor",
+        "activation_beacon_compressor",
+    ):
         start = []
     before, after = prompt.split("{question}")
     text = torch.tensor([[*start, *characters(tokenizer, before + question + after)]])
