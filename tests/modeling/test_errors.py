@@ -74,11 +74,7 @@ def test_impossible_ratios_are_refused_even_if_untrained_ones_are_allowed(model,
 # --- lengths ---
 
 
-<<<<<<< HEAD
-@pytest.mark.only(lambda case: not (case.method.passages or case.method.ranks))
-=======
-@pytest.mark.only(lambda case: not (case.method.passages or case.method.windows))
->>>>>>> main
+@pytest.mark.only(lambda case: not (case.method.passages or case.method.windows or case.method.ranks))
 def test_a_context_beyond_the_bases_positions_names_both_lengths(method_case):
     model = method_case.build(decoder_config={"max_position_embeddings": 16})
     context = torch.full((1, 17), 9)
