@@ -122,8 +122,9 @@ def convert(
         _convert_collection(entry, done, split, source, overwrite, on_rows)
         return done
     _check_parquet(done.path)
-    passages = {"supporting_passages": supporting_passages, "separate_passages": separate_passages}
-    row_source = DataSource(name=entry.place, where=where, **passages)
+    row_source = DataSource(
+        name=entry.place, where=where, supporting_passages=supporting_passages, separate_passages=separate_passages
+    )
     schema = _schema(entry, separate_passages)
     tables = _tables(entry, split, source, config, on_rows)
     with _parquet(done, done.path, schema, _origin(entry, split, source), overwrite) as write:

@@ -186,7 +186,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
             chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
-        memories = []
+        memories: list[CompressedContext] = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
             own_ratio: Any = chunks.selected_ratios if isinstance(ratio, str) else chunk_ratio
             counts = self.kept_slots(chunks, own_ratio)

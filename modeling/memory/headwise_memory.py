@@ -139,7 +139,7 @@ def read_by_heads(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     layer: int = attention.layer_idx  # type: ignore[assignment]
     slots = masks[layer]
     num_queries = states.shape[1]
-    text = kwargs.get("attention_mask")
+    text: Any = kwargs.get("attention_mask")
     if cache.is_compileable:
         # All layers are as long as the mask.
         text = text[..., slots.shape[2] :]
@@ -149,7 +149,8 @@ def read_by_heads(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
             text = slots.new_ones(num_queries, num_text).tril(num_text - num_queries)[None, None]
         text = text[..., text.shape[-1] - num_text :]
     # The query heads of a key/value head read the same places.
-    slots = slots.repeat_interleave(attention.config.num_attention_heads // slots.shape[1], dim=1)
+    config: Any = attention.config
+    slots = slots.repeat_interleave(config.num_attention_heads // slots.shape[1], dim=1)
     slots = slots[:, :, None].expand(-1, -1, num_queries, -1)
     if first_position:
         slots = slots & (kwargs["position_ids"] >= first_position)[:, None, :, None]

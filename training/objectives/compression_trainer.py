@@ -154,8 +154,8 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         if self.args.context_mode != "compressed":
             return [(self.args.context_mode, None)], 0.0
         if "memory" in batch:
-            ratio = batch["memory"].ratio
-            return [(f"ratio_{ratio}" if isinstance(ratio, int) else MIXED_RATIOS, batch["memory"])], 0.0
+            memory: Any = batch["memory"]
+            return [(f"ratio_{memory.ratio}" if isinstance(memory.ratio, int) else MIXED_RATIOS, memory)], 0.0
         ratios = self.step_ratios()
         given = ("context_input_ids", "context_attention_mask", "context_chunk_lengths")
         context = {name.removeprefix("context_"): batch[name] for name in given if name in batch}
