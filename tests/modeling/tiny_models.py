@@ -33,7 +33,7 @@ class Method:
         own_encoder: whether the encoder always has weights of its own.
         recurrent: whether a chunk is read behind the slots of those before it.
         windows: whether a context is read whole, window by window: without chunks, other layouts, or an adapter.
-        passages: whether each window of r tokens is encoded by itself: a pass for each ratio, positions that start anew.
+        passages: whether each window of r tokens is encoded by itself: a pass for each ratio, positions start anew.
     """
 
     name: str
