@@ -35,7 +35,7 @@ class Method:
             without task tokens, and while they train, with a second reading.
         recurrent: whether a chunk is read behind the slots of those before it.
         windows: whether a context is read whole, window by window: without chunks, other layouts, or an adapter.
-        passages: whether each window of r tokens is encoded by itself: one pass for each ratio, positions from 0 on.
+        passages: whether each window of r tokens is encoded by itself: a pass for each ratio, positions start anew.
     """
 
     name: str
