@@ -186,7 +186,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
             chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
-        memories = []
+        memories: list[CompressedContext] = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
             own_ratio: Any = chunks.selected_ratios if isinstance(ratio, str) else chunk_ratio
             counts = self.kept_slots(chunks, own_ratio)
@@ -195,6 +195,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 slots, counts = with_markers(slots, counts, *around)
             if isinstance(ratio, str):
                 ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
+            head_ids: Any = None
+            if chunks.head_ids:
+                head_ids = join(chunks.head_ids[len(memories)], counts, chunks.chunks_per_row)[0]
             slots, slot_mask = join(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memories.append(
@@ -207,6 +210,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
                     num_context_tokens=context.attention_mask.sum(dim=1),
                     ratio=ratio,
                     position_layout=config.position_layout,
+                    head_ids=head_ids,
                     check=False,
                 )
             )

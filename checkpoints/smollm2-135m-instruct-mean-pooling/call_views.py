@@ -9,7 +9,7 @@ import types
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # The library remembers on the model that its layers have hooks for further outputs.
@@ -52,7 +52,14 @@ def for_one_call(backbone: PreTrainedModel, is_causal: bool | None = None) -> Pr
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of all modules and settings of a model on the same weights, for a call that changes settings."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+    # A replica of `DataParallel` has its weights as plain attributes, and they are no leaves.
+    kept = [
+        value
+        for module in model.modules()
+        for value in {**module._parameters, **module._buffers, **vars(module)}.values()
+        if isinstance(value, Tensor)
+    ]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in kept})
 
 
 def _follows_length(rotary: nn.Module | None) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class Chunks:
         inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
             the ids' own embeddings; `None` for these.
         selected_ratios: `(batch_size * chunks_per_row,)`, what a method's `encode` has chosen where a ratio is "auto".
+        head_ids: for each ratio, what a method's `encode` says of heads that keep unlike numbers of key/values,
+            `(batch_size * chunks_per_row, slots_per_chunk, num_layers * num_key_value_heads)`.
     """
 
     input_ids: Tensor
@@ -40,6 +42,7 @@ class Chunks:
     chunks_per_row: int
     inputs_embeds: Tensor | None = None
     selected_ratios: Tensor | None = None
+    head_ids: list[Tensor] = field(default_factory=list)
 
     @property
     def is_full(self) -> bool:

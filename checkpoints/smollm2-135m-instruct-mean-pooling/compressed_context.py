@@ -60,6 +60,10 @@ class CompressedContext:
             "int4". For key/values a pair for each layer: of the keys
             `(batch_size, num_key_value_heads, num_groups, head_dim)`, with one group of slots in "int8" and groups of
             32 slots in "int4"; of the values `(batch_size, num_key_value_heads, num_slots, num_groups)`.
+        head_ids: For key/values of heads that keep unlike numbers of them, `(batch_size, num_slots, num_layers *
+            num_key_value_heads)`: of which head of the base, `layer * num_key_value_heads + head`, the pair in each
+            place is. A row with n slots has n pairs for each head on average. `None` where each head has its own
+            place.
         maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
         check: Whether to check all fields, which waits for the device; a compressor knows what it has made.
 
@@ -80,6 +84,7 @@ class CompressedContext:
     inverse_frequencies: Tensor | None = None
     question_fingerprints: Tensor | None = None
     scales: Tensor | KeyValues | None = None
+    head_ids: Tensor | None = None
     maker: weakref.ref | None = field(default=None, repr=False)
     check: InitVar[bool] = True
 
@@ -175,7 +180,8 @@ class CompressedContext:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots that must be kept: the real slots of all rows and their scales, no pads, masks or ids."""
+        """Bytes of the slots that must be kept: the real slots of all rows, their scales and `head_ids`, no pads,
+        masks or positions."""
         num_slots, sizes = self.num_slots.cpu(), []
 
         def count(tensor: Tensor, slot_dim: int, span: int) -> Tensor:
@@ -185,6 +191,8 @@ class CompressedContext:
             return tensor
 
         self._map_carrier(count)
+        if self.head_ids is not None:
+            sizes.append(int(num_slots.sum()) * self.head_ids.shape[2] * self.head_ids.element_size())
         return sum(sizes)
 
     def quantize(self, quantization: str) -> CompressedContext:
@@ -261,8 +269,9 @@ class CompressedContext:
             metadata["ratio"] = str(self.ratio)
         if self.inverse_frequencies is not None:
             tensors["inverse_frequencies"] = self.inverse_frequencies
-        if self.question_fingerprints is not None:
-            tensors["question_fingerprints"] = self.question_fingerprints
+        for name in ("question_fingerprints", "head_ids"):
+            if getattr(self, name) is not None:
+                tensors[name] = getattr(self, name)
         if self.key_values is None:
             tensors["embeddings"] = self.embeddings
             if self.scales is not None:
@@ -514,6 +523,7 @@ class CompressedContext:
             inverse_frequencies=tensors.get("inverse_frequencies"),
             question_fingerprints=tensors.get("question_fingerprints"),
             scales=scales,
+            head_ids=tensors.get("head_ids"),
         )
 
     def _carrier_tensors(self) -> list[Tensor]:
@@ -559,7 +569,7 @@ class CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
         names = ["attention_mask", "position_ids", "num_context_tokens"]
         names += ["ratio"] if isinstance(self.ratio, Tensor) else []
-        names += [] if self.question_fingerprints is None else ["question_fingerprints"]
+        names += [name for name in ("question_fingerprints", "head_ids") if getattr(self, name) is not None]
         others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
         # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)

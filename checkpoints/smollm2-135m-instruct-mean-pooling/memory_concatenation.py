@@ -55,6 +55,9 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
         carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
     else:
         carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
+    if first.head_ids is not None:
+        head_ids = torch.cat([memory.head_ids for memory in memories], dim=1)
+        carrier["head_ids"] = _packed(head_ids, order[:, :, None], mask[:, :, None], slot_dim=1)
     total_tokens = context_counts.sum(dim=0)
     return replace(
         first,
@@ -100,6 +103,9 @@ def stack_memories(memories: Sequence[Memory]) -> Memory:
     for name in ("attention_mask", "position_ids"):
         rows = [getattr(memory, name) for memory in memories]
         fields[name] = torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in rows])
+    if first.head_ids is not None:
+        of_each = [memory.head_ids for memory in memories]
+        fields["head_ids"] = torch.cat([pad(tensor, (0, 0, 0, length - tensor.shape[1])) for tensor in of_each])
     for name in ("num_context_tokens", "question_fingerprints"):
         if getattr(first, name) is not None:
             fields[name] = torch.cat([getattr(memory, name) for memory in memories])
@@ -151,6 +157,7 @@ def _check_fit(how: str, memories: Sequence[Memory]) -> None:
             ("carriers", first.carrier_name, memory.carrier_name),
             ("position layouts", first.position_layout, memory.position_layout),
             ("dtypes", first.dtype, memory.dtype),
+            ("kinds of heads", first.head_ids is None, memory.head_ids is None),
             ("devices", first.device, memory.device),
             *by_row,
         ):

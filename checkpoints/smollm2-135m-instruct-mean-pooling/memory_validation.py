@@ -67,6 +67,8 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     _check_integers(memory, "num_context_tokens", memory.num_context_tokens, carrier_shape[:1])
     if memory.question_fingerprints is not None:
         _check_integers(memory, "question_fingerprints", memory.question_fingerprints, carrier_shape[:1])
+    if memory.head_ids is not None:
+        _check_head_ids(memory, carrier_shape)
     if isinstance(memory.ratio, Tensor):
         _check_integers(memory, "ratio", memory.ratio, carrier_shape[:1])
     elif isinstance(memory.ratio, bool) or not isinstance(memory.ratio, int):
@@ -81,6 +83,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
         )
     integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
     integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
+    integers += [] if memory.head_ids is None else [memory.head_ids]
     _check_scales(memory)
     devices = {tensor.device for tensor in memory._carrier_tensors() + memory._scale_tensors() + integers}
     if len(devices) > 1:
@@ -116,6 +119,17 @@ def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
     return batch_size, length
 
 
+def _check_head_ids(memory: Any, carrier_shape: tuple[int, int]) -> None:
+    if memory.key_values is None:
+        raise ValueError("head_ids belong to key_values, embeddings have none")
+    _check_integers(memory, "head_ids", memory.head_ids, (*carrier_shape, num_heads_of(memory)))
+
+
+def num_heads_of(memory: Any) -> int:
+    """Key/value heads in all layers of a memory of key/values."""
+    return len(memory.key_values) * memory.key_values[0][0].shape[1]
+
+
 def _check_integers(memory: Any, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
         raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
@@ -145,8 +159,15 @@ def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
         (mask[:, 1:] > mask[:, :-1]).any(),
         (memory.num_context_tokens < 0).any(),
         (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
+        _has_unknown_heads(memory),
         ~torch.stack([mask.new_ones((), dtype=torch.bool), *(tensor.isfinite().all() for tensor in carrier)]).all(),
     ]
+
+
+def _has_unknown_heads(memory: Any) -> Tensor:
+    if memory.head_ids is None:
+        return memory.attention_mask.new_zeros((), dtype=torch.bool)
+    return ((memory.head_ids < 0) | (memory.head_ids >= num_heads_of(memory))).any()
 
 
 def refuse_values(memory: Any, flags: Sequence[int]) -> None:
@@ -156,6 +177,8 @@ def refuse_values(memory: Any, flags: Sequence[int]) -> None:
         "attention_mask must have the real slots of each row first, the padding slots after them",
         "num_context_tokens must be zero or more",
         "ratio must be 1 or more in every row",
+        "head_ids must be 0 to "
+        f"{num_heads_of(memory) - 1 if memory.head_ids is not None else 0}, the heads of all layers",
         f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
         "or its weights are not finite",
     )

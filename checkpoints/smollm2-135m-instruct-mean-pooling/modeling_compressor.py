@@ -383,7 +383,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         use_cache = self._wants_cache(use_cache)
         return_dict = kwargs.pop("return_dict", None)
         if memory is not None and memory.carrier == "key_values" and not cached:
-            past_key_values = filled_cache(aligned_right(memory, is_full), past_key_values, use_cache)
+            past_key_values = self.cache_of_slots(memory, is_full, past_key_values, use_cache)
         with self._adapter(self.language_model, DECODER):
             outputs = for_one_call(self.language_model)(
                 **inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs
@@ -491,7 +491,7 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
             offset = self.text_position_offset(memory, input_ids, text_mask)
         warn_about_positions(config.decoder_config, memory, offset, max(text.lengths))
         if memory.embeddings is None:
-            slot_mask = memory.attention_mask.sort(dim=1).values
+            slot_mask = self.cached_slot_mask(memory)
             check_sliding_window(config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
             return {
                 "inputs_embeds": embeddings,
@@ -550,13 +550,22 @@ class CompressorModel(CompressorBackbone, DecoderOnlyPreTrainedModel):
         """The mask `(batch_size, num_slots + num_text_tokens)` of what is in the cache and of the new text."""
         if memory is not None and memory.carrier == "key_values":
             # The slots came first, and then the text as it was given.
-            check_sliding_window(self.config.decoder_config, memory.attention_mask.shape[1], text_mask.shape[1])
-            return torch.cat([memory.attention_mask.sort(dim=1).values, text_mask], dim=1)
+            slot_mask = self.cached_slot_mask(memory)
+            check_sliding_window(self.config.decoder_config, slot_mask.shape[1], text_mask.shape[1])
+            return torch.cat([slot_mask, text_mask], dim=1)
         if memory is not None:
             pads = text_mask.new_zeros(len(text_mask), self.num_pads_in_front(memory))
             text_mask = torch.cat([pads, memory.attention_mask, text_mask], dim=1)
         # The cache holds a row's pads in front, so only their number matters.
         return text_mask.sort(dim=1).values
+
+    def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
+        """A cache that starts with a memory of key/values, the one given or a new one."""
+        return filled_cache(aligned_right(memory, is_full), cache, use_cache)
+
+    def cached_slot_mask(self, memory: CompressedContext) -> Tensor:
+        """Which places of such a cache hold slots, `(batch_size, num_places)`."""
+        return memory.attention_mask.sort(dim=1).values
 
     def num_pads_in_front(self, memory: CompressedContext) -> int:
         """Pads, 0 or 1, that every row needs in front of its slots beside its own; see `pack`."""
