@@ -25,6 +25,8 @@ from .parts.packing import PackedSequence, text_positions
 
 # Attention below it counts as none; and what is expected of every token before anything is learned.
 _LEAST_ATTENTION, _FIRST_GUESS = 1e-4, 1e-2
+# Of the scorers' squared error in the loss: so little that the norm that gradients are clipped by is the adapter's.
+_ERROR_WEIGHT = 1e-2
 
 
 class RankedKeyValuesModel(HeadwiseModel):
@@ -167,7 +169,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         (loss,) = ctx.saved_tensors
-        return gradient, torch.ones_like(loss)
+        return gradient, torch.full_like(loss, _ERROR_WEIGHT)
 
 
 class RankedKeyValuesForCausalLM(CompressorForCausalLM):
