@@ -185,6 +185,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
             encoded = self.encode(chunks, chunk_ratios, **beside)
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
+            chunks.head_ids = self.no_head_ids(len(chunks.lengths)) * len(ratios)
             chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
         memories: list[CompressedContext] = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
@@ -234,6 +235,10 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
         """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
         return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
+
+    def no_head_ids(self, num_chunks: int) -> list[Tensor]:
+        """`Chunks.head_ids` of one ratio where there is no context token at all; by default a method has none."""
+        return []
 
     def _no_slots(self, num_chunks: int) -> Slots:
         """What `encode` would return where there is no context token at all."""

@@ -136,7 +136,9 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         """Check text and memory by one wait for the device; the memory, one row for each text."""
         memory = check_memory(memory, self.model, text.input_ids)
         flags = [] if self.training else value_flags(memory, finite=True)
-        refuse_values(memory, check_together(text, also=flags) or [False] * 5)
+        found = check_together(text, also=flags)
+        if flags:
+            refuse_values(memory, found)
         return memory
 
     def _decode(

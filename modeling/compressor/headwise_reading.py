@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..memory.compressed_context import CompressedContext, KeyValues
 from ..memory.headwise_memory import note_head_masks, num_places, read_by_heads, spread_pairs
-from ..memory.key_value_memory import ReadOnlyCache, filled_cache
+from ..memory.key_value_memory import ReadOnlyCache, filled_cache, key_value_shape
 from ..parts.call_views import twin
 from .chunking import Chunks
 from .modeling_compressor import CompressorModel
@@ -30,9 +30,11 @@ class HeadwiseModel(CompressorModel):
 
     # Where contexts start; text in front of it does not see them.
     first_slot_position = 0
+    _reads_by_heads = False
 
     def read_by_heads(self) -> None:
         """Let the language model's layers read memories with `head_ids`; for the end of `__init__`."""
+        self._reads_by_heads = True
         for layer in self.language_model.layers:
             layer.self_attn.register_forward_pre_hook(read_by_heads, with_kwargs=True)
 
@@ -55,6 +57,12 @@ class HeadwiseModel(CompressorModel):
         if memory is None or memory.head_ids is None:
             return super().num_places(memory)
         return num_places(memory)
+
+    def no_head_ids(self, num_chunks: int) -> list[Tensor]:
+        if not self._reads_by_heads:
+            return []
+        layers, heads, _ = key_value_shape(self.config.decoder_config)
+        return [torch.zeros(num_chunks, 0, layers * heads, dtype=torch.int16, device=self.device)]
 
     @property
     def _has_unlike_layers(self) -> bool:

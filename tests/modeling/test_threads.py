@@ -209,7 +209,8 @@ def test_a_copy_and_a_pickled_model_switch_their_own_adapters():
         q_proj, own = (m.model.language_model.layers[0].self_attn.q_proj for m in (other, model))
         assert type(q_proj) is type(own)
         with use_adapter(other.model.language_model, "encoder"):
-            assert q_proj.active_adapters == ["encoder"]
+            assert "encoder" in q_proj.active_adapters
+            assert "decoder" not in q_proj.active_adapters
             assert own.active_adapters == ["decoder"]
 
 

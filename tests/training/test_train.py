@@ -205,7 +205,9 @@ def test_embedded_recipes_use_data_for_commercial_use_only(name, tmp_path):
         "autocompressor": ["embedded/icae.yaml"],
         "joint_pretraining": ["embedded/icae.yaml"],
         "keft": ["embedded/gmsa.yaml"],
+        "pcc": ["embedded/icae.yaml"],
         "restore_first": ["embedded/comprexit.yaml"],
+        "voco": ["embedded/five_hundred_x.yaml"],
         "segments": ["embedded/icae.yaml", "embedded/autocompressor.yaml"],
         "windows": ["embedded/mean_pooling.yaml", "embedded/activation_beacon.yaml"],
     }

@@ -196,7 +196,8 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
 
     def _share(self, loss: Tensor | float, num_items_in_batch: Tensor | int | None) -> Tensor | float:
         """A mean over a batch as its part of a step, where the losses beside it are parts of one."""
-        return loss if num_items_in_batch is None else loss / self.current_gradient_accumulation_steps
+        is_whole = num_items_in_batch is None or not isinstance(loss, Tensor)
+        return loss if is_whole else loss / self.current_gradient_accumulation_steps
 
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
         """What every memory of the step shares: here the number of target tokens that the loss is divided by."""

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...configuration.configuration_autocompressor import AutoCompressorConfig
-from ...configuration.configuration_compressor import CompressorConfig
 from ...modeling.parts.prompting import context_start_ids
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
@@ -151,7 +149,7 @@ class SegmentTrainer(CompressionTrainer):
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
         config = model.config
-        if not isinstance(config, AutoCompressorConfig):
+        if not hasattr(config, "accumulate_summaries"):
             raise ValueError(f"the objective segments trains the method autocompressor, got {config.method}")
         if config.encoder_config is not None or (config.encoder_lora is not None and not config.shared_adapter):
             raise ValueError(
@@ -247,10 +245,10 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
     return SegmentTrainer(**trained)
 
 
-def _longest_segment(config: CompressorConfig, num_segments: int) -> int:
+def _longest_segment(config: Any, num_segments: int) -> int:
     """Most tokens of a segment that has its summary tokens, and positions behind all earlier summaries."""
     limits = [2**20]
-    if isinstance(config, AutoCompressorConfig):
+    if hasattr(config, "accumulate_summaries"):
         if config.encoder_limit is not None:
             limits.append(config.encoder_limit - num_segments * config.num_memory_tokens)
         if config.memory_tokens == "by_ratio":

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...configuration.configuration_activation_beacon import ActivationBeaconConfig
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, record_prompts, trainer_arguments
 from .compression_dataset import CompressionDataset
@@ -75,7 +74,7 @@ class WindowTrainer(CompressionTrainer):
     _collator_mode = "full_context"
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
-        if not isinstance(model.config, ActivationBeaconConfig):
+        if not hasattr(model.base_model, "read_windows"):
             raise ValueError(f"the objective windows trains the method activation_beacon, got {model.config.method}")
         if args.ratio_mode != "random":
             raise ValueError(f"a ratio is drawn for each window: ratio_mode must be 'random', got {args.ratio_mode!r}")

@@ -83,7 +83,10 @@ def test_a_plain_checkpoint_learns_texts_as_they_stand_and_one_question_in_its_o
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"context": None, "prompt": "a", "completion": "b"}, "needs its document as a text in `context`, got None"),
+        (
+            {"context": None, "prompt": "a", "completion": "b"},
+            "needs its document in `context`, a text or a list of passages, got None",
+        ),
         (
             {"question": "a"},
             r"needs `messages`, or `prompt` and .*, got the columns \['context', 'question'\]",
