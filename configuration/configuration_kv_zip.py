@@ -18,9 +18,9 @@ class KVZipConfig(KeyValueSelectionConfig):
     Args:
         head_budgets (`str`, defaults to `"shared"`):
             `"shared"`: all heads of all layers share the places of a memory, so that heads which look far back keep
-            more than others (section 3.3, non-uniform budgets). `"uniform"`: each head keeps `ceil(n / ratio)`.
+            more than others (the paper's non-uniform budgets). `"uniform"`: each head keeps `ceil(n / ratio)`.
         repeat_size (`int`, defaults to 2048):
-            Tokens that are read again in one pass, the chunk size m of section 3.4. Each pass starts with the last few
+            Tokens that are read again in one pass, the paper's chunk size m. Each pass starts with the last few
             tokens of the one before it.
         position_layout (`str`, defaults to `"enhanced"`):
             See [`KeyValueSelectionConfig`]; `"default"`, which numbers the keys of each head anew, needs

@@ -38,7 +38,7 @@ class KVZipModel(KeyValueSelectionModel, HeadwiseModel):
 
     def _read(self, chunks: Chunks, question: TokenRows | None) -> ReadContext:
         read = super()._read(chunks, question)
-        # Equation 2: S_l,h,i = max over repeated tokens and the query heads of h of their attention to i.
+        # S_l,h,i = max over repeated tokens and the query heads of h of their attention to i.
         mask, lengths = read.is_context.long(), read.is_context.sum(dim=1)
         scores = self.repeated_attention(read.key_values, mask, lengths, chunks, self.config.repeat_size)
         return replace(read, scores=scores)
@@ -52,7 +52,7 @@ class KVZipModel(KeyValueSelectionModel, HeadwiseModel):
     ) -> list[KeyValues]:
         if self.config.head_budgets == "uniform":
             return super().encode(chunks, ratios, question)
-        # Section 3.3: the pairs of the highest scores stay, whatever layer and head they are of.
+        # Non-uniform budgets: the pairs of the highest scores stay, whatever layer and head they are of.
         read = self._read(chunks, question)
         found = [self._shared(read, read.key_values, chunks, ratio) for ratio in ratios]
         chunks.head_ids = [head_ids for _, head_ids in found]

@@ -17,7 +17,7 @@ from ..parts.call_views import twin
 from .chunking import Chunks
 from .modeling_compressor import CompressorModel
 
-# Tokens of the piece before it that a piece starts with: what it goes on from (KVzip, section 3.4).
+# Tokens of the piece before it that a piece starts with: what it goes on from (KVzip).
 _OVERLAP = 8
 
 
@@ -73,7 +73,7 @@ class HeadwiseModel(CompressorModel):
     def repeated_attention(
         self, key_values: KeyValues, mask: Tensor, next_positions: Tensor, chunks: Chunks, repeat_size: int
     ) -> tuple[Tensor, ...]:
-        """What a second reading of contexts attends to in the first (KVzip, equation 2).
+        """What a second reading of contexts attends to in the first (KVzip).
 
         Args:
             key_values: of the first reading, for each layer `(num_chunks, num_heads, num_places, head_dim)`.
