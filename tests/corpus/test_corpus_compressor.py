@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from datasets import Dataset
+from transformers.utils import logging
 
 from context_compressors import CorpusCompressor
 from context_compressors.modeling.parts.length_batches import length_batches
@@ -72,6 +73,8 @@ def check_columns(folder, pipe, memory_dtype):
 
 
 def test_the_pipeline_returns_rows_in_order_from_batches_of_any_size(pipe, capfd):
+    # Commands that are tested in the same process turn the bars of transformers off.
+    logging.enable_progress_bar()
     expected = [pipe.compress(text, ratio=[2, 4]) for text in TEXTS]
     for batch_size in (1, 3, 100):
         for at, memory in enumerate(pipe.compress(TEXTS, ratio=[2, 4], batch_size=batch_size, show_progress_bar=True)):
