@@ -51,6 +51,7 @@ def chat_base(base: Path, tokenizer, tmp_path: Path) -> Path:
 # --- budget ---
 
 
+@pytest.mark.slow
 def test_all_methods_learn_from_the_same_examples_in_the_same_order(script, chat_base: Path, tmp_path: Path):
     run = script("comparison.run")
     systems = comparison(run, tmp_path)
@@ -80,6 +81,7 @@ def recipe_file(name: str) -> Path:
     return Path(context_compressors.training.__file__).parent / "recipes" / name
 
 
+@pytest.mark.slow
 def test_all_methods_train_about_as_many_parameters(script, tmp_path: Path):
     systems, counts = comparison(script("comparison.run"), tmp_path), {}
     for name, entry in systems.table["family"].items():

@@ -108,6 +108,7 @@ def test_sentences_joined_are_the_text():
     assert split_sentences("No end ") == ["No end "]
 
 
+@pytest.mark.slow
 def test_alternatives_have_the_positions_of_the_slots_and_the_reader_of_the_full_text(model, teacher, tokenizer):
     report = run(model, tokenizer, teacher=teacher, tasks=(QA,), alternatives=KINDS)
     assert report.conditions(QA) == [

@@ -519,6 +519,7 @@ def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
     assert comparable(again) == comparable(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [QA, RECONSTRUCTION])
 def test_an_evaluation_goes_on_inside_a_data_set(model, tokenizer, tmp_path, monkeypatch, task):
     rows = [{**ROWS[number % 3], "question": f"{number}?"} for number in range(7)]

@@ -24,6 +24,7 @@ def made(task, tokenizer, length=LENGTH, number=2, seed=0):
     return ruler_examples(task, tokenizer, length, number, seed, TEXTS, QUESTIONS)
 
 
+@pytest.mark.slow
 def test_every_task_has_its_length_its_answers_and_its_seed(tokenizer):
     for task in TASKS:
         rows = made(task, tokenizer)

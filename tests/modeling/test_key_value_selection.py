@@ -190,6 +190,7 @@ def test_snap_kv_is_a_loop_over_layers_heads_and_places(random_rows, pad_rows):
 # --- beside the plain model ---
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_at_ratio_1_the_memory_is_the_whole_context():
     for case in TRAINING_FREE_CASES:

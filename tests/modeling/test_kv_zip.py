@@ -85,6 +85,7 @@ def pairs_of(memory, whole):
     return found
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_pairs_that_stay_are_those_of_loops_over_layers_heads_and_tokens(random_rows, pad_rows):
     rows = random_rows([33, 9, 1, 20])

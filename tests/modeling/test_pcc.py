@@ -106,6 +106,7 @@ def test_counts_of_600_tokens_at_every_ratio_of_the_paper():
     assert fixed.chunk_flops(64, 4) > by_ratio.chunk_flops(64, 4)
 
 
+@pytest.mark.slow
 def test_trainable_sizes_of_lite_and_large():
     llama = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     llama = LlamaConfig(**llama, num_attention_heads=32, num_key_value_heads=8)

@@ -53,6 +53,7 @@ def whole_of(plain, ids, opening=()):
     return SimpleNamespace(key_values=pairs)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_scorers_rank_and_while_they_learn_the_attention_of_the_second_reading_does(ranked, random_rows, pad_rows):
     rows = random_rows([33, 9, 1, 20])

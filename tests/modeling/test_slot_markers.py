@@ -76,6 +76,7 @@ def shared(method_cases):
 # --- numbers of the papers ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "one_adapter", "pisco"), [(ONE_BILLION, 11_272_192, 22_560_768), (SMOLLM2, 4_884_480, 9_773_568)]
 )
