@@ -59,6 +59,8 @@ class ModelArguments:
         base_gguf_file: GGUF file in `base` that has the weights and the tokenizer; the weights are dequantised.
         encoder: folder or Hub id of another language model that encodes, for a method with an encoder of its own.
         encoder_revision: revision of `encoder` on the Hub.
+        adapter: folder or Hub id of a LoRA adapter of `base`, such as a teacher's, that the decoder's own adapter, or
+            one that both sides share, starts as.
         checkpoint: a compressor checkpoint to go on from, instead of `base`; of a teacher, its adapter's folder.
         checkpoint_base: where the base of a light `checkpoint` is, folder or Hub id, if not where it says.
         checkpoint_config: configuration fields that the checkpoint goes on with instead of its own, e.g.
@@ -82,6 +84,7 @@ class ModelArguments:
     base_gguf_file: str | None = field(default=None, metadata={"help": "GGUF file of the base"})
     encoder: str | None = field(default=None, metadata={"help": "folder or Hub id of another model that encodes"})
     encoder_revision: str | None = field(default=None, metadata={"help": "revision of the encoder on the Hub"})
+    adapter: str | None = field(default=None, metadata={"help": "adapter of the base to start from"})
     checkpoint: str | None = field(default=None, metadata={"help": "compressor checkpoint to go on from"})
     checkpoint_base: str | None = field(default=None, metadata={"help": "where the base of a light checkpoint is"})
     checkpoint_config: Fields | None = field(default=None, metadata={"help": "what changes in the checkpoint"})
@@ -261,6 +264,8 @@ class TrainingFields:
         context_mode: how the objectives compression and joint give the context: compressed, or for the bounds as
             full_context in front of the text, or no_context.
         contrastive_temperature: scores of the objective retrieval are divided by it.
+        fit_scorers: of ranked_key_values, behind the last step its scorers are fitted to the contexts of so many
+            examples of the training, taken evenly.
         sample_answers_steps: the log shows answers to the first questions of `eval_sources` every so many steps, and
             before the first; never with 0.
     """
@@ -282,6 +287,7 @@ class TrainingFields:
     random_segments: bool = field(default=True, metadata={"help": "whether lengths of segments are drawn"})
     context_mode: str = field(default="compressed", metadata={"help": ", ".join(CONTEXT_MODES)})
     contrastive_temperature: float = field(default=1.0, metadata={"help": "what scores of retrieval are divided by"})
+    fit_scorers: int = field(default=0, metadata={"help": "contexts that scorers are fitted to at the end"})
     sample_answers_steps: int = field(default=0, metadata={"help": "steps between answers in the log; 0 for none"})
 
     def check_fields(self) -> None:
@@ -306,8 +312,9 @@ class TrainingFields:
         for name in ("training_substeps", "segments_per_substep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.sample_answers_steps < 0:
-            raise ValueError(f"sample_answers_steps must be 0 or more, got {self.sample_answers_steps}")
+        for name in ("fit_scorers", "sample_answers_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.contrastive_temperature <= 0:
             raise ValueError(f"contrastive_temperature must be above 0, got {self.contrastive_temperature}")
         check_choice("context_mode", self.context_mode, CONTEXT_MODES)

@@ -169,7 +169,7 @@ def load_compressor(
             "give either base (a new compressor) or checkpoint (one to go on from), or model_config (a new one of an "
             f"encoder-decoder method), got {given}"
         )
-    for name in ("base_revision", "base_gguf_file", "encoder", "encoder_revision"):
+    for name in ("base_revision", "base_gguf_file", "encoder", "encoder_revision", "adapter"):
         if model_args.base is None and getattr(model_args, name) is not None:
             raise ValueError(f"{name} goes with base (a new compressor): leave it out, or null, beside {given[0]}")
     fields = dict(model_args.method_config or {})
@@ -210,6 +210,8 @@ def load_compressor(
     if encoder is not None:
         loading["encoder"] = encoder if model_args.encoder_revision else base_place(encoder)
         loading["encoder_revision"] = model_args.encoder_revision
+    if model_args.adapter is not None:
+        loading["adapter"] = model_args.adapter
     if tokenizer is not None:
         # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
         names = tuple(kind.config_class(**fields).task_token_ids)

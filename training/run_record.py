@@ -78,13 +78,13 @@ def _without_folders(value: Any) -> Any:
 
 
 def add_earlier_documents(trainer: BaseTrainer, recipe: Mapping[str, Any]) -> None:
-    """Take over the documents of what a run starts from: its `checkpoint`, and `base` and `teacher` with a record.
+    """Take over the documents of what a run starts from: `checkpoint`, and `base`, `adapter`, `teacher` with a record.
 
     Args:
         trainer: before it trains.
         recipe: its fields.
     """
-    for name in ("checkpoint", "base", "teacher"):
+    for name in ("checkpoint", "base", "adapter", "teacher"):
         if recipe.get(name) is not None:
             earlier = TrainingDocuments.of(recipe[name], on_hub=name == "checkpoint")
             # Bases and teachers of others have none, and say nothing about a training with this package.

@@ -12,6 +12,7 @@ import torch
 from transformers import Trainer, set_seed
 
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
+from .fit_scorers import check_fits_scorers, fit_scorers
 from .log_answers import add_sample_answers
 from .resume import check_resumed
 from .run_record import add_earlier_documents, latest_checkpoint, write_summary
@@ -59,6 +60,8 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
     set_seed(args.seed)
     objective = importlib.import_module(f".objectives.{_FILES.get(args.objective, args.objective)}", __package__)
     trainer = objective.build(model_args, data_args, args)
+    if args.fit_scorers:
+        check_fits_scorers(trainer)
     if args.sample_answers_steps:
         add_sample_answers(trainer, data_args, args.sample_answers_steps)
     return trainer
@@ -78,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if resume is not None:
         check_resumed(trainer.model, resume)
     trainer.train(resume_from_checkpoint=resume)
+    if args.fit_scorers:
+        fit_scorers(trainer, args.fit_scorers)
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         # The Trainer's arguments are a pickle, which has no place in a folder that people share.

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint.base_weights import DECODER_BASE, base_name, base_record
+from ..checkpoint.peft_adapters import peft_weight_names
 from ..parts.lora import DECODER, SHARED
 from .serving import check_decoder_served
 
@@ -83,20 +84,14 @@ def _save_adapter(model: Any, folder: Path) -> None:
     if config.shared_adapter and config.decoder_adapter is not None:
         raise ValueError("the decoder reads with two adapters, one of them shared: write it whole (merged)")
     name = SHARED if config.shared_adapter else DECODER
-    layers = {path: layer for path, layer in backbone.named_modules() if name in getattr(layer, "lora_A", ())}
-    # PEFT and servers name a map by its place in the model with a head.
-    prefix = f"base_model.model.{backbone.base_model_prefix}"
-    weights = {
-        f"{prefix}.{path}.{part}.weight": getattr(layer, part)[name].weight.detach().cpu().contiguous()
-        for path, layer in layers.items()
-        for part in ("lora_A", "lora_B")
-    }
+    found = peft_weight_names(backbone, name)
+    weights = {key: weight.detach().cpu().contiguous() for key, weight in found.items()}
     settings = config.decoder_lora
     adapter = LoraConfig(
         r=settings["rank"],
         lora_alpha=settings["alpha"],
         lora_dropout=settings["dropout"],
-        target_modules=sorted({path.rpartition(".")[2] for path in layers}),
+        target_modules=sorted({key.split(".")[-3] for key in weights}),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         revision=config.base_model_revision,

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranked key/values from a reader of full texts: its adapter, scorers fitted at the end, and what cannot be."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from small_recipes import write_recipe
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from context_compressors import ICAEForCausalLM, MeanPoolingForCausalLM, RankedKeyValuesForCausalLM
+from context_compressors.modeling.compressor.decoder_export import export_decoder
+from context_compressors.modeling.compressor.input_checks import check_together
+from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.train import build_trainer, main
+
+LORA = {"rank": 2, "alpha": 8, "dropout": 0.0, "target_modules": "all-linear"}
+NARROW = {**LORA, "target_modules": ["q_proj", "v_proj"]}
+
+
+def draw(model):
+    """Weights of an adapter that change something."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def adapter(base_folder, tmp_path_factory):
+    """As PEFT writes it."""
+    folder = tmp_path_factory.mktemp("adapter")
+    settings = LoraConfig(r=2, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    draw(get_peft_model(AutoModelForCausalLM.from_pretrained(base_folder), settings)).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def test_a_compressor_answers_as_the_adapter_that_it_starts_from(base_folder, adapter, tokenizer, tmp_path):
+    """The shared adapter's compressor reads and answers with it, another's decoder answers with it."""
+    ids = torch.arange(5, 17)[None]
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), adapter)(ids).logits
+    plain = AutoModelForCausalLM.from_pretrained(base_folder)(ids).logits
+    assert not torch.allclose(expected, plain, atol=1e-2)
+    ranked = RankedKeyValuesForCausalLM.from_base(base_folder, adapter=adapter, encoder_lora=LORA)
+    torch.testing.assert_close(ranked(ids).logits, expected)
+    memory = ranked.compress(ids[:, :8], ratio=1, allow_untrained_ratio=True)
+    torch.testing.assert_close(ranked(ids[:, 8:], memory=memory).logits, expected[:, 8:], atol=1e-5, rtol=1e-4)
+    pooling = MeanPoolingForCausalLM.from_base(base_folder, adapter=adapter, encoder_lora=LORA, decoder_lora=LORA)
+    pooling.base_model.warns_of_no_context = False
+    torch.testing.assert_close(pooling(ids).logits, expected)
+    encoder = [p for name, p in pooling.named_parameters() if "lora_B.encoder" in name]
+    assert encoder
+    assert not any(parameter.any() for parameter in encoder)
+    # What is exported as an adapter starts the next one.
+    export_decoder(pooling, tokenizer, tmp_path / "decoder", form="lora")
+    icae = ICAEForCausalLM.from_base(base_folder, adapter=tmp_path / "decoder", decoder_lora=LORA)
+    icae.base_model.warns_of_no_context = False
+    torch.testing.assert_close(icae(ids).logits, expected)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(base_folder, adapter, tmp_path):
+    def changed(**fields):
+        folder = tmp_path / next(iter(fields))
+        shutil.copytree(adapter, folder)
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**settings, **fields}))
+        return folder
+
+    ranked, pooling = RankedKeyValuesForCausalLM.from_base, MeanPoolingForCausalLM.from_base
+    for start, given, fields, message in (
+        (ranked, adapter, {"encoder_lora": {**LORA, "rank": 4}}, r"rank and alpha \(2, 8\), .* own \(4, 8\)"),
+        (ranked, adapter, {"encoder_lora": NARROW}, "sits on other maps than the compressor's, the first is 'base_"),
+        (ranked, adapter, {"encoder_lora": None}, "answers without an adapter .*: give `decoder_lora`"),
+        (pooling, adapter, {"decoder_lora": None}, "MeanPoolingForCausalLM answers without an adapter"),
+        (ranked, changed(use_dora=True), {"encoder_lora": LORA}, "not plain LoRA: its use_dora is True, not False"),
+        (ranked, changed(bias="all"), {"encoder_lora": LORA}, "its bias is 'all', not 'none'"),
+        (ranked, changed(rank_pattern={"q_proj": 4}), {"encoder_lora": LORA}, "its rank_pattern is {'q_proj': 4}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start(base_folder, adapter=given, **fields)
+    with pytest.raises(OSError, match="adapter_config"):
+        ranked(base_folder, adapter=tmp_path, encoder_lora=LORA)
+
+
+@torch.no_grad()
+def test_fitted_scorers_are_the_ridge_regression_of_the_second_readings_attention(base_folder):
+    """Against plain linear algebra over all tokens at once, pads left out."""
+    torch.manual_seed(1)
+    fields = {"encoder_lora": LORA, "opening_ids": [3, 4]}
+    model = draw(RankedKeyValuesForCausalLM.from_base(base_folder, **fields)).train()
+    ids, mask = torch.randint(5, 300, (3, 14)), torch.ones(3, 14, dtype=torch.long)
+    mask[0, :5] = 0
+    model.model.fit_scorers([(ids[:2], mask[:2]), (ids[2:], None)], ridge=0.5)
+    assert model.training
+    model.eval()
+    inputs, targets = [], []
+    for row, real in zip(ids, mask.bool(), strict=True):
+        context = model.model.context_rows(row[real][None], None)
+        check_together(context)
+        chunks = model.model.chunks_of(context)
+        key_values, states = model.model._read(chunks)
+        inputs.append(torch.cat(states).double())
+        targets.append(model.model._repeated_attention(key_values, chunks)[0].double().view(2, 2, -1))
+    inputs, targets = torch.cat(inputs, dim=1), torch.cat(targets, dim=2)
+    assert inputs.shape[1] == 9 + 14 + 14
+    for layer, scorer in enumerate(model.model.scorers):
+        mean_square = inputs[layer].square().sum(dim=0).mean()
+        # Ridge regression is least squares with rows of its own.
+        rows = torch.cat(
+            [functional.pad(inputs[layer], (0, 1), value=1.0), torch.eye(32, 33).double() * (0.5 * mean_square).sqrt()]
+        )
+        wanted = torch.cat([targets[layer].T, torch.zeros(32, 2).double()])
+        solution = torch.linalg.lstsq(rows, wanted).solution
+        torch.testing.assert_close(scorer.weight, solution[:-1].T.float(), atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(scorer.bias, solution[-1].float(), atol=1e-4, rtol=1e-3)
+    for batches, ridge, message in (([], 0.1, "`batches` have no token"), ([(ids, mask)], 0.0, "got 0.0")):
+        with pytest.raises(ValueError, match=message):
+            model.model.fit_scorers(batches, ridge=ridge)
+
+
+@pytest.mark.slow
+def test_a_reader_its_memories_and_fitted_scorers(tmp_path, base_folder):
+    """The recipes of the checkpoint on SmolLM2, in small."""
+    reader, out = tmp_path / "reader", tmp_path / "out"
+    rows = [
+        {"context": f"Berth {n} is Nora's.", "question": f"Whose is {n}?", "answers": ["Nora's"]} for n in range(9)
+    ]
+    (tmp_path / "berths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [{"path": str(tmp_path / "berths.jsonl"), "tasks": ["question_answering"], "weight": 1}]
+    fields = {"base": str(base_folder), "learning_rate": 1e-2, "sources": sources}
+    lora = {"objective": "teacher", "teacher_lora": LORA}
+    main([write_recipe(tmp_path, **fields, **lora), "--output_dir", str(reader)])
+    method = {"method": "ranked_key_values", "method_config": {"compression_ratios": [4, 2], "encoder_lora": LORA}}
+    recipe = write_recipe(tmp_path, objective="compression", adapter=str(reader), fit_scorers=3, **fields, **method)
+    trainer = build_trainer(*parse_recipe([recipe, "--learning_rate", "0"]))
+    weights = load_file(reader / "adapter_model.safetensors")
+    started = {name: p for name, p in trainer.model.named_parameters() if "lora_" in name}
+    assert len(started) == len(weights)
+    assert sum(bool(p.any()) for p in started.values()) == len(started)
+    # A rate of zero: of all that trains the fit alone changes something, and only scorers.
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    main([recipe, "--learning_rate", "0", "--output_dir", str(out)])
+    after = dict(RankedKeyValuesForCausalLM.from_pretrained(out).named_parameters())
+    for name, parameter in before.items():
+        assert after[name].equal(parameter) != ("scorers." in name), name
+    ran = yaml.safe_load((out / "recipe.yaml").read_text())
+    assert (ran["adapter"], ran["fit_scorers"]) == ("reader", 3)
+    documents = json.loads((reader / "training_documents.json").read_text())["trained"]
+    assert documents
+    assert set(documents) <= set(json.loads((out / "training_documents.json").read_text())["trained"])
+
+
+def test_fields_that_go_with_something_else_are_refused(tmp_path, base_folder, adapter):
+    recipe = write_recipe(tmp_path, objective="compression", base=str(base_folder), fit_scorers=2)
+    with pytest.raises(ValueError, match="ranked_key_values, not with MeanPoolingForCausalLM: leave it out"):
+        build_trainer(*parse_recipe([recipe]))
+    with pytest.raises(ValueError, match="fit_scorers must be 0 or more, got -1"):
+        parse_recipe([recipe, "--fit_scorers", "-1"])
+    recipe = write_recipe(tmp_path, objective="compression", checkpoint=str(base_folder), adapter=str(adapter))
+    with pytest.raises(ValueError, match="adapter goes with base"):
+        build_trainer(*parse_recipe([recipe]))

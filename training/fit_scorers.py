@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fitting the scorers of ranked key/values to contexts of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+
+def check_fits_scorers(trainer: Any) -> None:
+    """Raise `ValueError` when what trains has no scorers."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not hasattr(model.base_model, "fit_scorers"):
+        raise ValueError(
+            f"fit_scorers goes with the method ranked_key_values, not with {type(model).__name__}: leave it out"
+        )
+
+
+def fit_scorers(trainer: Any, num_contexts: int) -> None:
+    """Fit them by least squares as `RankedKeyValuesModel.fit_scorers` does; every process makes the same.
+
+    Args:
+        trainer: of a compressor with scorers, when it has trained.
+        num_contexts: of its examples, taken evenly; all of them where it has fewer.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model).base_model
+    dataset, collate = trainer.train_dataset, trainer.data_collator
+    indices = range(0, len(dataset), max(1, len(dataset) // num_contexts))[:num_contexts]
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for index in tqdm(indices, desc="fit scorers", unit="context"):
+            batch = collate([dataset[index]])
+            names = ("context_input_ids", "context_attention_mask")
+            yield tuple(batch[name].to(model.device) for name in names)  # type: ignore[misc]
+
+    model.fit_scorers(batches())
