@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import context_compressors.training
-from context_compressors import ContextCompressionQAPipeline, MeanPoolingForCausalLM
+from context_compressors import ContextCompressionQAPipeline, MeanPoolingForCausalLM, RankedKeyValuesForCausalLM
 from context_compressors.data.sources import DataSource
 from context_compressors.modeling.parts.prompting import opening_ids
 from context_compressors.training.arguments import parse_recipe
@@ -61,7 +61,7 @@ def run(*arguments, base, folder):
 @pytest.mark.parametrize("recipe", ["mean_pooling", "ranked_key_values", "reader"])
 def test_what_trains_is_never_what_is_reported_or_chosen_by(recipe, tmp_path):
     _, data, _ = parse_recipe(
-        [f"smollm2/{recipe}.yaml", "smollm2/data.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"]
+        ["smollm2/data.yaml", f"smollm2/{recipe}.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"]
     )
     for source in map(DataSource.from_mapping, data.sources):
         assert source.generated or "_train" in source.path
@@ -71,9 +71,12 @@ def test_what_trains_is_never_what_is_reported_or_chosen_by(recipe, tmp_path):
             assert source.rows == [0, 85_000]
 
 
-def test_compressor_and_reader_have_the_same_data_and_rank():
-    files = (RECIPES / f"{name}.yaml" for name in ("mean_pooling", "reader"))
-    compressor, reader = (yaml.safe_load(file.read_text()) for file in files)
+def test_compressors_and_reader_have_the_same_data_and_rank():
+    names = ("mean_pooling", "reader", "ranked_key_values")
+    compressor, reader, ranked = (yaml.safe_load((RECIPES / f"{name}.yaml").read_text()) for name in names)
+    adapter = ranked["method_config"]["encoder_lora"]
+    assert {name: reader["teacher_lora"][name] for name in adapter} == adapter
+    assert "sources" not in ranked
     config = compressor["method_config"]
     for adapter in (config["encoder_lora"], config["decoder_lora"]):
         assert {name: reader["teacher_lora"][name] for name in adapter} == adapter
@@ -99,6 +102,20 @@ def test_the_compressor_trains_goes_on_and_answers(chat_base, tmp_path):
         run("mean_pooling", "data", stage, "cpu", *options, base="null", folder=tmp_path)
         after = MeanPoolingForCausalLM.from_pretrained(end / stage).state_dict()
         assert any(not tensor.equal(after[name]) for name, tensor in model.state_dict().items()), stage
+
+
+@pytest.mark.slow
+def test_the_reader_goes_on_as_ranked_key_values(chat_base, tmp_path):
+    reader, out = tmp_path / "reader", tmp_path / "out"
+    run("reader", "data", "cpu", f"--output_dir={reader}", base=chat_base, folder=tmp_path)
+    options = [f"--adapter={reader}", "--fit_scorers=2", f"--output_dir={out}"]
+    run("data", "ranked_key_values", "cpu", *options, base=chat_base, folder=tmp_path)
+    model, tokenizer = RankedKeyValuesForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    opening = opening_ids(tokenizer)
+    assert model.config.slots_after_ids == opening
+    assert model.config.opening_ids[-len(opening) :] == opening
+    pipe = ContextCompressionQAPipeline(model=model, tokenizer=tokenizer, device="cpu", max_new_tokens=3)
+    assert isinstance(pipe("Who?", context="Nora keeps bees.", ratio=32)["answer"], str)
 
 
 @pytest.mark.slow
