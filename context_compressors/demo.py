@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: a language model answers questions about five pages from their text and from a few vectors.
+"""The demo: a language model answers questions about five pages from their text and from memories of it.
 
     make demo
     context-compressors demo --checkpoint FOLDER --output outputs/demo --steps 20
@@ -41,7 +41,7 @@ from .training.fields import DataArguments
 from .training.objectives.compression_collator import CompressionCollator
 from .training.objectives.compression_dataset import CompressionDataset
 
-CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-instruct-mean-pooling"
+CHECKPOINT = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-instruct-ranked-key-values"
 PAGES = Path(__file__).resolve().parent / "demo_documents"
 FULL_TEXT = "full text"
 NEW_TOKENS = 16
@@ -235,7 +235,7 @@ def read_text(pipe: Pipeline, page: Page) -> Reading:
 def read_slots(pipe: Pipeline, page: Page) -> list[Reading]:
     """Ask a page's questions at every ratio of the checkpoint; one pass of the encoder gives all memories."""
     start = time.perf_counter()
-    memories = pipe.compress(page.text, ratio=list(pipe.model.config.compression_ratios))
+    memories = pipe.compress(page.text, ratio=sorted(pipe.model.config.compression_ratios))
     read_seconds = time.perf_counter() - start
     readings = []
     for memory in memories:
@@ -414,10 +414,10 @@ def run(checkpoint: Path, output: Path, steps: int) -> None:
     pipe = load(checkpoint)
     output.mkdir(parents=True, exist_ok=True)
     model, pages = pipe.model, read_pages()
-    ratios = ", ".join(map(str, model.config.compression_ratios))
+    ratios = ", ".join(map(str, sorted(model.config.compression_ratios)))
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"   {model.num_parameters() / 1e6:.1f}M parameters in {dtype} on {pipe.device}; ratios {ratios}")
-    print("\n2. ask about five pages: from the full text, and from one vector for every 2, 4, ... of its tokens")
+    print("\n2. ask about five pages: from the full text, and from one slot for every 2, 4, ... of its tokens")
     print("   + right, - not right: an answer is right if it holds the expected words")
     readings = []
     for page in pages:

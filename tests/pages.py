@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code in README.md and docs/: running it, and writing down what it prints.
 
-    python tests/pages.py
+    python tests/pages.py [--scores]
 
-runs README.md and docs/use.md on the checkpoint of this repository, and writes into them what their code prints, and
-into README.md the scores of `benchmarks/smollm2/scores.json`. A `text` block that stands right behind a `python` or
-`bash` block is what that block prints.
+runs README.md and docs/use.md on the checkpoints of this repository, and writes into them what their code prints; and
+into README.md and benchmarks/smollm2/README.md the scores of the file that lies there for each checkpoint, under its
+name. A `text` block that stands right behind a `python` or `bash` block is what that block prints. With `--scores`
+nothing runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,16 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CHECKPOINT = "smollm2-135m-instruct-mean-pooling"
-SCORES = ROOT / "benchmarks" / "smollm2" / "scores.json"
+# The first one is README's.
+CHECKPOINTS = ("smollm2-135m-instruct-ranked-key-values", "smollm2-135m-instruct-mean-pooling")
+SCORES = ROOT / "benchmarks" / "smollm2"
 # Pages whose output is that of the checkpoint, and what of them runs.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_SCORES = re.compile(r"(?<=<!-- scores -->\n).*?(?=\n<!-- /scores -->)", re.DOTALL)
+_SCORES = re.compile(r"(<!-- scores ?(\S*) -->\n).*?(?=\n<!-- /scores -->)", re.DOTALL)
 _MISSING = "…"
+_RATIOS = (2, 4, 8, 16)
+_READ = {"ratio": "{name}", "cut": "cut text, read by it", "bm25": "BM25's sentences, read by it"}
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ bos_token + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
@@ -135,15 +139,17 @@ def stand_in_checkpoints(small: Path, folder: Path) -> None:
 
     from context_compressors.modeling.parts.prompting import opening_ids
 
-    for model, name in (("base", BASE), ("mean_pooling", f"checkpoints/{CHECKPOINT}")):
+    names = {f"checkpoints/{name}": "mean_pooling" for name in CHECKPOINTS}
+    for name, model in {BASE: "base", **names}.items():
         place = folder / name
         shutil.copytree(small / model, place)
         tokenizer = AutoTokenizer.from_pretrained(place)
         tokenizer.chat_template = _CHAT_TEMPLATE
         tokenizer.save_pretrained(place)
-    config = json.loads((place / "config.json").read_text(encoding="utf-8"))
-    config |= {"prompt_format": "chat", "prompts": None, "slots_after_ids": opening_ids(tokenizer)}
-    (place / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if name != BASE:
+            config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+            config |= {"prompt_format": "chat", "prompts": None, "slots_after_ids": opening_ids(tokenizer)}
+            (place / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def letters_tokenizer(name: str, is_reversed: bool = False) -> Any:
@@ -193,39 +199,116 @@ def filled(text: str, outputs: list[tuple[Block, str]]) -> str:
     return text
 
 
-def score_table(content: Mapping[str, Any] | None, ratios: tuple[int, ...] = (2, 4, 8, 16)) -> str:
-    """The table of checkpoints with F1 and exact match on SQuAD.
+def scores_of(name: str) -> dict[str, dict[str, Any]] | None:
+    """The rows of a checkpoint's result file about questions on SQuAD, by condition; `None` where there is no file."""
+    path = SCORES / f"{name}.json"
+    return rows_of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def rows_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of a result file of `context-compressors evaluate` about questions on SQuAD, by condition."""
+    rows = [row for row in content["rows"] if (row["dataset"], row["task"]) == ("squad", "question_answering")]
+    return {row["condition"]: row for row in rows}
+
+
+def score_table(scores: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """README's table of checkpoints: F1 on SQuAD beside what stands at the same positions, and what is kept.
 
     Args:
-        content: a result file of `context-compressors evaluate` with a data set called squad; `None` leaves dots.
-        ratios: of the checkpoint.
+        scores: of each checkpoint its `scores_of`; where it is `None` its rows hold dots.
     """
     from context_compressors.reporting.tables import markdown_table
 
-    titles = {"no_context": "no context", "full_context": "full text"} | {f"ratio={r}": f"{r}x" for r in ratios}
-    rows = [] if content is None else [row for row in content["rows"] if row["dataset"] == "squad"]
-    metrics = {row["condition"]: row["metrics"] for row in rows if row["task"] == "question_answering"}
-    cells = [
-        f"{metrics[name]['f1']:.1f} / {metrics[name]['exact_match']:.1f}" if metrics else _MISSING for name in titles
+    body = []
+    for name, rows in scores.items():
+        link = f"[{name}](checkpoints/{name}/README.md)"
+        for kind, title in _READ.items():
+            conditions = ["no_context", "full_context"] if kind == "ratio" else []
+            conditions += [f"{kind}={ratio}" for ratio in _RATIOS]
+            f1 = [f"{rows[condition]['metrics']['f1']:.1f}" if rows else _MISSING for condition in conditions]
+            body.append([title.format(name=link), *[""] * (2 + len(_RATIOS) - len(f1)), *f1])
+        body.append(["its context: positions, kB kept", *_kept(name, rows)])
+    return markdown_table(["F1", "no context", "full text", *(f"{ratio}x" for ratio in _RATIOS)], body)
+
+
+def _kept(name: str, rows: Mapping[str, Any] | None) -> list[str]:
+    """Positions and kilobytes of a context: none, its keys and values, and a memory of each ratio."""
+    if rows is None:
+        return ["", *[_MISSING] * (1 + len(_RATIOS))]
+    tokens = rows["full_context"]["costs"]["decoder_positions"] - rows["no_context"]["costs"]["decoder_positions"]
+    config = json.loads((ROOT / "checkpoints" / name / "config.json").read_text(encoding="utf-8"))["decoder_config"]
+    width = config["num_key_value_heads"] * config["head_dim"]
+    costs = [rows[f"ratio={ratio}"]["costs"] for ratio in _RATIOS]
+    kept = [(cost["slots"], cost["memory_bytes"]) for cost in costs]
+    # Keys and values of every layer, in bfloat16.
+    both = [(tokens, tokens * config["num_hidden_layers"] * 2 * width * 2), *kept]
+    return ["", *(f"{places:.0f}, {size / 1000:,.0f}" for places, size in both)]
+
+
+def interval_tables(rows: Mapping[str, Any] | None) -> str:
+    """Tables of a checkpoint's page: F1 with intervals, differences on the same questions and retention; by kind.
+
+    Args:
+        rows: of `scores_of`; dots where it is `None`.
+    """
+    from context_compressors.reporting.tables import markdown_table
+
+    if rows is None:
+        return _MISSING
+    ratios = [int(name.partition("=")[2]) for name in rows if name.startswith("ratio=")]
+    body = []
+    for kind, title in (("ratio", "its slots"), ("cut", "cut text"), ("bm25", "BM25's sentences")):
+        found = [rows[f"{kind}={ratio}"] for ratio in ratios]
+        body.append([title, *(_with(row["metrics"]["f1"], row["intervals"]["f1"]) for row in found)])
+    slots = [rows[f"ratio={ratio}"] for ratio in ratios]
+    for kind, title in (("cut", "slots less cut text"), ("bm25", "slots less BM25's sentences")):
+        found = [row["differences"][f"{kind}={ratio}"] for row, ratio in zip(slots, ratios, strict=True)]
+        body.append([title, *(_with(row["difference"], row["interval"]) for row in found)])
+    body.append(["retention, %", *(_with(row["retention"], row["intervals"]["retention"], 0) for row in slots)])
+    body.append(["positions", *(f"{row['costs']['slots']:.0f}" for row in slots)])
+    body.append(["kB kept", *(f"{row['costs']['memory_bytes'] / 1000:,.0f}" for row in slots)])
+    bounds = [rows[name] for name in ("no_context", "full_context")]
+    none, full = (_with(row["metrics"]["f1"], row["intervals"]["f1"]) for row in bounds)
+    by_kind = [
+        [f"{kind} ({row['num_samples']})", *(f"{each['by_kind'][kind]['f1']:.0f}" for each in (*bounds, *slots))]
+        for kind, row in bounds[0]["by_kind"].items()
     ]
-    link = f"[{CHECKPOINT}](checkpoints/{CHECKPOINT}/README.md)"
-    return markdown_table(["checkpoint", *titles.values()], [[link, *cells]])
+    columns = [f"{ratio}x" for ratio in ratios]
+    first = bounds[0]
+    drawn = (
+        f"{first['num_samples']} questions about {first['num_documents']} paragraphs, drawn by seed {first['seed']}."
+    )
+    said = f"F1, with 95 % bootstrap intervals over paragraphs; without context {none}, with the full text {full}:"
+    tables = markdown_table(["", *columns], body), markdown_table(["F1", "none", "full text", *columns], by_kind)
+    return f"{drawn}\n{said}\n\n{tables[0]}\n\nBy kind of answer, with the number of questions:\n\n{tables[1]}"
+
+
+def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
+    return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
 def with_scores(text: str) -> str:
-    """README with the scores of the result file, if there is one."""
-    content = json.loads(SCORES.read_text(encoding="utf-8")) if SCORES.is_file() else None
-    return _SCORES.sub(lambda _: score_table(content), text)
+    """A page with the scores of the result files: README's table, or those of the checkpoint that the place names."""
+
+    def table(match: re.Match[str]) -> str:
+        if match[2]:
+            return match[1] + interval_tables(scores_of(match[2]))
+        return match[1] + score_table({name: scores_of(name) for name in CHECKPOINTS})
+
+    return _SCORES.sub(table, text)
 
 
 def main() -> None:
-    """Write what the checkpoint prints and scores into the pages."""
+    """Write what the checkpoints print and score into the pages."""
+    for path in (README, SCORES / "README.md"):
+        path.write_text(with_scores(path.read_text(encoding="utf-8")), encoding="utf-8")
+    if "--scores" in sys.argv:
+        return
     for path in OF_THE_CHECKPOINT:
         text = path.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
             outputs = run_on_the_checkpoint(path, Path(folder))
-        text = filled(text, outputs)
-        path.write_text(with_scores(text) if path == README else text, encoding="utf-8")
+        path.write_text(filled(text, outputs), encoding="utf-8")
         print(f"wrote {os.path.relpath(path, ROOT)}")
     # README leaves the type to the checkpoint: an answer that rounding changes would be another on the next machine.
     with tempfile.TemporaryDirectory() as folder:

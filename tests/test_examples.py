@@ -28,7 +28,7 @@ NUM_TOKENS = 8
 def checkpoint(small_checkpoints: Path, tmp_path: Path) -> Path:
     """A compressor that was trained in the chat template of its base."""
     pages.stand_in_checkpoints(small_checkpoints, tmp_path)
-    return tmp_path / "checkpoints" / pages.CHECKPOINT
+    return tmp_path / "checkpoints" / pages.CHECKPOINTS[0]
 
 
 class Decoder:

@@ -17,7 +17,7 @@ def test_it_has_at_most_200_lines():
 def test_the_first_code_asks_the_checkpoint_and_shows_what_it_prints():
     first, output, *_ = pages.blocks_of(TEXT)
     assert "pipeline(" in first.content
-    assert f"checkpoints/{pages.CHECKPOINT}" in first.content
+    assert f"checkpoints/{pages.CHECKPOINTS[0]}" in first.content
     assert output.is_output
 
 
@@ -27,21 +27,59 @@ def test_its_code_prints_what_it_says(smollm2_base: Path, tmp_path: Path):
     assert [printed for _, printed in outputs] == [block.content for block, _ in outputs], "run tests/pages.py"
 
 
-def test_the_table_of_checkpoints_has_the_scores_that_were_measured():
-    # Unless there is a result file, the table holds dots.
-    assert pages.with_scores(TEXT) == TEXT, "run tests/pages.py"
+def test_the_tables_of_scores_are_those_of_the_result_files():
+    # Of a checkpoint without a result file the tables hold dots.
+    for path in (pages.README, pages.SCORES / "README.md"):
+        text = path.read_text(encoding="utf-8")
+        assert pages.with_scores(text) == text, "run tests/pages.py --scores"
 
 
-def test_a_table_of_checkpoints_is_filled_from_a_report():
-    conditions = ["no_context", "full_context", "ratio=2", "ratio=4", "ratio=8", "ratio=16"]
-    row = {"dataset": "squad", "task": "question_answering"}
+def test_tables_of_scores_are_filled_from_reports():
+    row = {"dataset": "squad", "task": "question_answering", "num_samples": 9, "num_documents": 8, "seed": 7}
+    conditions = [
+        "no_context",
+        "full_context",
+        *(f"{kind}={n}" for kind in ("ratio", "cut", "bm25") for n in (2, 4, 8, 16)),
+    ]
     rows = [
-        {**row, "condition": name, "metrics": {"f1": 10.04 * place, "exact_match": place}}
+        {
+            **row,
+            "condition": name,
+            "metrics": {"f1": 10.04 * place},
+            "intervals": {"f1": [place, place + 2], "retention": [50, 70]},
+            "retention": 60.4,
+            "costs": {"decoder_positions": 40 + 160 * place, "slots": 80.2, "memory_bytes": 92_400},
+            "differences": {
+                f"{kind}={n}": {"difference": -1.5, "interval": [-3, 0]}
+                for kind in ("cut", "bm25")
+                for n in (2, 4, 8, 16)
+            },
+            "by_kind": {"date": {"num_samples": 3, "f1": 33.3}},
+        }
         for place, name in enumerate(conditions)
     ]
-    rows.append({**row, "dataset": "nq", "condition": "ratio=2", "metrics": {"f1": 99.0, "exact_match": 99.0}})
-    cells = pages.score_table({"rows": rows}).splitlines()[2].split(" | ")
-    assert [cell.strip(" |") for cell in cells[1:]] == [f"{10.04 * n:.1f} / {n:.1f}" for n in range(6)]
+    rows.append({**rows[2], "dataset": "nq", "metrics": {"f1": 99.0}})
+    found = pages.rows_of({"rows": rows})
+    first, second = pages.CHECKPOINTS
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")][1:]
+        for line in pages.score_table({first: found, second: None}).splitlines()[2:]
+    ]
+    scores = [f"{10.04 * place:.1f}" for place in range(14)]
+    assert lines[:3] == [scores[:6], ["", "", *scores[6:10]], ["", "", *scores[10:]]]
+    # 160 tokens of 30 layers with 3 heads of 64 numbers each, twice, two bytes a number.
+    assert lines[3] == ["", "160, 3,686", *["80, 92"] * 4]
+    assert {cell for cells in lines[4:] for cell in cells} == {"", "…"}
+    tables = " ".join(pages.interval_tables(found).split())
+    for part in (
+        "9 questions about 8 paragraphs, drawn by seed 7",
+        "without context 0.0 [0.0, 2.0], with the full text 10.0 [1.0, 3.0]",
+        "| its slots | 20.1 [2.0, 4.0] |",
+        "| slots less cut text | -1.5 [-3.0, 0.0] |",
+        "| retention, % | 60 [50, 70] |",
+        "| date (3) | 33 |",
+    ):
+        assert part in tables
 
 
 def test_what_code_prints_goes_into_the_text_block_right_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

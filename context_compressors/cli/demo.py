@@ -24,7 +24,7 @@ context-compressors demo --checkpoint my-compressor --output outputs/demo --step
 @command(
     "demo",
     "Open a page to try a checkpoint on. Without one, print a demo: answer questions about five pages from their text "
-    "and from a few vectors; fine-tune; save.",
+    "and from memories of it; fine-tune; save.",
     argument("model", nargs="?", metavar="CHECKPOINT", help="Hub id or folder of a compressor, for the page"),
     argument("--host", help=f"of the page: the address that is listened to (default: {_PAGE['host']})"),
     argument("--port", type=positive_int, metavar="N", help="of the page (default: the first free one from 7860 on)"),

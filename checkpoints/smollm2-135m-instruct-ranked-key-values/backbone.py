@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts in, memories out: what every compressor's backbone does around its method, and models that hold one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from .field_checks import is_number
+from .fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
+from .compressed_context import CompressedContext
+from .key_value_memory import inverse_frequencies, key_value_shape
+from .ratio_selection import row_ratios
+from .chunking import Chunks, Slots, cut, join, memory_position_ids, with_markers
+from .input_checks import (
+    TokenRows,
+    check_context_length,
+    check_ratios,
+    check_together,
+    passage_borders,
+    token_rows,
+)
+from .pretrained_compressor import CompressorPreTrainedModel
+
+logger = logging.get_logger(__name__)
+
+
+class CompressorBackbone(CompressorPreTrainedModel):
+    """`compress` of every compressor; a method adds `encode`."""
+
+    memory_class = CompressedContext
+    # Whether a slot is made of a window of r neighbouring tokens, and of nothing else.
+    pools_windows = False
+    # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
+    warns_of_no_context = True
+    # Learned vectors in front of the slots of each chunk and behind them.
+    marker_embeddings: Any
+    _fingerprint: tuple[tuple[tuple[Any, ...], ...], str] | None = None
+    # That of the stored weights, by that of the same weights as they were loaded.
+    _stored_fingerprints: Mapping[str, str] = MappingProxyType({})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Here, because a trainer that knows nothing of contexts calls the backbone, whatever its rows bring.
+        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        has_none = len(args) < 5 and kwargs.get("memory") is None and kwargs.get("context_input_ids") is None
+        if trains and has_none and self.warns_of_no_context and not self.config.is_encoder_decoder:
+            logger.warning_once(
+                "training without a context: rows bring no `context_input_ids` and no `memory`, so that nothing is "
+                "compressed and the language model reads the text alone; see `CompressionCollator`"
+            )
+        return super().__call__(*args, **kwargs)
+
+    def encode(self, chunks: Chunks, ratios: Sequence[Any]) -> Sequence[Slots]:
+        """The method itself: slots of every ratio from one pass over the context.
+
+        Args:
+            chunks: right-padded `input_ids`, `attention_mask` and `position_ids`, each `(num_chunks, num_tokens)`, and
+                `lengths`, the number of tokens of each chunk; at least one of them has a token.
+            ratios: For each memory wanted, an int or a LongTensor `(num_chunks,)`; of a method that selects ratios
+                also "auto", which it answers in `chunks.selected_ratios`.
+
+        Returns:
+            For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned: as many for each chunk as the
+            configuration's `chunk_slots` says, and behind them anything. Where the carrier is key/values, for each
+            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
+
+    @property
+    def encoder_backbone(self) -> nn.Module:
+        """What encodes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what encodes")
+
+    def compress(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        ratio: int | str | Tensor | Sequence[int | str] | None = None,
+        allow_untrained_ratio: bool = False,
+        *,
+        ratio_scale: float | None = None,
+        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
+        **unused: Any,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress contexts into slots.
+
+        Gradients are followed in training mode only, so that compressing a long document keeps no activations.
+
+        Args:
+            input_ids: Token ids `(batch_size, num_tokens)`; no special tokens are added, every id counts.
+            attention_mask: `(batch_size, num_tokens)`, one for real tokens; pads may stand anywhere. All ones if not
+                given.
+            ratio: Context tokens per slot: an int, a LongTensor `(batch_size,)` with one for each row, "auto", or a
+                list of ints and "auto", which gives one memory each from a single pass of the encoder. The
+                checkpoint's first if not given. With "auto" a checkpoint that has a ratio selector takes for each
+                chunk the one of its ratios that the chunk's text asks for, whatever stands beside it; a row's `ratio`
+                is then the chunks' common one, or ceil(tokens / slots).
+            allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
+            ratio_scale: What "auto" adds to the predicted log2 of the ratio, in place of the configuration's: 1 asks
+                for twice the ratio.
+            chunk_lengths: `(batch_size, num_passages)`, or a list for each row: how many of a row's tokens are in each
+                of its passages, which are compressed apart from each other; 0 for none. A passage of more than the
+                configuration's `chunk_size` tokens is cut like any context. `None`: a row is one passage.
+            unused: What the method reads beside contexts, such as `pixel_values`; `token_type_ids`, which some
+                tokenizers add, is ignored.
+
+        Returns:
+            The memory, or a list of memories if `ratio` is a list.
+
+        Raises:
+            ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, "auto"
+                or a `ratio_scale` without a ratio selector, or a context longer than the encoder's positions.
+            TypeError: an argument that is not known, or a value of another type.
+        """
+        beside = self.beside_contexts(unused)
+        unknown = set(unused) - {"token_type_ids"}
+        if unknown:
+            raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
+        if ratio_scale is not None and not is_number(ratio_scale):
+            raise TypeError(f"`ratio_scale` must be a number, got {ratio_scale!r}")
+        if ratio_scale is not None and not self.config.selects_ratios:
+            raise ValueError(f"`ratio_scale` is {ratio_scale}, but the checkpoint has no ratio selector to be moved")
+        if ratio_scale is not None:
+            beside["ratio_scale"] = ratio_scale
+        return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio, chunk_lengths, **beside)
+
+    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a method reads beside contexts, such as images, taken out of a call's arguments; by default nothing."""
+        return {}
+
+    def named_memories(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        ratio: int | str | Tensor | Sequence[int | str] | None,
+        allow_untrained_ratio: bool,
+        chunk_lengths: Tensor | Sequence[Sequence[int]] | None = None,
+        **beside: Any,
+    ) -> CompressedContext | list[CompressedContext]:
+        """What `compress` returns; `beside` is handed to `encode`."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
+            ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
+            context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
+            check_together(context)
+            memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
+        for memory in memories:
+            memory.maker = weakref.ref(self)
+        if not self.training:
+            # While a model trains its weights change, and so would the name of its memories.
+            for memory in memories:
+                memory.model_id = self.model_id
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
+
+    def context_rows(
+        self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None
+    ) -> TokenRows:
+        """Contexts for [`check_together`]; task tokens belong to the text, and the encoder does not know them."""
+        rows = token_rows(input_ids, attention_mask, name, vocab_size=self.config.get_encoder_config().vocab_size)
+        rows.borders = passage_borders(name.replace("input_ids", "chunk_lengths"), chunk_lengths, input_ids)
+        return rows
+
+    def compress_rows(
+        self, context: TokenRows, ratios: Sequence[Any], allow_untrained_ratio: bool = False, **beside: Any
+    ) -> list[CompressedContext]:
+        """Memories without a name, of contexts that [`check_together`] has seen; no more waits for the device.
+
+        Args:
+            context: of `context_rows`.
+            ratios: as in `compress`, one for each memory.
+            allow_untrained_ratio: as in `compress`.
+            beside: handed to `encode`, of a method that reads more than contexts.
+        """
+        config, ids = self.config, context.input_ids
+        ratios = check_ratios(ratios, config.compression_ratios, ids, allow_untrained_ratio, config.selects_ratios)
+        chunks = self.chunks_of(context)
+        chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
+        encoded: Sequence[Slots]
+        if chunks.input_ids.shape[1]:
+            encoded = self.encode(chunks, chunk_ratios, **beside)
+        else:
+            encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
+            chunks.head_ids = self.no_head_ids(len(chunks.lengths)) * len(ratios)
+            chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
+        memories: list[CompressedContext] = []
+        for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
+            own_ratio: Any = chunks.selected_ratios if isinstance(ratio, str) else chunk_ratio
+            counts = self.kept_slots(chunks, own_ratio)
+            if config.markers_per_chunk and isinstance(slots, Tensor) and max(counts):
+                around = self.marker_embeddings.split([config.slot_markers[side] for side in ("before", "after")])
+                slots, counts = with_markers(slots, counts, *around)
+            if isinstance(ratio, str):
+                ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
+            head_ids: Any = None
+            if chunks.head_ids:
+                head_ids = join(chunks.head_ids[len(memories)], counts, chunks.chunks_per_row)[0]
+            slots, slot_mask = join(slots, counts, chunks.chunks_per_row)
+            is_key_values = config.carrier == "key_values"
+            memories.append(
+                CompressedContext(
+                    embeddings=slots if isinstance(slots, Tensor) else None,
+                    key_values=None if isinstance(slots, Tensor) else slots,
+                    inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
+                    attention_mask=slot_mask,
+                    position_ids=self.slot_positions(slot_mask, chunks, counts),
+                    num_context_tokens=context.attention_mask.sum(dim=1),
+                    ratio=ratio,
+                    position_layout=config.position_layout,
+                    head_ids=head_ids,
+                    check=False,
+                )
+            )
+        return memories
+
+    def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
+        """Slots of each chunk that are in the memory, which are all of them unless a method says otherwise."""
+        return slot_counts(self.config, chunks.lengths, ratio)
+
+    def chunks_of(self, context: TokenRows) -> Chunks:
+        """Contexts in chunks; `ValueError` for one that is longer than the encoder has positions."""
+        config, layout = self.config, self.config.position_layout
+        rows = (context.input_ids, context.attention_mask, context.lengths)
+        chunks = cut(*rows, config.chunk_size, layout, context.passages)
+        if config.encoder_limit is not None:
+            # Chunks count from 0 again, or on from 1.
+            positions = max(chunks.lengths) if layout == "default" else max(context.lengths) + 1
+            check_context_length(config.get_encoder_config(), positions, config.chunk_size)
+        return chunks
+
+    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
+        """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
+        return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
+
+    def no_head_ids(self, num_chunks: int) -> list[Tensor]:
+        """`Chunks.head_ids` of one ratio where there is no context token at all; by default a method has none."""
+        return []
+
+    def _no_slots(self, num_chunks: int) -> Slots:
+        """What `encode` would return where there is no context token at all."""
+        weight = self.get_input_embeddings().weight
+        if self.config.carrier == "embeddings":
+            return weight.new_zeros(num_chunks, 0, self.config.hidden_size)
+        layers, heads, head_dim = key_value_shape(self.config.decoder_config)
+        empty = weight.new_zeros(num_chunks, heads, 0, head_dim)
+        return tuple((empty, empty) for _ in range(layers))
+
+    @property
+    def model_id(self) -> str:
+        """Method, a fingerprint of all weights, and one of all settings that change slots or how they are read.
+
+        It is what a memory must match to be read by this model. A checkpoint gives one name in whatever floating-point
+        type it is loaded; stored in float16 it has another. Weights are read when the name is first asked for, and
+        again when they have changed. A change in place through `parameter.data` leaves no sign: the model keeps its
+        old name until it is loaded anew.
+        """
+        versions = tuple(version(parameter) for parameter in self.parameters())
+        if self._fingerprint is None or self._fingerprint[0] != versions:
+            found = weights_fingerprint(self)
+            self._fingerprint = (versions, self._stored_fingerprints.get(found, found))
+        return f"{self.config.model_type}:{self._fingerprint[1]}-{settings_fingerprint(self.config)}"
+
+    def made(self, memory: CompressedContext) -> bool:
+        """Whether a memory is this model's, or nothing tells whose it is.
+
+        Earlier versions named memories by a few values of each parameter: such a name is compared as it was given. A
+        memory that was made in training mode has no name, but knows its model for as long as that exists.
+
+        Args:
+            memory: any memory.
+        """
+        name = memory.model_id
+        if name and not self.training:
+            is_old = "-" not in name.rpartition(":")[2]
+            return name == (self._old_model_id() if is_old else self.model_id)
+        maker = None if memory.maker is None else memory.maker()
+        # Another thread's twin of a model shares its weights.
+        return bool(name) or maker is None or next(maker.parameters()) is next(self.parameters())
+
+    def _old_model_id(self) -> str:
+        found = fingerprint(self)
+        return f"{self.config.model_type}:{self._stored_fingerprints.get(found, found)}"
+
+
+def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> list[int]:
+    """Slots of each chunk; a chunk without tokens has none.
+
+    Args:
+        config: the compressor's.
+        lengths: tokens of each chunk.
+        ratio: an int or a LongTensor `(num_chunks,)`.
+    """
+    ratios = [ratio] * len(lengths) if isinstance(ratio, int) else ratio.tolist()
+    return [config.chunk_slots(n, r) if n else 0 for n, r in zip(lengths, ratios, strict=True)]
+
+
+class CompressorHead(CompressorPreTrainedModel):
+    r"""
+    A model with a compressor's backbone in `model`. Its class names the backbone's in `model_class`.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    model_class: type[CompressorBackbone]
+
+    def __init_subclass__(cls, **kwargs: Any):
+        if hasattr(cls, "model_class"):
+            cls.config_class = cls.model_class.config_class
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.model_class(config)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    @property
+    def model_id(self) -> str:
+        """See [`CompressorBackbone.model_id`]."""
+        return self.model.model_id
+
+    def compress(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
+    ) -> Any:
+        """Compress contexts into slots; see [`CompressorBackbone.compress`]."""
+        return self.model.compress(input_ids, attention_mask, ratio, **kwargs)

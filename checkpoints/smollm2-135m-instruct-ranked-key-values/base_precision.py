@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a base in its own half type although some of its own weights train, and are held in float32.
+
+A map's input and weight must have one type. Adapters and method parts see to their types themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_WEIGHTS = "_context_compressor_trained_and_frozen"
+
+
+def note_trained_weights(backbone: nn.Module) -> None:
+    """Keep in mind one map with a weight of the base's own that trains, and one that stays frozen.
+
+    Args:
+        backbone: a language model.
+    """
+    found: dict[bool, tuple[nn.Module, str]] = {}
+    for path, module in backbone.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and ".lora_" not in path:
+                found.setdefault(parameter.requires_grad, (module, name))
+    # Where they are, not the weights themselves: loading puts others in their place.
+    backbone.__dict__[_WEIGHTS] = (found[True], found[False]) if len(found) == 2 else None
+
+
+def weights_of(module: nn.Module) -> Iterator[Tensor]:
+    """The module's parameters, also where it is a replica of `DataParallel`, whose weights are none to torch."""
+    for part in module.modules():
+        weights = part.__dict__.get("_former_parameters") or part._parameters
+        yield from (weight for weight in weights.values() if weight is not None)
+
+
+def in_base_precision(backbone: nn.Module, within: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """`within`, and autocasting to the type of the backbone's frozen weights if those that train have another.
+
+    Args:
+        backbone: a language model.
+        within: the context that its pass runs in.
+    """
+    weights = backbone.__dict__.get(_WEIGHTS)
+    if weights is None:
+        return within
+    trained, frozen = (getattr(module, name) for module, name in weights)
+    if trained.dtype == frozen.dtype or torch.is_autocast_enabled(frozen.device.type):
+        return within
+    # Autocast's cache of cast weights is one for all threads: one made without gradients would serve a training step.
+    return _both(within, torch.autocast(frozen.device.type, dtype=frozen.dtype, cache_enabled=False))
+
+
+def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
+    """Hidden states in the type of an LM head's weight, which may train or be frozen apart from the backbone.
+
+    Args:
+        head: the LM head.
+        states: `(..., hidden_size)`.
+    """
+    weight: Any = getattr(head, "weight", None)
+    # A quantized map sees to it by itself.
+    is_plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1
+    return states if not is_plain or torch.is_autocast_enabled(states.device.type) else states.to(weight.dtype)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield

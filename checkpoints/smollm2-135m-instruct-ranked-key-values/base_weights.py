@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights of a compressor are its base model's own, and how the base is found again when they are left out."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
+
+from .base_cache import cached_base
+from .fingerprints import checksum, fingerprint, rounding, sample_text
+from .gguf_files import gguf_arguments
+
+logger = logging.get_logger(__name__)
+
+DECODER_BASE, ENCODER_BASE = "decoder", "encoder"
+# Where a repository's files come from; the same for a checkpoint and for its base.
+DOWNLOAD_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token")
+# Of what `from_pretrained` takes, what says which files of a repository are the model.
+_PLACE_FIELDS = ("subfolder", "gguf_file")
+_RECORD = "_context_compressor_base"
+_HEAD = "lm_head.weight"
+
+
+def shown_name(name: str | os.PathLike) -> str:
+    """A model's name as a checkpoint records it: a Hub id as it is, of a folder the last part of its path."""
+    return Path(name).resolve().name if os.path.isdir(name) else str(name)
+
+
+def own_name(name: str) -> str:
+    """A weight's name without the prefix that the backbone has inside the model with a head."""
+    return name.removeprefix("model.")
+
+
+def base_name(name: str) -> tuple[str, str] | None:
+    """Where a compressor's weight comes from: the base and the weight's name there; `None` for the method's own.
+
+    Args:
+        name: such as `model.language_model.layers.0.self_attn.q_proj.base_layer.weight`.
+    """
+    name = own_name(name)
+    if name == _HEAD:
+        return DECODER_BASE, name
+    for prefix, base in (("language_model.", DECODER_BASE), ("encoder_model.", ENCODER_BASE)):
+        if name.startswith(prefix) and ".lora_" not in name:
+            return base, name.removeprefix(prefix).replace(".base_layer.", ".")
+    return None
+
+
+def own_modules(model: nn.Module) -> set[str]:
+    """Paths of the modules that are the method's own or train, which are not quantized with the base."""
+    own, frozen = set(), set()
+    for name, parameter in model.named_parameters():
+        path = name.rpartition(".")[0]
+        if parameter.requires_grad or base_name(name) is None:
+            own.add(path)
+        else:
+            frozen |= {path[:end] for end in (0, *(i for i, letter in enumerate(path) if letter == "."))}
+    # A module with the base inside may hold a parameter of the method beside it.
+    return own - frozen
+
+
+def base_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A base model's weights by their names in its backbone, and its LM head's."""
+    head = model.get_output_embeddings()
+    tensors = dict(model.base_model.state_dict())
+    return tensors if head is None else {**tensors, _HEAD: head.weight}
+
+
+def base_entry(
+    model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
+) -> dict[str, str | None]:
+    """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
+    `gguf_file` if it is one, `fingerprint`, `sample` and `dtype`.
+
+    Args:
+        model: the base, as it was loaded.
+        name: what it was loaded from.
+        hub_id: its repository, where `name` is a folder with a copy of it.
+        revision: the revision that was asked for.
+        loading: arguments that it was loaded with.
+    """
+    is_folder = os.path.isdir(name)
+    if not is_folder:
+        found = {n: loading[n] for n in (*DOWNLOAD_ARGUMENTS, "subfolder") if n in loading}
+        file = cached_file(name, loading.get("gguf_file") or "config.json", revision=revision, **found)
+        # A branch moves on: what was loaded is a commit.
+        revision = extract_commit_hash(file, None) or revision
+    # Of a folder that is called a copy of a repository, only the weights are said to be the same, not the files.
+    inside = {} if is_folder else {field: loading[field] for field in _PLACE_FIELDS if loading.get(field)}
+    return {
+        "repo_id": hub_id or (None if is_folder else str(name)),
+        "revision": revision,
+        **inside,
+        "fingerprint": fingerprint(model),
+        "sample": sample_text(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _checksums(tensor: Tensor) -> dict[torch.dtype, int]:
+    """Checksums of a weight in its own type and in those that round it when it is cast; none if it has no sum."""
+    own = checksum(tensor)
+    if own is None:
+        return {}
+    narrower = {torch.bfloat16, torch.float16} - {tensor.dtype}
+    rounded = {kind: checksum(tensor.detach().to(kind)) for kind in narrower}
+    return {tensor.dtype: own, **{kind: found for kind, found in rounded.items() if found is not None}}
+
+
+class BaseRecord:
+    """What a model in memory knows of its bases.
+
+    Args:
+        entries: of each base, what a light checkpoint records; see [`base_entry`].
+        tensors: the weights that are the bases' own, by name; their checksums are kept.
+    """
+
+    def __init__(self, entries: Mapping[str, dict[str, str | None]], tensors: Iterable[tuple[str, Tensor]]):
+        self.entries = {base: dict(entry) for base, entry in entries.items()}
+        self.sums = {own_name(name): (tensor.dtype, _checksums(tensor)) for name, tensor in tensors}
+        self._modules = {name.rpartition(".")[0] for name in self.sums}
+
+    @property
+    def is_on_the_hub(self) -> bool:
+        """Whether all bases can be had by name."""
+        return all(entry["repo_id"] is not None for entry in self.entries.values())
+
+    def without_base(self, state: Mapping[str, Tensor], trained: set[str]) -> dict[str, Tensor]:
+        """The part of a state that differs from the bases: other parts, and base weights that train or have changed.
+
+        Args:
+            state: weights by name.
+            trained: names of what trains now.
+        """
+        return {name: tensor for name, tensor in state.items() if name in trained or not self._is_base(name, tensor)}
+
+    def _is_base(self, name: str, tensor: Tensor) -> bool:
+        name = own_name(name)
+        if name not in self.sums:
+            # A quantized map keeps its scales beside its weight.
+            return any(name.startswith(f"{module}.weight.") for module in self._modules) or (
+                name.endswith((".SCB", ".weight_format")) and name.rpartition(".")[0] in self._modules
+            )
+        dtype, totals = self.sums[name]
+        if not totals or checksum(tensor) is None or tensor.dtype.itemsize == 1:
+            # Frozen weights that are offloaded or quantized cannot be compared, nor have they trained.
+            return True
+        if tensor.dtype in totals:
+            return checksum(tensor) == totals[tensor.dtype]
+        # A wider type holds the base's values as they are, unless they have changed.
+        narrowed = tensor.to(dtype)
+        return checksum(narrowed) == totals[dtype] and checksum(narrowed.to(tensor.dtype)) == checksum(tensor)
+
+
+def remember_base(model: nn.Module, record: BaseRecord | None) -> None:
+    """Keep a record with a model, or forget the one that it has."""
+    backbone = getattr(model, "model", model)
+    backbone.__dict__[_RECORD] = record
+
+
+def base_record(model: nn.Module) -> BaseRecord | None:
+    """The record that is kept with a model, or with the model that it is the backbone of."""
+    return getattr(model, "model", model).__dict__.get(_RECORD)
+
+
+def stored_weights(name: str | os.PathLike, **download: Any) -> dict[str, Tensor]:
+    """The weights in a checkpoint's own files, in one file or several.
+
+    Args:
+        name: Hub repository or folder.
+        download: as for `transformers.utils.hub.cached_file`, such as `revision`, `subfolder` and `token`.
+    """
+    file = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **download)
+    if file is not None:
+        return load_file(file)
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **download)
+    files, _ = get_checkpoint_shard_files(name, index, **download)
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+def load_bases(
+    config: PreTrainedConfig,
+    entries: Mapping[str, dict[str, str | None]],
+    places: Mapping[str, str | os.PathLike | None],
+    checkpoint: str | os.PathLike,
+    download: dict[str, Any],
+) -> dict[str, dict[str, Tensor]]:
+    """Fetch the bases that a light checkpoint names, and check that they are the ones.
+
+    Args:
+        config: the compressor's configuration.
+        entries: of each base, what the checkpoint recorded.
+        places: where to take a base from, a Hub repository or a folder; its repository if `None`. What the cache of
+            base models has of a repository is taken from there.
+        checkpoint: the compressor, for messages.
+        download: arguments for fetching, such as `token`.
+
+    Returns:
+        for each base its weights by name; see [`base_tensors`].
+
+    Raises:
+        OSError: a base cannot be had; the message tells which one, and how to point to a copy.
+        ValueError: a base is another model than the one that the compressor was made on.
+    """
+    found = {}
+    for base, entry in entries.items():
+        argument = "base_model" if base == DECODER_BASE else "encoder_base_model"
+        place = places.get(base) or entry["repo_id"]
+        shown = f"{entry['repo_id']}, revision {entry['revision']}" if entry["repo_id"] else "a folder without a name"
+        advice = f"point to a copy of it with from_pretrained(..., {argument}=FOLDER)"
+        fetching = f"context_compressors.pretrained_base({str(place)!r})"
+        if place is None:
+            raise OSError(f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}: {advice}")
+        kept = None if entry.get("subfolder") else cached_base(place)
+        inside = {}
+        if kept is not None:
+            place = kept
+        elif not places.get(base):
+            fields = {field: entry[field] for field in _PLACE_FIELDS if entry.get(field)}
+            inside = {"revision": entry["revision"] or "main", **fields}
+        wanted = config.decoder_config if base == DECODER_BASE else config.encoder_config
+        try:
+            model = _load(base, place, wanted, {**download, **inside})
+        except OSError as error:
+            raise OSError(
+                f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}, and {place} could not be "
+                f"loaded: download it, where a network is, with {fetching}, which keeps it on this machine, let the "
+                f"Hub be reached, or {advice} ({error})"
+            ) from error
+        _check_base(model, place, wanted, entry, shown)
+        found[base] = base_tensors(model)
+    return found
+
+
+def _load(base: str, place: str | os.PathLike, wanted: PreTrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
+    loading |= gguf_arguments(loading.get("gguf_file"))
+    # In the type that it is stored in, since its fingerprint was taken from those values.
+    if base == DECODER_BASE:
+        return AutoModelForCausalLM.from_pretrained(place, dtype="auto", **loading)
+    # An encoder may be a base's first layers, which its configuration says.
+    return AutoModel.from_pretrained(place, config=wanted, dtype="auto", **loading)
+
+
+def _check_base(
+    model: PreTrainedModel,
+    place: str | os.PathLike,
+    wanted: PreTrainedConfig,
+    entry: dict[str, Any],
+    shown: str,
+) -> None:
+    # The vocabulary may have been resized since; the fingerprint is of the base with its own.
+    for field in ("model_type", "hidden_size", "num_hidden_layers"):
+        found, expected = getattr(model.config, field, None), getattr(wanted, field, None)
+        if found != expected:
+            raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
+    dtype = getattr(torch, entry["dtype"])
+    found = fingerprint(model, dtype)
+    is_same = found == entry["fingerprint"]
+    # Checkpoints of earlier versions have no sample.
+    error, name = rounding(model, entry["sample"], dtype) if entry.get("sample") else (0.0, None)
+    if is_same and error == 0:
+        return
+    if name is None:
+        raise ValueError(
+            f"{place} is not the base model ({shown}): it has other weights, fingerprint {found}, "
+            f"expected {entry['fingerprint']}"
+        )
+    logger.warning(
+        f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after {name}. The "
+        "compressor works on them, perhaps slightly worse than on those that it was trained on"
+    )
+
+
+def merge(
+    skeleton: PreTrainedModel,
+    bases: Mapping[str, Mapping[str, Tensor]],
+    stored: Mapping[str, Tensor],
+    checkpoint: str | os.PathLike,
+) -> tuple[dict[str, Tensor], set[str]]:
+    """All weights of a compressor: what its checkpoint stores, and for the rest the bases' own.
+
+    Args:
+        skeleton: the compressor on the meta device.
+        bases: for each base its weights by name.
+        stored: the checkpoint's weights by name.
+        checkpoint: the compressor, for messages.
+
+    Returns:
+        the weights by the skeleton's names, and the names of those that are the bases'.
+
+    Raises:
+        ValueError: a weight of the base that is not as the compressor's configuration says.
+    """
+    own = {own_name(name): tensor for name, tensor in stored.items()}
+    merged, of_the_base = {}, set()
+    # A tied head is the embedding table, whichever of the two places that comes from.
+    tied = skeleton.all_tied_weights_keys
+    for name, wanted in skeleton.state_dict().items():
+        source = base_name(name)
+        if own_name(name) in own:
+            merged[name] = own.pop(own_name(name))
+        elif name not in tied and source is not None:
+            # An encoder that is no other model is the decoder's base once more.
+            tensor = bases.get(source[0], bases[DECODER_BASE]).get(source[1])
+            if tensor is None or tensor.shape != wanted.shape:
+                shape = None if tensor is None else tuple(tensor.shape)
+                raise ValueError(
+                    f"{checkpoint} takes {source[1]} of shape {tuple(wanted.shape)} from its base, which has {shape}"
+                )
+            # Loading puts these very tensors into the model: encoder and decoder must not share one.
+            merged[name] = tensor if source[0] in bases else tensor.clone()
+            of_the_base.add(name)
+    of_the_base |= {name for name, other in tied.items() if other in of_the_base}
+    return {**merged, **own}, of_the_base
+
+
+def check_base(language_model: PreTrainedModel) -> None:
+    """Refuse a base that a compressor cannot hold whole: what it lacked would silently change its output."""
+    name = type(language_model).__name__
+    devices = {str(tensor.device) for tensor in language_model.state_dict().values()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            f"`from_base` needs the whole base on one device, `device_map` put it on {sorted(devices)} (meta is "
+            "offloaded); save the compressor and load it with `from_pretrained(..., device_map=...)` instead"
+        )
+    if getattr(language_model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "the base is quantized: start from the unquantized one, save the compressor, and quantize it with "
+            "`from_pretrained(..., quantization_config=...)`"
+        )
+    if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"the LM head of {name} has a bias, which compressors do not support")
+    for field in ("logit_scale", "logits_scaling"):
+        if getattr(language_model.config, field, None) not in (None, 1, 1.0):
+            raise ValueError(f"{name} scales its logits (`{field}`), which compressors do not support")
+
+
+def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = False) -> None:
+    """Put the parameters and buffers of `source` into `target`, whose linear maps may be inside LoRA layers.
+
+    A target of fewer layers takes the first ones.
+    """
+    modules = dict(target.named_modules())
+    num_layers = target.config.num_hidden_layers
+    for path, module in source.named_modules():
+        layer = re.match(r"layers\.(\d+)(\.|$)", path)
+        if layer and int(layer[1]) >= num_layers:
+            continue
+        if path not in modules:
+            raise ValueError(f"the base has {path!r}, which the model of `encoder_config` lacks: take the base's own")
+        # A LoRA layer keeps the map that it adapts in `base_layer`.
+        destination: Any = getattr(modules[path], "base_layer", modules[path])
+        for name, parameter in module._parameters.items():
+            wanted = destination._parameters.get(name)
+            if parameter is not None and (wanted is None or wanted.shape != parameter.shape):
+                shape = None if wanted is None else tuple(wanted.shape)
+                raise ValueError(
+                    f"{path}.{name} is {tuple(parameter.shape)} in the base and {shape} in the model of "
+                    "`encoder_config`: take the base's own"
+                )
+            if copied and parameter is not None:
+                parameter = nn.Parameter(parameter.detach().clone())
+            destination._parameters[name] = parameter
+        for name, buffer in module._buffers.items():
+            destination._buffers[name] = buffer.clone() if copied and buffer is not None else buffer

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compressor with the decoder's LM head: training loss, and `generate` behind slots."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin, LogitsProcessorList
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_compressor import CompressorConfig
+from .compressed_context import CompressedContext
+from .key_value_memory import num_cached_slots
+from .base_precision import as_head_takes
+from .packing import left_padded
+from .backbone import CompressorHead
+from .input_checks import (
+    check_ids,
+    check_labels,
+    check_logits_to_keep,
+    check_memory,
+    check_memory_ratio,
+    check_together,
+    token_rows,
+)
+from .modeling_compressor import CompressorModel, DecoderOnlyPreTrainedModel
+from .serving import decoder_language_model
+
+
+class _TaskTokensAsBOS(LogitsProcessorList):
+    """Processors that look up a score for each token so far; task tokens outside the vocabulary have none."""
+
+    stand_in = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return super().__call__(input_ids.masked_fill(input_ids >= scores.shape[-1], self.stand_in), scores, **kwargs)
+
+
+class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, GenerationMixin):
+    r"""
+    A compressor with the decoder's LM head: training loss and `generate`.
+
+    A method's class only names its backbone in `model_class`.
+
+    Args:
+        config ([`CompressorConfig`]): the configuration.
+    """
+
+    model_class: type[CompressorModel] = CompressorModel
+    _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+
+    def __init__(self, config: CompressorConfig):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm_head = value
+
+    def base_language_model(self) -> AbstractContextManager[None]:
+        """See [`CompressorModel.base_language_model`]."""
+        return self.model.base_language_model()
+
+    def decoder_language_model(self) -> PreTrainedModel:
+        """A copy of the decoder as a plain language model of its own architecture, its adapters merged: for a server.
+
+        Where nothing of the decoder trains it is the base, and the server may as well load that.
+        """
+        return decoder_language_model(self)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        ratio: int | str | Tensor | None = None,
+        use_cache: bool | None = None,
+        text_position_offset: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        context_chunk_lengths: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        r"""
+        Read slots and text and predict the text's next tokens; arguments as [`CompressorModel.forward`], and:
+
+        Args:
+            labels: `(batch_size, num_text_tokens)`, -100 where no loss is wanted; shifted inside.
+            logits_to_keep: Compute only the last so many logits, or those at these indices; 0 for all.
+
+        Returns:
+            `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, and the cache.
+        """
+        labels = check_labels(labels, input_ids)
+        check_logits_to_keep(logits_to_keep)
+        return_dict = kwargs.pop("return_dict", None)
+        loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            context_input_ids=context_input_ids,
+            context_attention_mask=context_attention_mask,
+            memory=memory,
+            ratio=ratio,
+            use_cache=use_cache,
+            text_position_offset=text_position_offset,
+            context_chunk_lengths=context_chunk_lengths,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.text_logits(outputs.last_hidden_state[:, keep, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return result if return_dict in (None, True) else result.to_tuple()
+
+    def text_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits `(batch_size, num_tokens, vocab_size)` of the backbone's last states."""
+        logits = self.lm_head(as_head_takes(self.lm_head, hidden_states))
+        cap = getattr(self.config.decoder_config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    # --- `GenerationMixin` with a memory ---
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        memory: CompressedContext | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        ratio: int | str | Tensor | None = None,
+        context_chunk_lengths: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate text after slots and a question.
+
+        Args:
+            inputs: The question, `(batch_size, num_text_tokens)`; also accepted as `input_ids`.
+            input_ids: The same.
+            attention_mask: Its mask; pads may stand on either side, and right padding becomes left padding.
+            memory: A compressed context; one row serves any number of questions.
+            context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first, in place of `memory`.
+            context_attention_mask: Their mask.
+            ratio: Ratio for them, as in `compress`; beside a memory, its own or none.
+            context_chunk_lengths: Lengths of their passages, `(batch_size, num_passages)`, as in `compress`.
+            kwargs: Arguments of `transformers.GenerationMixin.generate`, and what the method reads beside contexts.
+
+        Returns:
+            As `GenerationMixin.generate`: question and new tokens; slots never appear.
+
+        Raises:
+            ValueError: no question, one without tokens, context and memory together, a ratio or mask of contexts
+                where there is none to compress, a filled cache with a memory or context, a cache with slots without
+                its memory, or pads in a question that is read in chunks (`prefill_chunk_size`); see also `compress`.
+        """
+        question = inputs if input_ids is None else input_ids
+        if question is None:
+            raise ValueError("`input_ids` are needed: the question, or at least one token such as BOS")
+        if inputs is not None and input_ids is not None:
+            raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
+        if context_input_ids is not None and memory is not None:
+            raise ValueError("give either `context_input_ids` or `memory`, not both")
+        check_ids("input_ids", question)
+        if attention_mask is None:
+            attention_mask = self._mask_of_pads(question, kwargs)
+        if attention_mask is not None:
+            rows = token_rows(question, attention_mask, needs_tokens=True)
+            check_together(rows)
+            attention_mask = rows.attention_mask
+            self._check_chunks(rows.is_full, kwargs)
+            if kwargs.get("position_ids") is not None:
+                kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
+            question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
+        if context_input_ids is not None:
+            beside = self.model.beside_contexts(kwargs)
+            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
+            context = self.model.context_rows(*given)
+            check_together(context)
+            memory = self.model.compress_rows(context, [ratio], **beside)[0]
+        else:
+            check_memory_ratio(memory, ratio, context_attention_mask, context_chunk_lengths)
+        # The library would cut the question by the cache's length, which counts the slots.
+        cache = kwargs.get("past_key_values")
+        if memory is None and num_cached_slots(cache):
+            raise ValueError(
+                f"`past_key_values` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "
+                "whole text once more, without the cache"
+            )
+        if memory is not None:
+            if cache is not None and cache.get_seq_length():
+                raise ValueError("`past_key_values` must be empty when `generate` starts with a memory or a context")
+            memory = check_memory(memory, self.model, question)
+            kwargs["memory"] = memory
+            kwargs["text_position_offset"] = self.model.text_position_offset(memory, question, attention_mask)
+        # Some tokenizers add it; the decoder has no use for it.
+        kwargs.pop("token_type_ids", None)
+        return super().generate(question, attention_mask=attention_mask, **kwargs)
+
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        """What the library takes for a field: an argument, the caller's configuration, or else the model's."""
+        given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if given is None else given
+
+    def _mask_of_pads(self, question: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+        """The mask of a question with pads that came without one; the library would make it behind our checks."""
+        pad, eos = self._setting("pad_token_id", arguments), self._setting("eos_token_id", arguments)
+        if (
+            pad is None
+            or pad in (eos if isinstance(eos, (list, tuple)) else [eos])
+            or not bool((question == pad).any())
+        ):
+            return None
+        return (question != pad).long()
+
+    def _check_chunks(self, is_full: bool, arguments: dict[str, Any]) -> None:
+        size = self._setting("prefill_chunk_size", arguments)
+        if size and not is_full:
+            raise ValueError(
+                f"`prefill_chunk_size` ({size}) needs questions of one length, without pads: leave it out, or "
+                "generate row by row"
+            )
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(*args, **kwargs)
+        if max(self.config.task_token_ids.values(), default=-1) < self.config.vocab_size:
+            return processors
+        processors = _TaskTokensAsBOS(processors)
+        processors.stand_in = self.config.bos_token_id or 0
+        return processors
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        memory = model_kwargs.get("memory")
+        if memory is not None and expand_size > 1:
+            model_kwargs["memory"] = memory.repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+        )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        memory = model_kwargs.get("memory")
+        places = self.model.num_places(memory)
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length + places
+        )
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # With its cache hidden, the library leaves the mask two-dimensional; `forward` puts the slots' mask in front.
+        model_inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=None, **kwargs)
+        model_inputs["past_key_values"] = past_key_values
+        return model_inputs

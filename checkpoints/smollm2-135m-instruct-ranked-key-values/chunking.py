@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts in chunks: cut before the encoder, joined after it, with position ids for both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .compressed_context import KeyValues
+from .packing import right_padded, take_places
+from .position_layout import decoder_position_ids
+
+Slots = Tensor | KeyValues
+
+
+@dataclass
+class Chunks:
+    """Contexts cut into chunks that are compressed independently, all in one batch.
+
+    Args:
+        input_ids: `(batch_size * chunks_per_row, chunk_length)`, right-padded.
+        attention_mask: Same shape.
+        position_ids: Same shape; positions of the context tokens by the layout.
+        starts: `(batch_size * chunks_per_row,)`, context tokens in front of each chunk.
+        lengths: Real tokens of each chunk, known on the host.
+        chunks_per_row: Number of chunks of the longest row; shorter rows have empty ones.
+        inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
+            the ids' own embeddings; `None` for these.
+        selected_ratios: `(batch_size * chunks_per_row,)`, what a method's `encode` has chosen where a ratio is "auto".
+        head_ids: for each ratio, what a method's `encode` says of heads that keep unlike numbers of key/values,
+            `(batch_size * chunks_per_row, slots_per_chunk, num_layers * num_key_value_heads)`.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    starts: Tensor
+    lengths: list[int]
+    chunks_per_row: int
+    inputs_embeds: Tensor | None = None
+    selected_ratios: Tensor | None = None
+    head_ids: list[Tensor] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are no pads."""
+        return min(self.lengths) == self.input_ids.shape[1]
+
+
+def cut(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int],
+    chunk_size: int | None,
+    layout: str,
+    passages: Sequence[Sequence[int]] | None = None,
+) -> Chunks:
+    """Cut contexts into chunks of `chunk_size` real tokens; the last one of a row, or of a passage, may be short.
+
+    Args:
+        input_ids: `(batch_size, num_tokens)`, padded anywhere.
+        attention_mask: Same shape.
+        lengths: Real tokens of each row.
+        chunk_size: Tokens per chunk, `None` for one chunk whatever the length.
+        layout: "default" restarts the positions in each chunk at 0; "uniform" and "enhanced" count on from 1 (EPL,
+            Tables 1 and 12).
+        passages: Tokens of each passage of each row, which are cut apart from each other.
+
+    Returns:
+        The chunks.
+    """
+    batch_size, num_tokens = input_ids.shape
+    if any(length != num_tokens for length in lengths):
+        input_ids, attention_mask = (right_padded(tensor, attention_mask) for tensor in (input_ids, attention_mask))
+    longest = max(lengths)
+    if passages is not None:
+        return _cut_passages(input_ids, passages, chunk_size or max(1, longest), layout)
+    length = min(chunk_size or longest, longest)
+    chunks_per_row = -(-longest // length) if length else 1
+    pad = chunks_per_row * length - num_tokens
+    # A negative pad cuts columns off that hold pads only.
+    input_ids = torch.nn.functional.pad(input_ids, (0, pad)).reshape(batch_size * chunks_per_row, length)
+    attention_mask = torch.nn.functional.pad(attention_mask, (0, pad)).reshape(batch_size * chunks_per_row, length)
+    starts = (torch.arange(chunks_per_row, device=input_ids.device) * length).repeat(batch_size)
+    position_ids = torch.arange(length, device=input_ids.device).expand(input_ids.shape)
+    if layout != "default":
+        position_ids = position_ids + starts[:, None] + 1
+    in_chunks = [max(0, min(length, row - start * length)) for row in lengths for start in range(chunks_per_row)]
+    return Chunks(input_ids, attention_mask, position_ids, starts, in_chunks, chunks_per_row)
+
+
+def _cut_passages(input_ids: Tensor, passages: Sequence[Sequence[int]], chunk_size: int, layout: str) -> Chunks:
+    """`cut` where chunks end with passages, too, of right-padded rows."""
+    device = input_ids.device
+    rows = [[min(chunk_size, n - start) for n in row for start in range(0, n, chunk_size)] for row in passages]
+    chunks_per_row = max(1, max(map(len, rows)))
+    rows = [row + [0] * (chunks_per_row - len(row)) for row in rows]
+    in_chunks, lengths = torch.tensor(rows, device=device), [n for row in rows for n in row]
+    starts = (in_chunks.cumsum(dim=1) - in_chunks).reshape(-1)
+    attention_mask = first_places(lengths, device)
+    position_ids = torch.arange(attention_mask.shape[1], device=device).expand(attention_mask.shape)
+    places = (position_ids + starts[:, None]).clamp(max=input_ids.shape[1] - 1)
+    input_ids = input_ids.gather(1, places.reshape(len(rows), -1)).reshape(places.shape) * attention_mask
+    if layout != "default":
+        position_ids = position_ids + starts[:, None] + 1
+    return Chunks(input_ids, attention_mask, position_ids, starts, lengths, chunks_per_row)
+
+
+def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
+    """The mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
+    places = torch.arange(max(counts), device=device)
+    return (places < torch.tensor(counts, device=device)[:, None]).long()
+
+
+def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:
+    """Put the same vectors in front of the slots of each chunk, and behind them; a chunk without slots has none.
+
+    Args:
+        slots: `(num_chunks, slots_per_chunk, hidden_size)`, left-aligned.
+        counts: Slots of each chunk.
+        before: `(num_before, hidden_size)`.
+        after: `(num_after, hidden_size)`.
+
+    Returns:
+        `(num_chunks, num_before + max(counts) + num_after, hidden_size)`, left-aligned, and how many there are in each
+        chunk.
+    """
+    around = [markers.to(slots.dtype).expand(len(counts), -1, -1) for markers in (before, after)]
+    joined = torch.cat([around[0], slots[:, : max(counts)], around[1]], dim=1)
+    num_markers = len(before) + len(after)
+    totals = [count + num_markers if count else 0 for count in counts]
+    if min(counts) < max(counts):
+        mask = first_places(counts, slots.device)
+        marks = mask[:, :1].expand(-1, num_markers)
+        mask = torch.cat([marks[:, : len(before)], mask, marks[:, len(before) :]], dim=1)
+        joined = take_places(joined, mask.argsort(dim=1, stable=True, descending=True))
+    return joined, totals
+
+
+def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
+    """Join the chunks' slots row by row, without gaps.
+
+    Args:
+        slots: `(batch_size * chunks_per_row, slots_per_chunk, hidden_size)`, left-aligned; or for each layer keys and
+            values `(batch_size * chunks_per_row, num_heads, slots_per_chunk, head_dim)`.
+        counts: Slots of each chunk.
+        chunks_per_row: Number of chunks of each row.
+
+    Returns:
+        Slots `(batch_size, num_slots, hidden_size)`, left-aligned, or keys and values likewise, zeros at padding
+        slots, and their mask `(batch_size, num_slots)`.
+    """
+    device = slots.device if isinstance(slots, Tensor) else slots[0][0].device
+    slot_mask = first_places(counts, device)
+    if isinstance(slots, Tensor):
+        slots = slots[:, : max(counts)]
+    if min(counts) != max(counts):
+        pads = slot_mask == 0
+        if isinstance(slots, Tensor):
+            slots = slots.masked_fill(pads[:, :, None], 0)
+        else:
+            pads = pads[:, None, :, None]
+            slots = tuple((keys.masked_fill(pads, 0), values.masked_fill(pads, 0)) for keys, values in slots)
+    if chunks_per_row == 1:
+        return slots, slot_mask
+    batch_size = slot_mask.shape[0] // chunks_per_row
+    slot_mask = slot_mask.reshape(batch_size, -1)
+    num_slots = max(sum(counts[start : start + chunks_per_row]) for start in range(0, len(counts), chunks_per_row))
+    order = slot_mask.argsort(dim=1, stable=True, descending=True)[:, :num_slots]
+    slot_mask = slot_mask.gather(1, order)
+    if isinstance(slots, Tensor):
+        return take_places(slots.reshape(batch_size, -1, slots.shape[-1]), order), slot_mask
+    pairs = ((_join_heads(keys, batch_size, order), _join_heads(values, batch_size, order)) for keys, values in slots)
+    return tuple(pairs), slot_mask
+
+
+def _join_heads(states: Tensor, batch_size: int, order: Tensor) -> Tensor:
+    """`join` for the keys or values of one layer."""
+    heads, head_dim = states.shape[1], states.shape[3]
+    rows = states.reshape(batch_size, -1, *states.shape[1:]).transpose(1, 2)
+    return take_places(rows.reshape(batch_size, heads, -1, head_dim), order, dim=2)
+
+
+def memory_position_ids(slot_mask: Tensor, chunks: Chunks, counts: Sequence[int], layout: str, carrier: str) -> Tensor:
+    """Positions of the slots in the decoder (EPL, Tables 2, 3 and 13 to 15).
+
+    Args:
+        slot_mask: `(batch_size, num_slots)`, left-aligned.
+        chunks: The chunks that the slots come from.
+        counts: Slots of each chunk.
+        layout: "default", "uniform" or "enhanced".
+        carrier: "embeddings" or "key_values".
+
+    Returns:
+        `(batch_size, num_slots)`; padding slots have position 0.
+    """
+    if carrier == "embeddings" and layout != "enhanced":
+        return (slot_mask.cumsum(dim=1) - 1).clamp(min=0) * slot_mask
+    ids = torch.zeros_like(slot_mask)
+    for row in range(len(slot_mask)):
+        span = slice(row * chunks.chunks_per_row, (row + 1) * chunks.chunks_per_row)
+        spread = (chunks.lengths[span], counts[span], 0, layout, carrier, "continuation")
+        memory_ids, _ = decoder_position_ids(*spread, device=ids.device)
+        ids[row, : len(memory_ids)] = memory_ids
+    return ids

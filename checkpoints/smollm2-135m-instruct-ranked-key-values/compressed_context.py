@@ -1,0 +1,601 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compressor makes of a context: slots or key/values, with all that a decoder needs to read them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from .nearest_names import check_choice
+from .memory_concatenation import concatenate_memories, stack_memories
+from .memory_file import read_memory_file, tensor_as_base64, write_memory_file
+from .memory_quantization import (
+    GROUP_SIZES,
+    QUANTIZATIONS,
+    dequantize_tensor,
+    quantization_of,
+    quantize_tensor,
+    width_of,
+)
+from .memory_validation import check_memory_fields, is_memory, served_slots
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KeyValues = tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(eq=False, repr=False)
+class CompressedContext:
+    """Contexts of a batch after compression: the memory that `forward` and `generate` read instead of the contexts.
+
+    Every row's real slots come first; padding slots follow. Exactly one of `embeddings` and `key_values` is given.
+    `len(memory)` is the number of rows, `memory[index]` the same as `memory.rows(index)`.
+
+    Args:
+        embeddings: Slots in the decoder's embedding space, `(batch_size, num_slots, hidden_size)`. Of a quantised
+            memory these are integers: int8, or uint8 of half the width where a byte holds two values of 4 bits.
+        key_values: One pair of rotated keys and values for each layer, each
+            `(batch_size, num_key_value_heads, num_slots, head_dim)`; integers likewise.
+        attention_mask: `(batch_size, num_slots)`, one for real slots and zero for padding slots.
+        position_ids: `(batch_size, num_slots)`, the slots' positions in the decoder.
+        num_context_tokens: `(batch_size,)`, number of real context tokens behind each row.
+        ratio: Context tokens per slot, one int or a LongTensor of shape `(batch_size,)`.
+        model_id: Name of the compressor whose memory this is; another one cannot read it. Empty for one that was made
+            in training mode, where weights change: no other model of this process reads it, and it is not saved.
+        position_layout: "default", "uniform" or "enhanced".
+        inverse_frequencies: Rotation frequencies of the keys, `(head_dim / 2,)`, for key/values only; `concatenate`
+            needs them where it moves keys to later positions.
+        question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
+            `None` for memories that serve any question.
+        scales: What the integers of a quantised memory are multiplied with, in float16; `None` for another one. For
+            embeddings `(batch_size, num_slots, num_groups)`, with one group in "int8" and groups of 32 channels in
+            "int4". For key/values a pair for each layer: of the keys
+            `(batch_size, num_key_value_heads, num_groups, head_dim)`, with one group of slots in "int8" and groups of
+            32 slots in "int4"; of the values `(batch_size, num_key_value_heads, num_slots, num_groups)`.
+        head_ids: For key/values of heads that keep unlike numbers of them, `(batch_size, num_slots, num_layers *
+            num_key_value_heads)`: of which head of the base, `layer * num_key_value_heads + head`, the pair in each
+            place is. A row with n slots has n pairs for each head on average. `None` where each head has its own
+            place.
+        maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
+        check: Whether to check all fields, which waits for the device; a compressor knows what it has made.
+
+    Raises:
+        TypeError: A field has the wrong type or dtype.
+        ValueError: The shapes do not fit together, or a value is out of range.
+    """
+
+    embeddings: Tensor | None = None
+    key_values: KeyValues | None = None
+    # These are required: they stand behind fields with defaults, and the check names the one that is missing.
+    attention_mask: Tensor = None  # type: ignore[assignment]
+    position_ids: Tensor = None  # type: ignore[assignment]
+    num_context_tokens: Tensor = None  # type: ignore[assignment]
+    ratio: int | Tensor = 1
+    model_id: str = ""
+    position_layout: str = "default"
+    inverse_frequencies: Tensor | None = None
+    question_fingerprints: Tensor | None = None
+    scales: Tensor | KeyValues | None = None
+    head_ids: Tensor | None = None
+    maker: weakref.ref | None = field(default=None, repr=False)
+    check: InitVar[bool] = True
+
+    def __post_init__(self, check: bool) -> None:
+        for name in ("key_values", "scales"):
+            if isinstance(getattr(self, name), Sequence):
+                pairs = (tuple(pair) if isinstance(pair, list) else pair for pair in getattr(self, name))
+                setattr(self, name, tuple(pairs))
+        if check:
+            self.validate()
+        self.attention_mask = self.attention_mask.long()
+        self.position_ids = self.position_ids.long()
+        self.num_context_tokens = self.num_context_tokens.long()
+        if isinstance(self.ratio, Tensor):
+            self.ratio = self.ratio.long()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A weak reference holds in its own process only.
+        return {**self.__dict__, "maker": None}
+
+    def __repr__(self) -> str:
+        slots = "on the meta device"
+        if not self.attention_mask.is_meta:
+            counts = self.num_slots.tolist()
+            slots = "none" if not counts else f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else counts[0]
+        ratios = self.ratio if isinstance(self.ratio, int) else "by row"
+        size = "" if self.attention_mask.is_meta else f", {self.nbytes:,} bytes"
+        size += f" in {self.quantization}" if self.quantization else ""
+        return (
+            f"CompressedContext({self.batch_size} row{'s' * (self.batch_size != 1)}, slots: {slots}{size}, "
+            f"ratio: {ratios}, model: {self.model_id or 'unnamed'})"
+        )
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    def __bool__(self) -> bool:
+        # One without rows is a memory all the same.
+        return True
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
+        return self.rows(index)
+
+    def validate(self, finite: bool = False) -> None:
+        """Check types, shapes and values of all fields.
+
+        Args:
+            finite: Refuse NaN and infinite values in what carries the memory, too, as saving, loading and reading do.
+
+        Raises:
+            TypeError: A field has the wrong type or dtype.
+            ValueError: The shapes do not fit together, or a value is out of range.
+        """
+        check_memory_fields(self, finite)
+
+    @property
+    def carrier(self) -> str:
+        """What carries the memory, "embeddings" or "key_values"."""
+        return "embeddings" if self.key_values is None else "key_values"
+
+    @property
+    def carrier_name(self) -> str:
+        """What carries the memory and how wide it is, in words."""
+        if self.embeddings is not None:
+            return f"embeddings of width {width_of(self.embeddings)}"
+        pairs = self.key_values or ()
+        return _key_values_name(len(pairs), pairs[0][0].shape[1], width_of(pairs[0][0]))
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self.attention_mask.shape[0]
+
+    @property
+    def num_slots(self) -> Tensor:
+        """Number of real slots of each row, a LongTensor of shape `(batch_size,)`."""
+        return self.attention_mask.sum(dim=1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.attention_mask.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the carrier: floating-point, or int8 or uint8 of a quantised memory."""
+        return self._carrier_tensors()[0].dtype
+
+    @property
+    def quantization(self) -> str | None:
+        """ "int8" or "int4"; `None` for a memory in a floating-point type."""
+        return quantization_of(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots that must be kept: the real slots of all rows, their scales and `head_ids`, no pads,
+        masks or positions."""
+        num_slots, sizes = self.num_slots.cpu(), []
+
+        def count(tensor: Tensor, slot_dim: int, span: int) -> Tensor:
+            heads = tensor.shape[1] if tensor.dim() == 4 else 1
+            entries = int(((num_slots + span - 1) // span).sum())
+            sizes.append(entries * heads * tensor.shape[-1] * tensor.element_size())
+            return tensor
+
+        self._map_carrier(count)
+        if self.head_ids is not None:
+            sizes.append(int(num_slots.sum()) * self.head_ids.shape[2] * self.head_ids.element_size())
+        return sum(sizes)
+
+    def quantize(self, quantization: str) -> CompressedContext:
+        """The memory in 8 or 4 bits for each value, symmetric around zero, for keeping: models read it as any other.
+
+        Embeddings and values get their scales by slot, keys by channel over the slots of a row: one scale each in
+        "int8", one for every 32 neighbours in "int4" (see `scales`). No gradient flows through it.
+
+        Args:
+            quantization: "int8" or "int4".
+
+        Returns:
+            A new memory; this one, if it is in that form already.
+
+        Raises:
+            ValueError: Another form, one of the other form already, "int4" and an odd width, or values that are not
+                finite or too large for float16 scales.
+        """
+        check_choice("quantization", quantization, QUANTIZATIONS)
+        if self.quantization == quantization:
+            return self
+        if self.quantization is not None:
+            raise ValueError(
+                f"the memory is in {self.quantization}: call `dequantize()` first, it is rounded twice then"
+            )
+        self.validate(finite=True)
+        mask = self.attention_mask
+        if self.embeddings is not None:
+            embeddings, scales = quantize_tensor(self.embeddings, mask, quantization, is_keys=False)
+            return replace(self, check=False, embeddings=embeddings, scales=scales)
+        layers = [
+            [
+                quantize_tensor(tensor, mask, quantization, is_keys)
+                for tensor, is_keys in zip(pair, (True, False), strict=True)
+            ]
+            for pair in self.key_values or ()
+        ]
+        key_values, pairs_of_scales = (tuple((keys[i], values[i]) for keys, values in layers) for i in (0, 1))
+        return replace(self, check=False, key_values=key_values, scales=pairs_of_scales)
+
+    def dequantize(self, dtype: torch.dtype | str = torch.float32) -> CompressedContext:
+        """The memory in a floating-point type; of one that is not quantised the same as `to(dtype=dtype)`.
+
+        Args:
+            dtype: The type, or its name.
+
+        Raises:
+            TypeError: `dtype` is no floating-point type.
+            ValueError: A value does not fit in it.
+        """
+        return self.to(dtype=dtype)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the memory to a safetensors file with a checksum, at once or not at all.
+
+        Args:
+            path: The file; missing folders are made, an existing file is replaced, a link by the file.
+
+        Raises:
+            ValueError: The memory has no `model_id` (it was made in training mode) or values that are not finite, or
+                the path is a folder or another thing that is no file.
+        """
+        if not self.model_id:
+            raise ValueError(
+                "a memory without `model_id` is not saved, since any model would read it: call `model.eval()` before "
+                "`compress`, whose memories have none in training mode"
+            )
+        self.validate(finite=True)
+        tensors = {name: getattr(self, name) for name in ("attention_mask", "position_ids", "num_context_tokens")}
+        metadata = {"model_id": self.model_id, "position_layout": self.position_layout, "carrier": self.carrier}
+        if isinstance(self.ratio, Tensor):
+            tensors["ratio"] = self.ratio
+        else:
+            metadata["ratio"] = str(self.ratio)
+        if self.inverse_frequencies is not None:
+            tensors["inverse_frequencies"] = self.inverse_frequencies
+        for name in ("question_fingerprints", "head_ids"):
+            if getattr(self, name) is not None:
+                tensors[name] = getattr(self, name)
+        if self.key_values is None:
+            tensors["embeddings"] = self.embeddings
+            if self.scales is not None:
+                tensors["scales"] = self.scales
+        else:
+            metadata["num_layers"] = str(len(self.key_values))
+            for name, pairs in (("", self.key_values), ("scales.", self.scales or ())):
+                for layer, (keys, values) in enumerate(pairs):
+                    tensors[f"{name}layers.{layer}.keys"], tensors[f"{name}layers.{layer}.values"] = keys, values
+        write_memory_file(path, tensors, metadata)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        model_id: str | None = None,
+        hidden_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        key_value_shape: tuple[int, int, int] | None = None,
+    ) -> CompressedContext:
+        """Read a memory that `save` wrote, after checking every byte of it.
+
+        Args:
+            path: The file.
+            model_id: Refuse a memory of any other model.
+            hidden_size: Refuse anything but embeddings of this width.
+            device: Where to put the tensors; host memory if not given.
+            dtype: Floating-point type, or its name, to convert the carrier to, quantised or not; as saved if not
+                given.
+            key_value_shape: `(num_layers, num_key_value_heads, head_dim)`; refuse anything else.
+
+        Returns:
+            The memory.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: No memory file, a truncated or altered one, one without a model's name or with values that are
+                not finite, or one of another model or width.
+        """
+        tensors, metadata = read_memory_file(path)
+        try:
+            memory = cls._from_file_parts(tensors, metadata)
+            memory.validate(finite=True)
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"{path} does not hold a valid memory: {error}") from error
+        if not memory.model_id:
+            raise ValueError(f"{path} names no model: it was compressed in training mode, and must be made anew")
+        if model_id is not None and memory.model_id != model_id:
+            raise ValueError(f"{path} is a memory of the model {memory.model_id!r}, not of {model_id!r}")
+        found = memory.carrier_name
+        if hidden_size is not None and found != (wanted := f"embeddings of width {hidden_size}"):
+            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
+        if key_value_shape is not None and found != (wanted := _key_values_name(*key_value_shape)):
+            raise ValueError(f"{path} holds {found}, the model reads {wanted}")
+        return memory.to(device=device, dtype=dtype)
+
+    def to(
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | str | None = None
+    ) -> CompressedContext:
+        """The memory on another device or in another floating-point type; masks, ids and frequencies keep theirs.
+
+        Args:
+            device: Where to put the tensors, or the dtype alone.
+            dtype: Floating-point type of the carrier, or its name; a quantised memory is dequantised.
+
+        Returns:
+            A new memory; tensors that need no change are shared.
+
+        Raises:
+            TypeError: `dtype` is no floating-point type.
+            ValueError: A finite value of the carrier does not fit in `dtype` (slots can be far larger than token
+                embeddings, and float16 ends at 65504).
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point type or its name, got {dtype!r}")
+        if self.quantization is not None and dtype is not None:
+            # Moved first: integers are the smaller load.
+            return self.to(device)._dequantized().to(dtype=dtype)
+        if dtype is not None and torch.finfo(dtype).max < torch.finfo(self.dtype).max:
+            self._check_range(dtype)
+        moved = self._map_carrier(lambda tensor, slot_dim, span: tensor.to(device=device, dtype=dtype))
+        if self.inverse_frequencies is not None:
+            moved["inverse_frequencies"] = self.inverse_frequencies.to(device=device)
+        return self._replace(moved, lambda tensor: tensor.to(device=device))
+
+    def rows(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
+        """Some of the rows, without the padding slots that none of them needs.
+
+        Args:
+            index: An int (one row, still a batch), a slice, a list of ints, or a tensor of ints or bools.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: Something else.
+            ValueError: A tensor of more than one dimension.
+            IndexError: A row outside the batch.
+        """
+        if isinstance(index, slice):
+            index = range(self.batch_size)[index]
+        if not isinstance(index, Tensor):
+            places = list(index) if isinstance(index, Sequence) and not isinstance(index, (str, bytes)) else [index]
+            if not all(_is_int(place) for place in places):
+                raise TypeError(
+                    f"index must be an int, a slice, a list of ints, or a tensor of ints or bools, got {index!r}"
+                )
+            index = torch.tensor(places, dtype=torch.long)
+        elif index.is_floating_point() or index.is_complex():
+            raise TypeError(f"index must be a tensor of ints or bools, got one of {index.dtype}")
+        elif index.dim() > 1:
+            raise ValueError(f"index must have at most one dimension, got shape {tuple(index.shape)}")
+        index = torch.arange(self.batch_size)[index.cpu()].reshape(-1).to(self.device)
+        length = int(self.num_slots[index].max()) if len(index) else 0
+        carrier = self._map_carrier(
+            lambda tensor, slot_dim, span: tensor[index].narrow(slot_dim, 0, -(-length // span))
+        )
+        return self._replace(carrier, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
+
+    def repeat_interleave(self, repeats: int) -> CompressedContext:
+        """Each row `repeats` times in a row, as beams and several samples of one question need it.
+
+        Args:
+            repeats: Copies of each row, one or more.
+
+        Returns:
+            A new memory of `batch_size * repeats` rows.
+
+        Raises:
+            TypeError: `repeats` is no int.
+            ValueError: It is below one.
+        """
+        if not _is_int(repeats):
+            raise TypeError(f"repeats must be an int, got {repeats!r}")
+        if repeats < 1:
+            raise ValueError(f"repeats must be 1 or more, got {repeats}")
+        carrier = self._map_carrier(lambda tensor, slot_dim, span: tensor.repeat_interleave(repeats, dim=0))
+        return self._replace(carrier, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    @staticmethod
+    def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
+        """Memories of several documents as one memory, in order, row beside row (EPL, sections 3.1.1 and 3.2.2).
+
+        Slots of a row are packed without gaps. Embeddings of the default and uniform layouts are numbered from 0 on.
+        Embeddings of the enhanced layout, and key/values of the uniform and enhanced layouts, move on by the number of
+        context tokens before them, and keys are rotated on by as much; the ids of default key/values repeat. Documents
+        of different ratios get their common ratio, `ceil(context tokens / slots)` of each row.
+
+        Nothing is rounded a second time: embeddings in one quantised form are joined as they are; where forms differ,
+        and for key/values, whose scales are for the slots of one memory, the result is dequantised, in the
+        floating-point type of those that have one, or float32.
+
+        Args:
+            memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout; some or
+                all of them quantised.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: Something else than a `CompressedContext`.
+            ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
+        """
+        return concatenate_memories(_memories("concatenate", memories))
+
+    @staticmethod
+    def stack(memories: Iterable[CompressedContext]) -> CompressedContext:
+        """The rows of several memories as one batch, in order, each with its own slots.
+
+        Quantised memories of one form stay as they are; where forms differ the result is dequantised, in the
+        floating-point type of those that have one, or float32.
+
+        Args:
+            memories: Memories of one model with the same carrier, width, dtype, device and layout; some or all of them
+                quantised.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: Something else than a `CompressedContext`.
+            ValueError: No memory, or memories that do not fit together.
+        """
+        return stack_memories(_memories("stack", memories))
+
+    def to_prompt_embeds(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        messages: str | Sequence[Mapping[str, str]] | None = None,
+        model: Any = None,
+        encoding: str | None = None,
+    ) -> Tensor | str:
+        """Memory and text as one prompt of embeddings, for a server of the decoder alone (vLLM's `prompt_embeds`).
+
+        Args:
+            tokenizer: The tokenizer saved with the checkpoint.
+            messages: A question, or messages with `role` and `content`; one message of the user is a question. `None`:
+                the slots alone, a part of a chat message that the server puts into its chat template.
+            model: The compressor, whose embeddings the text gets; the memory's maker if not given. A memory that was
+                loaded from a file has none, and without a text needs none.
+            encoding: "base64" for the text that a request carries: the tensor as `torch.save` writes it, in base64.
+
+        Returns:
+            `(num_slots + num_text_tokens, hidden_size)`, or that text.
+
+        Raises:
+            ValueError: A text and no model, more than one row, another model's memory, key/values, positions that are
+                not contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
+        """
+        if encoding not in (None, "base64"):
+            raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
+        if messages is not None and tokenizer is None:
+            raise ValueError("a text needs the tokenizer that was saved with the checkpoint, got None")
+        if model is None:
+            model = None if self.maker is None else self.maker()
+        if model is None and messages is not None:
+            name = f"; it is {self.model_id}" if self.model_id else ""
+            raise ValueError(
+                "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
+                f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
+            )
+        embeds = served_slots(self) if model is None else model.prompt_embeds(self, tokenizer, messages)
+        return embeds if encoding is None else tensor_as_base64(embeds)
+
+    @classmethod
+    def _from_file_parts(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> CompressedContext:
+        key_values, scales = None, cast("Tensor | KeyValues | None", tensors.get("scales"))
+        if metadata["carrier"] == "key_values":
+            layers = range(int(metadata["num_layers"]))
+            # The first missing layer ends this, however many a header names.
+            key_values = tuple((tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"]) for i in layers)
+            if "scales.layers.0.keys" in tensors:
+                names = ((f"scales.layers.{i}.keys", f"scales.layers.{i}.values") for i in layers)
+                scales = tuple((tensors[keys], tensors[values]) for keys, values in names)
+        return cls(
+            embeddings=tensors.get("embeddings"),
+            key_values=key_values,
+            attention_mask=tensors["attention_mask"],
+            position_ids=tensors["position_ids"],
+            num_context_tokens=tensors["num_context_tokens"],
+            ratio=tensors["ratio"] if "ratio" in tensors else int(metadata["ratio"]),
+            model_id=metadata["model_id"],
+            position_layout=metadata["position_layout"],
+            inverse_frequencies=tensors.get("inverse_frequencies"),
+            question_fingerprints=tensors.get("question_fingerprints"),
+            scales=scales,
+            head_ids=tensors.get("head_ids"),
+        )
+
+    def _carrier_tensors(self) -> list[Tensor]:
+        if self.embeddings is not None:
+            return [self.embeddings]
+        return [tensor for pair in self.key_values or () for tensor in pair]
+
+    def _scale_tensors(self) -> list[Tensor]:
+        if isinstance(self.scales, tuple):
+            return [tensor for pair in self.scales for tensor in pair]
+        return [] if self.scales is None else [self.scales]
+
+    def _map_carrier(self, function: Callable[[Tensor, int, int], Tensor]) -> dict[str, Any]:
+        """The carrier's field and `scales` after a function of each tensor.
+
+        Args:
+            function: of a tensor, its dimension of the slots, and how many neighbouring slots share an entry there.
+        """
+        span = GROUP_SIZES[self.quantization] if self.quantization else 1
+        fields: dict[str, Any] = {}
+        for name, value, keys_span in ((self.carrier, getattr(self, self.carrier), 1), ("scales", self.scales, span)):
+            if isinstance(value, tuple):
+                fields[name] = tuple((function(k, 2, keys_span), function(v, 2, 1)) for k, v in value)
+            elif value is not None:
+                fields[name] = function(value, 1, 1)
+        return fields
+
+    def _dequantized(self) -> CompressedContext:
+        scales: Any = self.scales
+        if self.embeddings is not None:
+            fields: dict[str, Any] = {"embeddings": dequantize_tensor(self.embeddings, scales, is_keys=False)}
+        else:
+            layers = zip(self.key_values or (), scales, strict=True)
+            fields = {
+                "key_values": tuple(
+                    (dequantize_tensor(pair[0], by_channel, True), dequantize_tensor(pair[1], by_slot, False))
+                    for pair, (by_channel, by_slot) in layers
+                )
+            }
+        return replace(self, check=False, scales=None, **fields)
+
+    def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
+        """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
+        names = ["attention_mask", "position_ids", "num_context_tokens"]
+        names += ["ratio"] if isinstance(self.ratio, Tensor) else []
+        names += [name for name in ("question_fingerprints", "head_ids") if getattr(self, name) is not None]
+        others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
+        # What is taken from a memory is as right as that is.
+        return replace(self, check=False, **fields, **others)
+
+    def _check_range(self, dtype: torch.dtype) -> None:
+        for tensor in self._carrier_tensors():
+            magnitudes = tensor.detach().abs()
+            largest = magnitudes.where(magnitudes.isfinite(), 0).max().item() if tensor.numel() else 0.0
+            if largest > torch.finfo(dtype).max:
+                raise ValueError(
+                    f"the memory holds values up to {largest:.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
+                )
+
+
+def _memories(name: str, memories: Any) -> list[CompressedContext]:
+    is_list = isinstance(memories, Iterable) and not isinstance(memories, Tensor)
+    memories = list(memories) if is_list else [memories]
+    for memory in memories:
+        if not is_list or not is_memory(memory):
+            raise TypeError(f"{name} takes CompressedContext objects, got {type(memory).__name__}")
+    return memories
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
+    return f"key/values of {num_layers} layers with {num_heads} heads of {head_dim}"

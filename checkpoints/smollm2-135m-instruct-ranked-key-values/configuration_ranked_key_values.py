@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of ranked key/values."""
+
+from typing import Any
+
+from .configuration_compressor import CompressorConfig
+from .field_checks import int_between, lora_or, one_of, token_id_list
+from .layer_shape import linear_flops
+
+# Keys and values are made before the text is known, by the model that reads them.
+_LEFT_OUT = ("encoder_config", "task_token_ids", "bos_before_slots")
+
+
+class RankedKeyValuesConfig(CompressorConfig):
+    r"""
+    Ranked key/values: a linear scorer in every layer ranks all keys and values of a context, of all layers and heads
+    together, and the first of them are its memory.
+
+    Args:
+        compression_ratios (`int` or sequence of `int`, defaults to `(4, 8, 2, 16)`):
+            The first is the default.
+        encoder_lora (`dict` or `None`, defaults to rank 8, alpha 16 on all linear maps):
+            The adapter of the one model that reads contexts and answers. `None`: the base stays as it is, and the
+            scorers alone train.
+        shared_adapter (`bool`, *optional*):
+            Always as here: `True` with an adapter, `False` without.
+        opening_ids (sequence of `int`, defaults to `()`):
+            Token ids behind which every chunk of a context is read, such as a chat's up to where a document would
+            stand. They are in no memory: texts bring them, and `slots_after_ids` tell where they end there.
+        repeat_size (`int`, defaults to 2048):
+            In training, tokens that are read again in one pass, to see which keys and values the scorers should have
+            ranked first.
+        position_layout (`str`, defaults to `"enhanced"`):
+            The only one: keys keep their places, and the text goes on behind the context.
+        long_context_positions (`int`, *optional*):
+            Of a context with more tokens than the base has positions each chunk is read right behind the opening, and
+            the text behind all of them as if the context had so many tokens: where chunks start is squeezed together
+            evenly, so that they overlap. `None`: as many as its longest chunk has, so that all chunks stand at the same
+            positions (Parallel Context Windows, https://arxiv.org/abs/2212.10947).
+        kwargs: fields of [`CompressorConfig`], without an encoder of its own.
+    """
+
+    model_type = "ranked_key_values_compressor"
+    carrier = "key_values"
+
+    def __init__(
+        self,
+        compression_ratios: int | list[int] | tuple[int, ...] = (4, 8, 2, 16),
+        encoder_lora: dict[str, Any] | str | None = "default",
+        shared_adapter: bool | None = None,
+        opening_ids: list[int] | tuple[int, ...] = (),
+        repeat_size: int = 2048,
+        position_layout: str = "enhanced",
+        long_context_positions: int | None = None,
+        **kwargs: Any,
+    ):
+        self.opening_ids = token_id_list("opening_ids", opening_ids)
+        self.repeat_size = int_between("repeat_size", repeat_size, 16)
+        if long_context_positions is not None:
+            int_between("long_context_positions", long_context_positions, 1)
+        self.long_context_positions = long_context_positions
+        has_adapter = encoder_lora is not None
+        if shared_adapter not in (None, has_adapter):
+            raise ValueError(
+                "`shared_adapter` must be left out: one model reads contexts and answers, got "
+                f"{shared_adapter!r} beside the `encoder_lora` {encoder_lora!r}"
+            )
+        super().__init__(
+            compression_ratios=compression_ratios,
+            encoder_lora=lora_or(encoder_lora, {"rank": 8, "alpha": 16}),
+            shared_adapter=has_adapter,
+            position_layout=one_of("position_layout", position_layout, ("enhanced",)),
+            **kwargs,
+        )
+        for name in (*_LEFT_OUT, *(() if has_adapter else ("decoder_lora",))):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"`{name}` must be left out: the model that reads the text has read the context, before the text "
+                    f"was known, got {value}"
+                )
+
+    def _fits(self, num_tokens: int, ratio: int) -> bool:
+        """Chunks alone need positions in the base."""
+        longest_chunk = num_tokens if self.chunk_size is None else min(self.chunk_size, num_tokens)
+        limit = self.max_position_embeddings
+        return limit is None or longest_chunk + len(self.opening_ids) <= limit
+
+    def chunk_flops(self, num_tokens: int, ratio: int) -> int:
+        """Operations of the base over opening and context, and of the scorers."""
+        heads = getattr(self.decoder_config, "num_key_value_heads", None) or self.decoder_config.num_attention_heads
+        scorers = self.num_hidden_layers * linear_flops(num_tokens, self.hidden_size, heads)
+        return super().chunk_flops(num_tokens + len(self.opening_ids), ratio) + scorers

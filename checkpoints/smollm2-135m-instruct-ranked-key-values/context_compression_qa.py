@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline "context-compression-qa": documents are compressed once, and asked any number of questions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Pipeline, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from .compressed_context import CompressedContext
+from .memory_validation import is_memory
+from .length_batches import length_batches
+from .prompting import cut_passages, message_ids, passages_ids, question_ids, text_tokenizer
+
+MAX_NEW_TOKENS = 64
+BATCH_SIZE = 8
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """Rows of token ids as `input_ids` and `attention_mask`, each `(batch_size, num_tokens)`, padded on the right."""
+    # Moved at once: each move waits for the device.
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True).to(device),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(device),
+    }
+
+
+class ContextCompressionQAPipeline(Pipeline):
+    """Asks a compressor about documents that it reads once.
+
+    ```python
+    pipe = pipeline("context-compression-qa", model=folder, trust_remote_code=True)
+    pipe("Who wrote it?", context=document)                      # {"answer": "..."}
+    pipe(["Who wrote it?", "When?"], context=document)           # one reading, a list of answers
+    pipe("Who wrote it?", context=documents)                     # each document is asked: a list, one for each
+    pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
+    pipe("Who wrote it?", context=[passages])                    # one document of passages, compressed apart
+    pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
+    pipe("Who wrote it?", store=store, ids=["a", "b"], join=True)            # two of a store's
+    pipe(messages=[{"role": "user", "content": "Who wrote it?"}, ...], context=document)      # a conversation
+    ```
+
+    A checkpoint that compresses a document together with its question (DeCAL's `question_placement="encoder"`) takes
+    `context` alone, and reads each document anew for each question.
+
+    Args:
+        model: a compressor with its LM head.
+        tokenizer: the tokenizer saved with it.
+        kwargs: arguments of `transformers.Pipeline`, and those of a call, which then hold for every call.
+    """
+
+    _load_tokenizer = True
+    _load_processor = False
+    _load_image_processor = False
+    _load_video_processor = False
+    _load_feature_extractor = False
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
+        if not model.can_generate():
+            raise ValueError(f"{type(model).__name__} writes no text: load the checkpoint with its LM head")
+        super().__init__(model=model, tokenizer=tokenizer, **kwargs)
+        # As in training: where a text says "[LM]", or names a sentinel, these are characters.
+        has_own_tokens = bool(model.config.task_token_ids) or model.config.is_encoder_decoder
+        has_own_tokens |= model.config.prompt_format == "chat"
+        # A copy in any case: a fast tokenizer keeps the truncation of its last call, which others may make meanwhile.
+        plain = text_tokenizer(tokenizer, splits=has_own_tokens or tokenizer.split_special_tokens)
+        self._question_tokenizer = plain
+        self._document_tokenizer = plain if model.encoder_tokenizer is None else model.encoder_tokenizer
+
+    def __call__(
+        self,
+        question: str | Sequence[str] | None = None,
+        context: str | Sequence[str | Sequence[str]] | None = None,
+        memory: CompressedContext | str | os.PathLike | Sequence[Any] | None = None,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]] | None = None,
+        store: Any = None,
+        ids: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Answer questions about documents or their memories.
+
+        Args:
+            question: a question, or several.
+            context: a document, or several, which are compressed in batches; each is asked every question. A document
+                in a list may be a list of passages, which are compressed apart from each other and read together.
+            memory: in place of `context`: what `compress` returned, the file that it was saved in, or a list of these.
+                A memory of several rows counts as several documents.
+            messages: in place of `question`: a conversation about the document, messages with `role` and `content`
+                whose last one is the user's; or a list of conversations. The document stands in front of the first
+                message of the user.
+            store: in place of `memory`: a `MemoryStore`, whose memories of `ids` are read.
+            ids: names in the store, in the order in which `join=True` joins them.
+            kwargs: `join=True` reads all documents together, in order; `ratio`, a single one, and
+                `allow_untrained_ratio` as in `compress`; `prompt`, a text with `{question}` in it, in place of the
+                checkpoint's own; `max_tokens`, keep only so many tokens of each document; `batch_size`, documents or
+                questions at once; everything else is for `generate` (greedily, and at most 64 new tokens if not said
+                otherwise).
+
+        Returns:
+            `{"answer": text}` for one question about one document; a list of these for several questions; for several
+            documents a list with one such entry for each.
+
+        Raises:
+            TypeError: a question, document or message that is no text, or a `memory` that is none.
+            ValueError: neither or several of `context`, `memory` and `store`, neither or both of `question` and
+                `messages`, one of `store` and `ids` alone, a store of another model or without one of the ids, no
+                question or document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`,
+                several ratios, a `batch_size` or `max_tokens` below 1, `memory` or several joined documents where a
+                document is compressed with its question, and whatever `compress` and `generate` refuse.
+        """
+        if (context is not None) + (memory is not None) + (store is not None) != 1:
+            raise ValueError("give either `context`, `memory` or `store`")
+        if (store is None) != (ids is None):
+            raise ValueError("give `store` and `ids` together")
+        if store is not None:
+            if store.model_id != self.model.model_id:
+                raise ValueError(f"the store is of the model {store.model_id!r}, not of {self.model.model_id!r}")
+            memory = store.get(ids).to(self.device, self.model.dtype)
+        if (question is None) == (messages is None):
+            raise ValueError("give either `question` or `messages`")
+        batch_size = self._checked_batch_size(kwargs.pop("batch_size", None))
+        if messages is not None and kwargs.get("prompt") is not None:
+            raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
+        inputs = {
+            "question": question,
+            "messages": messages,
+            "context": context,
+            "memory": memory,
+            "batch_size": batch_size,
+        }
+        return super().__call__(inputs, **kwargs)
+
+    def compress(
+        self,
+        documents: str | Sequence[str | Sequence[str]],
+        ratio: int | str | Sequence[int | str] | None = None,
+        max_tokens: int | None = None,
+        allow_untrained_ratio: bool = False,
+        batch_size: int | None = None,
+        show_progress_bar: bool = False,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress texts as the checkpoint was trained to read them, in batches of similar length.
+
+        Args:
+            documents: the texts, or a single one; one of several may be a list of passages.
+            ratio, allow_untrained_ratio: as in the model's `compress`.
+            max_tokens: keep only so many tokens of each; all if not given.
+            batch_size: documents at once; the pipeline's, or 8, if not given.
+            show_progress_bar: whether to show one.
+
+        Returns:
+            A memory with one row for each document, in their order, or one such memory for each ratio of a list.
+
+        Raises:
+            ValueError: no document, `max_tokens` or `batch_size` below 1, a checkpoint that compresses a document
+                together with its question, and whatever the model's `compress` refuses.
+        """
+        batch_size = self._checked_batch_size(batch_size)
+        _check_max_tokens(max_tokens)
+        self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
+        rows = [cut_passages(row, max_tokens) for row in self._passages(documents)]
+        if not rows:
+            raise ValueError("`documents` is an empty list")
+        order, parts = [], []
+        with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
+            for batch in length_batches([sum(map(len, row)) for row in rows], batch_size):
+                by_row = isinstance(ratio, Tensor) and ratio.dim() == 1
+                own: Any = ratio[batch] if by_row else ratio  # type: ignore[index,call-overload]
+                part = self.compress_ids([rows[i] for i in batch], own, allow_untrained_ratio)
+                parts.append(part if isinstance(part, list) else [part])
+                order += batch
+                progress.update(len(batch))
+        memories = [self._memory_class.stack(of_ratio) for of_ratio in zip(*parts, strict=True)]
+        if len(parts) > 1:
+            memories = [memory.rows(torch.tensor(order).argsort()) for memory in memories]
+        return memories if isinstance(ratio, (list, tuple)) else memories[0]
+
+    def compress_ids(
+        self,
+        rows: Sequence[Sequence[Any]],
+        ratio: int | str | Sequence[int | str] | None = None,
+        allow_untrained_ratio: bool = False,
+        question: dict[str, Tensor] | None = None,
+    ) -> CompressedContext | list[CompressedContext]:
+        """Compress token ids, as `document_ids` gives them, in one batch.
+
+        Args:
+            rows: of each document, or of each of its passages.
+            ratio, allow_untrained_ratio: as in the model's `compress`.
+            question: `input_ids` and `attention_mask` of what is asked, one row for each document; for a checkpoint
+                that compresses both together.
+
+        Returns:
+            A memory with one row for each document, or one such memory for each ratio of a list.
+        """
+        asked: dict[str, Any] = {}
+        if question is not None:
+            asked = {f"question_{name}": tensor for name, tensor in question.items()}
+        passages = [[row] if not row or isinstance(row[0], int) else row for row in rows]
+        if any(len(row) > 1 for row in passages):
+            asked["chunk_lengths"] = [[len(passage) for passage in row] for row in passages]
+        rows = [[token for passage in row for token in passage] for row in passages]
+        with torch.no_grad():
+            return self.model.compress(
+                **padded(rows, self.device), ratio=ratio, allow_untrained_ratio=allow_untrained_ratio, **asked
+            )
+
+    def check_serves_memories(self, otherwise: str) -> None:
+        """Refuse what needs memories that answer any question.
+
+        Args:
+            otherwise: what to do instead.
+
+        Raises:
+            ValueError: the checkpoint compresses a document together with its question.
+        """
+        if self.model.config.compresses_questions:
+            raise ValueError(
+                "this checkpoint compresses a document together with its question (`question_placement='encoder'`), "
+                + otherwise
+            )
+
+    def document_ids(self, documents: str | Sequence[str | Sequence[str]]) -> list[list[int]]:
+        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
+        return [[token for passage in row for token in passage] for row in self._passages(documents)]
+
+    def _passages(self, documents: Any) -> list[list[list[int]]]:
+        """Token ids of each document's passages."""
+        is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
+        texts: list[Any] = [documents] if is_one else list(documents)
+        check_texts("context", [p for text in texts for p in (text if isinstance(text, (list, tuple)) else [text])])
+        return passages_ids(self.model.config, self._document_tokenizer, texts)
+
+    def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
+        """A memory from its file, on the model's device; one that is loaded already comes back as it is.
+
+        Raises:
+            TypeError: neither.
+        """
+        if isinstance(source, (str, os.PathLike)):
+            return self._memory_class.load(source, device=self.device, dtype=self.model.dtype)
+        if not is_memory(source):
+            raise TypeError(f"`memory` must be a CompressedContext, its file, or a list of these, got {source!r}")
+        return source
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save model and tokenizer; the model brings the code of both itself and this pipeline.
+
+        Args:
+            save_directory: the folder.
+            kwargs: arguments of the model's `save_pretrained`.
+        """
+        self.model.save_pretrained(save_directory, **kwargs)
+        self.tokenizer.save_pretrained(save_directory)
+
+    # --- the steps of a pipeline ---
+
+    def _sanitize_parameters(
+        self,
+        prompt: str | None = None,
+        max_tokens: int | None = None,
+        join: bool | None = None,
+        ratio: int | str | None = None,
+        allow_untrained_ratio: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        if generate_kwargs.get("num_return_sequences", 1) != 1:
+            raise ValueError("`num_return_sequences` must be 1: a question has one answer")
+        if isinstance(ratio, (list, tuple)):
+            raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
+        _check_max_tokens(max_tokens)
+        read = {"prompt": prompt, "max_tokens": max_tokens}
+        given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
+        return (
+            {name: value for name, value in read.items() if value is not None},
+            {**{name: value for name, value in given.items() if value is not None}, **generate_kwargs},
+            {},
+        )
+
+    def preprocess(
+        self, inputs: dict[str, Any], prompt: str | None = None, max_tokens: int | None = None
+    ) -> dict[str, Any]:
+        """Turn texts into token ids and files into memories."""
+        texts, asks_one = self._texts(inputs["question"], inputs["messages"], prompt)
+        name = "context" if inputs["memory"] is None else "memory"
+        sources, reads_one = _listed(name, inputs[name])
+        if name == "memory":
+            self.check_serves_memories("so that no memory is asked here: give the document, `context`")
+        return {
+            "question_ids": texts,
+            "document_ids": (
+                [cut_passages(row, max_tokens) for row in self._passages(sources)] if name == "context" else None
+            ),
+            "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
+            "batch_size": inputs["batch_size"],
+            "asks_one": asks_one,
+            "reads_one": reads_one,
+        }
+
+    def _texts(self, question: Any, messages: Any, prompt: str | None) -> tuple[list[list[int]], bool]:
+        """Token ids of questions or conversations, and whether it was one."""
+        config, tokenizer = self.model.config, self._question_tokenizer
+        if messages is None:
+            questions, asks_one = _listed("question", question)
+            check_texts("question", questions)
+            return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
+        conversations, _ = _listed("messages", messages)
+        asks_one = isinstance(conversations[0], Mapping)
+        if asks_one:
+            conversations = [conversations]
+        for conversation in conversations:
+            if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, Mapping) for m in conversation):
+                raise TypeError(f"`messages` must be messages with `role` and `content`, got {conversation!r}")
+            check_texts("messages", [message.get("content") for message in conversation])
+        return [message_ids(config, tokenizer, conversation) for conversation in conversations], asks_one
+
+    def _forward(
+        self,
+        inputs: dict[str, Any],
+        join: bool = False,
+        ratio: int | str | None = None,
+        allow_untrained_ratio: bool = False,
+        **generate_kwargs: Any,
+    ) -> dict[str, Any]:
+        batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
+        answers: list[list[Tensor]] = []
+        if documents is not None and self.model.config.compresses_questions:
+            if join and len(documents) > 1:
+                self.check_serves_memories("so that several are not joined: ask about each of them")
+
+            def memory_of(rows: Sequence[Any], text: dict[str, Tensor]) -> CompressedContext:
+                # One ratio gives one memory.
+                return self.compress_ids(rows, ratio, allow_untrained_ratio, text)  # type: ignore[return-value]
+
+            answers = self._answers(documents, questions, batch_size, memory_of, generate_kwargs)
+        else:
+            for memory in self._memories(inputs, join, ratio, allow_untrained_ratio):
+
+                def rows_of(rows: Sequence[Any], _: Any, memory: CompressedContext = memory) -> CompressedContext:
+                    return memory.rows(rows)
+
+                rows = range(memory.batch_size)
+                answers += self._answers(rows, questions, batch_size, rows_of, generate_kwargs)
+        reads_one = join or (inputs["reads_one"] and len(answers) == 1)
+        return {"answers": answers, "asks_one": inputs["asks_one"], "reads_one": reads_one}
+
+    def postprocess(self, outputs: dict[str, Any]) -> Any:
+        """Decode the answers, and take them out of the lists that a single question or document needs not."""
+        answers: list[Any] = [
+            [{"answer": self.tokenizer.decode(ids, skip_special_tokens=True).strip()} for ids in document]
+            for document in outputs["answers"]
+        ]
+        if outputs["asks_one"]:
+            answers = [document[0] for document in answers]
+        return answers[0] if outputs["reads_one"] else answers
+
+    @property
+    def _memory_class(self) -> type[CompressedContext]:
+        # The one beside the model: a checkpoint with code of its own has its own.
+        return self.model.base_model.memory_class
+
+    def _memories(
+        self, inputs: dict[str, Any], join: bool, ratio: int | str | None, allow_untrained_ratio: bool
+    ) -> Iterable[CompressedContext]:
+        """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
+        memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
+        if memories is None:
+            batches = (documents[start : start + batch_size] for start in range(0, len(documents), batch_size))
+            memories = (self.compress_ids(batch, ratio, allow_untrained_ratio) for batch in batches)
+        elif ratio is not None:
+            raise ValueError("`ratio` is for documents: a memory has its ratio already")
+        if join:
+            rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
+            memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]
+        return memories
+
+    def _checked_batch_size(self, given: int | None) -> int:
+        batch_size = (self._batch_size or BATCH_SIZE) if given is None else given
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
+        return batch_size
+
+    def _answers(
+        self,
+        sources: Sequence[Any],
+        questions: list[list[int]],
+        batch_size: int,
+        memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext],
+        generate_kwargs: dict[str, Any],
+    ) -> list[list[Tensor]]:
+        """The new tokens of every question for every source, questions of all sources in common batches.
+
+        Args:
+            sources: documents, or rows of a memory.
+            questions: token ids.
+            batch_size: questions at once.
+            memory_of: from the sources and the questions of a batch to its memory.
+            generate_kwargs: arguments of `generate`.
+        """
+        pairs = [(source, question) for source in sources for question in questions]
+        new_tokens: list[Tensor] = []
+        for start in range(0, len(pairs), batch_size):
+            batch = pairs[start : start + batch_size]
+            text = padded([question for _, question in batch], self.device)
+            output = self.model.generate(
+                **text,
+                memory=memory_of([source for source, _ in batch], text),
+                **{
+                    "max_new_tokens": MAX_NEW_TOKENS,
+                    "do_sample": False,
+                    "pad_token_id": self._pad_token_id,
+                    **generate_kwargs,
+                },
+            )
+            new_tokens += output[:, text["input_ids"].shape[1] :]
+        return [new_tokens[start : start + len(questions)] for start in range(0, len(new_tokens), len(questions))]
+
+    @property
+    def _pad_token_id(self) -> int | None:
+        pad = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if pad is None else pad
+
+
+def _listed(name: str, value: Any) -> tuple[list[Any], bool]:
+    """One thing or several as a list, and whether it was one."""
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError(f"`{name}` is an empty list")
+        return list(value), False
+    return [value], True
+
+
+def check_texts(name: str, texts: Sequence[Any]) -> None:
+    """Every text must be a `str` that can be written as UTF-8.
+
+    Args:
+        name: what the error calls them.
+        texts: what should be texts.
+
+    Raises:
+        TypeError: another thing than a text.
+        ValueError: half of a character, a lone surrogate, which no tokenizer reads.
+    """
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"`{name}` must be a text or a list of texts, got {text!r}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"`{name}` holds {text[error.start]!r} at character {error.start}, which is half of one (a lone "
+                "surrogate): decode the text anew, with errors='replace'"
+            ) from None
+
+
+def _check_max_tokens(max_tokens: int | None) -> None:
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"`max_tokens` must be 1 or more, got {max_tokens}")

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer of contexts, where the encoder is another model than the decoder and reads other tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .prompting import encode
+
+ENCODER_TOKENIZER = "encoder_tokenizer"
+
+
+def different_tokenizer(
+    base: str | os.PathLike, encoder: str | os.PathLike, base_loading: dict[str, Any], encoder_loading: dict[str, Any]
+) -> PreTrainedTokenizerBase | None:
+    """The encoder's tokenizer, if it has one and it makes other tokens than the base's.
+
+    Args:
+        base: Hub repository or folder of the decoder.
+        encoder: Hub repository or folder of the encoder.
+        base_loading: arguments for loading from `base`, such as its revision.
+        encoder_loading: arguments for loading from `encoder`.
+    """
+    found = _tokenizer(encoder, encoder_loading)
+    if found is None:
+        return None
+    other = _tokenizer(base, base_loading)
+    probe = "The tokens of one text, 1 and 23."
+    same = other is not None and other.get_vocab() == found.get_vocab() and other(probe) == found(probe)
+    return None if same else found
+
+
+def load_encoder_tokenizer(
+    checkpoint: str | os.PathLike, subfolder: str, loading: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of contexts that a checkpoint carries.
+
+    Args:
+        checkpoint: Hub repository or folder of the compressor.
+        subfolder: where beside the model's files the tokenizer is.
+        loading: arguments of the model's `from_pretrained`; those for a tokenizer are picked out.
+
+    Raises:
+        ValueError: the checkpoint has no such tokenizer.
+    """
+    names = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+    inside = "/".join(filter(None, (loading.get("subfolder"), subfolder)))
+    tokenizer = _tokenizer(checkpoint, {**{n: loading[n] for n in names if n in loading}, "subfolder": inside})
+    if tokenizer is None:
+        raise ValueError(f"{checkpoint} has no tokenizer in {inside!r}, where its configuration says it is")
+    return tokenizer
+
+
+def in_encoder_tokens(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, encoder_tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """The text that some of the decoder's tokens stand for, in tokens of the encoder, without special tokens.
+
+    Args:
+        ids: the decoder's tokens.
+        tokenizer: the decoder's.
+        encoder_tokenizer: the encoder's.
+    """
+    return encode(encoder_tokenizer, tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _tokenizer(name: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    try:
+        return AutoTokenizer.from_pretrained(name, **loading)
+    except (OSError, ValueError):
+        # A model without a tokenizer beside it, as in experiments with random weights.
+        return None

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names for weights and settings: fingerprints, samples, and an exact checksum.
+
+A fingerprint is the same in float32 and bfloat16. Samples tell a rounded copy of a model apart from another one.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .lora import DECODER
+
+_MATRICES, _RUNS, _RUN = 16, 2, 16
+# Up to which relative error a rounding is named so. Measured on SmolLM2-135M and two small Llamas, mean over matrices:
+# float16 0.0002, bfloat16 0.0018, 8 bits 0.005 to 0.009, 8-bit floats 0.027, 5 bits 0.038 to 0.046,
+# 4 bits in groups 0.078 to 0.116 and by row 0.11 to 0.16, 3 bits in groups 0.16 to 0.24, 2 bits from 0.33 on.
+_ROUNDINGS = (
+    (0.0006, "a cast to float16"),
+    (0.003, "a cast to bfloat16"),
+    (0.015, "a rounding to 8 bits"),
+    (0.033, "a rounding to 8-bit floats or 6 bits"),
+    (0.06, "a rounding to 5 bits"),
+    (0.14, "a rounding to 4 bits"),
+    (0.2, "a rounding to 3 or 4 bits"),
+)
+# Share of pairs of neighbours in another order. Rounding with one scale leaves their order; a fine-tuning that moves
+# weights by the share x of their size changes that of about x / pi of all pairs. Of a base that
+# is itself rounded, only what moves weights by about a step of that does.
+_REORDERED = 0.001
+# In the names of what a reader of frozen memories trains.
+_OF_THE_READER = f".{DECODER}."
+# Values that are summed at once: few enough for a processor's cache.
+_CHUNK = 1 << 20
+# Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
+# which ratio is selected (a memory knows its own), how fast and in what type it computes, when a text ends.
+_BESIDE_MEMORIES = {
+    *("base_model_name_or_path", "base_model_revision", "encoder_name_or_path", "encoder_revision"),
+    *("encoder_tokenizer", "compression_ratios", "trainable_parameters", "training_stage"),
+    *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text"),
+    *("eos_token_id", "pad_token_id"),
+    *("external_weights", "parent_model_name_or_path", "code_version", "config_schema"),
+    *("auto_map", "custom_pipelines", "architectures", "model_type", "transformers_version"),
+    *("ratio_selector", "ratio_scale"),
+    *("use_cache", "dtype", "torch_dtype", "quantization_config"),
+    *("output_hidden_states", "output_attentions", "return_dict"),
+}
+
+
+def fingerprint(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, stored: Mapping[str, Tensor] | None = None
+) -> str:
+    """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16.
+
+    Not in float16, which rounds float32's values to others before they are bfloat16's.
+
+    Args:
+        model: the model; parameters are read in the order of their names.
+        dtype: type that the values go through first, where another fingerprint was taken in it.
+        stored: by name, what parameters were loaded from, to be read in their place.
+
+    Raises:
+        ValueError: a parameter is offloaded.
+    """
+    digest = hashlib.sha256()
+    parts = []
+    for name, parameter in _of_memories(model):
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if parameter.is_meta:
+            raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
+        values = _few_values(whole(parameter.detach()))
+        source = None if stored is None else stored.get(name)
+        if source is not None and source.shape == parameter.shape:
+            source = _few_values(source).to(values.device)
+            values = source if source.to(values.dtype).equal(values) else values
+        parts.append(values.to(dtype).to(torch.bfloat16).float())
+    if parts:
+        digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = None) -> str:
+    """Sixteen hexadecimal digits from every value of every parameter, the same in float32 and bfloat16.
+
+    Not in float16, which rounds float32's values to others before they are bfloat16's.
+
+    Args:
+        model: the model; parameters are read in the order of their names.
+        stored: by name, what parameters were loaded from, to be read in their place.
+
+    Raises:
+        ValueError: a parameter is offloaded.
+    """
+    digest = hashlib.sha256()
+    weights: dict[torch.device, Tensor] = {}
+    for name, parameter in _of_memories(model):
+        if parameter.is_meta:
+            raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
+        values = whole(parameter.detach())
+        source = None if stored is None else stored.get(name)
+        if source is not None and source.shape == values.shape:
+            source = source.to(values.device)
+            values = source if source.to(values.dtype).equal(values) else values
+        if values.device not in weights:
+            # Odd, so that no changed bit is lost; different, so that exchanged rows are not the same sum.
+            weights[values.device] = torch.arange(1, _CHUNK // 2, 2, device=values.device)
+        sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
+        digest.update(f"{name}{tuple(parameter.shape)}{torch.stack(sums).tolist() if sums else []}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _of_memories(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters in the order of their names; without the reader's own where a stage changes no memory."""
+    is_reader = getattr(getattr(model, "config", None), "has_frozen_memories", False)
+    named = [(name, p) for name, p in model.named_parameters() if not (is_reader and _OF_THE_READER in name)]
+    return sorted(named, key=lambda item: item[0])
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """The sum, modulo 2**64, of bfloat16 values as words of eight bytes, each times its weight."""
+    values = values.to(torch.bfloat16)
+    if len(values) % 4:
+        values = nn.functional.pad(values, (0, -len(values) % 4))
+    elif values.storage_offset() % 4:
+        values = values.clone()
+    words = values.view(torch.int64)
+    return (words * weights[: len(words)]).sum()
+
+
+def settings_fingerprint(config: PreTrainedConfig) -> str:
+    """Eight hexadecimal digits from every field of a configuration that changes slots or how they are read.
+
+    Args:
+        config: the compressor's. Fields with the values that their class gives them do not count, so that one which a
+            later version adds changes no name.
+    """
+    settings = _settings(config)
+    if config.has_frozen_memories or config.shared_adapter:
+        settings.pop("decoder_lora", None)
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    kind: Any = type(config)
+    usual = _usual_settings(kind)
+    found = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            found[name] = {"model_type": value.model_type, **_settings(value)}
+        elif not name.startswith("_") and name not in _BESIDE_MEMORIES and (name not in usual or value != usual[name]):
+            found[name] = value
+    return found
+
+
+@functools.cache
+def _usual_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    return vars(kind())
+
+
+def _few_values(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // 8)][:8]
+
+
+def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Runs of neighbouring values of up to 16 matrices, spread over the model: (num_matrices, 2, 16) in float32.
+
+    Args:
+        model: the model; nothing of it offloaded.
+        dtype: type that the values go through first.
+    """
+    matrices = [
+        parameter
+        for _, parameter in sorted(model.named_parameters(), key=lambda item: item[0])
+        if parameter.dim() > 1 and parameter.shape[-1] >= _RUN
+    ]
+    count = min(_MATRICES, len(matrices))
+    runs = []
+    for index in range(count):
+        rows = whole(matrices[index * len(matrices) // count].detach()).flatten(0, -2)
+        for run in range(_RUNS):
+            # Quantised matrices have one scale for 16 neighbours of a row or for more, from such a place on.
+            start = run * (rows.shape[1] // (2 * _RUN)) * _RUN
+            runs.append(rows[(run + 1) * len(rows) // (_RUNS + 1), start : start + _RUN].to(dtype).float().cpu())
+    return torch.stack(runs).view(count, _RUNS, _RUN) if runs else torch.empty(0, _RUNS, _RUN)
+
+
+def sample_text(model: PreTrainedModel) -> str:
+    """[`sample`] as text: base64 of the values in the model's type, at most 2.8 kB."""
+    dtype = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    return base64.b64encode(sample(model, dtype).to(dtype).view(torch.uint8).numpy().tobytes()).decode()
+
+
+def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float, str | None]:
+    """How far a model is from the one of which [`sample_text`] was recorded, and the rounding that would explain it.
+
+    Args:
+        model: the model.
+        recorded: what was recorded.
+        dtype: the type of the model that it was recorded of.
+
+    Returns:
+        root mean square of the difference, relative to that of the values, mean over matrices; and its name, `None`
+        where the values are no rounded ones.
+    """
+    stored_as = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    expected = torch.frombuffer(bytearray(base64.b64decode(recorded)), dtype=stored_as).float().view(-1, _RUNS, _RUN)
+    found = sample(model, stored_as)
+    if found.shape != expected.shape:
+        return float("inf"), None
+    if not len(found):
+        return 0.0, None
+    size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    error = float(((found - expected).flatten(1).norm(dim=1) / size).mean())
+    order = (found.unsqueeze(-1) - found.unsqueeze(-2)).sign() * (
+        expected.unsqueeze(-1) - expected.unsqueeze(-2)
+    ).sign()
+    if float((order < 0).float().mean()) > _REORDERED:
+        return error, None
+    return error, next((name for most, name in _ROUNDINGS if error <= most), None)
+
+
+def version(tensor: Tensor) -> tuple[Any, ...]:
+    """A tensor's place, shape and count of changes in place: another key once its values change, found without a look.
+
+    Args:
+        tensor: any tensor; what is written through its `data` is not seen.
+    """
+    # A quantized or shared-out weight may be a class of its own, without a place in memory.
+    place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
+    # Tensors made in inference mode count no versions.
+    return place, tuple(tensor.shape), -1 if tensor.is_inference() else tensor._version
+
+
+def checksum(tensor: Tensor) -> int | None:
+    """The sum of a tensor's bits, eight bytes at a time; `None` for one without floating-point values at hand.
+
+    Args:
+        tensor: any tensor; a change of one value changes the sum.
+    """
+    # A quantized weight may be a class of its own.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.is_floating_point():
+        return None
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    in_words = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
+    # Words of eight bytes are summed many times faster than single values.
+    return int(flat[:in_words].view(torch.int64).sum()) + int(flat[in_words:].view(torch.uint8).sum())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, gathered where FSDP has shared it out among processes."""
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+    return tensor

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting a compressor from pretrained language models."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from .nearest_names import nearest
+from .base_cache import find_base
+from .base_weights import (
+    DECODER_BASE,
+    ENCODER_BASE,
+    BaseRecord,
+    base_entry,
+    base_name,
+    check_base,
+    remember_base,
+    shown_name,
+)
+from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer
+from .gguf_files import gguf_arguments
+from .peft_adapters import load_peft_adapter
+
+# What `from_base` hands to the base model's `from_pretrained`; everything else is a field of the configuration.
+_LOADING_ARGUMENTS = (
+    "attn_implementation",
+    "cache_dir",
+    "device_map",
+    "dtype",
+    "force_download",
+    "gguf_file",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+)
+# Those that belong to the base alone, and not to another model that encodes.
+_OF_THE_BASE_ALONE = ("revision", "subfolder", "gguf_file")
+# What `from_base` finds out itself.
+_FIELDS_OF_THE_BASE = (
+    "decoder_config",
+    "base_model_name_or_path",
+    "base_model_revision",
+    "encoder_name_or_path",
+    "encoder_revision",
+    "encoder_tokenizer",
+)
+
+
+def start_from_base(
+    model_class: Any,
+    base: str | os.PathLike,
+    encoder: str | os.PathLike | None,
+    encoder_revision: str | None,
+    hub_id: str | None,
+    adapter: str | os.PathLike | None,
+    fields: dict[str, Any],
+) -> PreTrainedModel:
+    """A new compressor of a class; arguments, result and errors as `CompressorPreTrainedModel.from_base`."""
+    loading = {name: fields.pop(name) for name in _LOADING_ARGUMENTS if name in fields}
+    _check_fields(model_class.config_class, fields)
+    source = {name: loading[name] for name in loading if name not in ("dtype", "attn_implementation", "device_map")}
+    gguf_file = loading.pop("gguf_file", None)
+    encoder_source = {name: source[name] for name in source if name not in _OF_THE_BASE_ALONE}
+    revision, encoder_id = loading.get("revision"), None
+    if hub_id is None and not any(source.get(name) for name in _OF_THE_BASE_ALONE):
+        base, hub_id, revision = find_base(base)
+    if encoder is None and encoder_revision is not None:
+        raise ValueError(f"`encoder_revision` is {encoder_revision!r}, but no `encoder` is given")
+    if encoder is not None:
+        encoder_source |= {} if encoder_revision is None else {"revision": encoder_revision}
+        if encoder_revision is None:
+            encoder, encoder_id, encoder_revision = find_base(encoder)
+        fields["encoder_config"] = AutoConfig.from_pretrained(encoder, **encoder_source)
+        fields |= {
+            "encoder_name_or_path": encoder_id or shown_name(encoder),
+            "encoder_revision": encoder_revision,
+        }
+    config = model_class.config_class(
+        decoder_config=AutoConfig.from_pretrained(base, **source),
+        base_model_name_or_path=hub_id or shown_name(base),
+        base_model_revision=revision,
+        **fields,
+    )
+    language_model = model_class.base_auto_class.from_pretrained(base, **loading, **gguf_arguments(gguf_file))
+    check_base(language_model)
+    entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, source)}
+    config.base_model_revision = entries[DECODER_BASE]["revision"]
+    config.decoder_config = language_model.config.get_text_config()
+    config.decoder_config.name_or_path = config.base_model_name_or_path
+    config._attn_implementation = language_model.config._attn_implementation
+    own_encoder = None
+    if config.encoder_config is not None:
+        config.encoder_config.name_or_path = config.encoder_name_or_path or config.base_model_name_or_path
+    if encoder is not None:
+        model_loading = {name: value for name, value in loading.items() if name not in source}
+        own_encoder = AutoModel.from_pretrained(
+            encoder, config=config.encoder_config, **{**model_loading, **encoder_source}
+        )
+        entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, encoder_source)
+        config.encoder_revision = entries[ENCODER_BASE]["revision"]
+    with torch.device("meta"):
+        model = model_class(config)
+    model.load_base_weights(language_model, own_encoder)
+    if adapter is not None:
+        load_peft_adapter(model, adapter)
+    if not model.trains_base:
+        tensors = [(key, tensor) for key, tensor in model.state_dict().items() if base_name(key) is not None]
+        remember_base(model, BaseRecord(entries, tensors))
+    if encoder is not None:
+        model.encoder_tokenizer = different_tokenizer(base, encoder, source, encoder_source)
+        config.encoder_tokenizer = None if model.encoder_tokenizer is None else ENCODER_TOKENIZER
+        if model.encoder_tokenizer is not None:
+            model.base_model.take_from_tokenizer(model.encoder_tokenizer)
+    return model.eval()
+
+
+def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:
+    known = set()
+    for base in config_class.__mro__:
+        if base.__module__.rpartition(".")[2].startswith("configuration_"):
+            known |= set(inspect.signature(base.__init__).parameters)
+    known -= {"self", "kwargs", *_FIELDS_OF_THE_BASE}
+    if "quantization_config" in fields:
+        raise ValueError(
+            "a compressor starts from an unquantized base: leave `quantization_config` out, save the compressor, "
+            "and give it to `from_pretrained`"
+        )
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{config_class.__name__} has no field {name!r}{nearest(name, known)}")

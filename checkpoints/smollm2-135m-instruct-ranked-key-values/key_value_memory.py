@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory as keys and values of every layer: recorded in the encoder, read by the decoder as a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .packing import take_places
+from .compressed_context import CompressedContext, KeyValues
+
+# Frequencies that do not depend on the length of the sequence, so that keys can be rotated on.
+_FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)
+
+
+_NUM_SLOTS = "_context_compressor_num_slots"
+
+
+def note_cached_slots(cache: Cache | None, num_places: int) -> None:
+    """Keep with a cache how many places slots take in it in front of the text."""
+    if cache is not None:
+        setattr(cache, _NUM_SLOTS, num_places)
+
+
+def num_cached_slots(cache: Cache | None) -> int:
+    """Places that slots take in a cache; 0 in an empty one, and where it was filled by another model."""
+    return getattr(cache, _NUM_SLOTS, 0) if cache is not None and cache.get_seq_length() else 0
+
+
+class KeyValueRecorder(DynamicCache):
+    """A cache that keeps nothing but the keys and values of some places, for one forward pass.
+
+    Args:
+        places: `(batch_size, num_memory_tokens)`, the places of the memory tokens in each row.
+    """
+
+    def __init__(self, places: Tensor):
+        super().__init__()
+        self._places = places
+        self._recorded: dict[int, tuple[Tensor, Tensor]] = {}
+        self._is_open = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note a layer's rotated keys and values, `(batch_size, num_heads, num_places, head_dim)`."""
+        # Gradient checkpointing runs this a second time and has to find the same operations.
+        chosen = take_places(key_states, self._places, dim=2), take_places(value_states, self._places, dim=2)
+        if self._is_open:
+            self._recorded[layer_idx] = chosen
+        return key_states, value_states
+
+    def close(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of all layers in order, each `(batch_size, num_heads, num_memory_tokens, head_dim)`."""
+        self._is_open = False
+        recorded, self._recorded = self._recorded, {}
+        return [recorded[layer] for layer in sorted(recorded)]
+
+
+class ReadOnlyCache(DynamicCache):
+    """Keys and values that every layer reads in front of its own, and to which nothing is added.
+
+    Args:
+        key_values: a pair for each layer, `(batch_size, num_heads, num_slots, head_dim)`.
+    """
+
+    def __init__(self, key_values: KeyValues):
+        super().__init__()
+        self._key_values = key_values
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """The layer's memory with the new keys and values behind it."""
+        keys, values = self._key_values[layer_idx]
+        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of slots, padding slots included."""
+        return self._key_values[layer_idx][0].shape[2]
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The place of the first text token."""
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Number of places that are attended to, and the first of them."""
+        return self.get_seq_length() + query_length, 0
+
+
+class RecordingCache(ReadOnlyCache):
+    """A cache that every layer reads in front of its own places, and which keeps some of those, for one forward pass.
+
+    Args:
+        key_values: as of [`ReadOnlyCache`].
+        places: as of [`KeyValueRecorder`].
+    """
+
+    def __init__(self, key_values: KeyValues, places: Tensor):
+        super().__init__(key_values)
+        self.recorder = KeyValueRecorder(places)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note a layer's keys and values, and give it those of its memory with them behind."""
+        return super().update(*self.recorder.update(key_states, value_states, layer_idx), layer_idx)
+
+
+def keep_caches_under_checkpointing(model: nn.Module, enable: bool) -> None:
+    """Let checkpointed layers keep the cache that they are given, or again drop it as the library has it.
+
+    Only for a model whose layers, when checkpointed, see no caches but those above, which take no second update
+    amiss.
+    """
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer._can_checkpoint_with_cache = enable
+
+
+def aligned_right(memory: CompressedContext, is_full: bool) -> KeyValues:
+    """The memory's keys and values with its padding slots in front; as they are where all slots are real."""
+    pairs = memory.key_values or ()
+    if is_full:
+        return pairs
+    order = memory.attention_mask.argsort(dim=1, stable=True)
+    return tuple((take_places(keys, order, dim=2), take_places(values, order, dim=2)) for keys, values in pairs)
+
+
+def filled_cache(key_values: KeyValues, cache: Cache | None, use_cache: bool) -> Cache:
+    """A cache that starts with the memory: the one given, a new one, or where none is wanted one to read only."""
+    if cache is None and not use_cache:
+        return ReadOnlyCache(key_values)
+    cache = DynamicCache() if cache is None else cache
+    if key_values[0][0].shape[2]:
+        for layer, (keys, values) in enumerate(key_values):
+            cache.update(keys, values, layer)
+    return cache
+
+
+def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
+    """Angles per position of the backbone's rotary embedding, `(head_dim / 2,)`; `None` where they are not fixed."""
+    rotary = getattr(backbone, "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES:
+        return None
+    frequencies = getattr(rotary, "inv_freq", None)
+    return None if frequencies is None else frequencies.float().clone()
+
+
+def key_value_shape(config: Any) -> tuple[int, int, int]:
+    """Layers, key/value heads and head dimension of a language model."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def check_same_key_values(config: Any) -> None:
+    """An encoder whose keys and values the decoder reads must have the decoder's layers, heads and head dimension.
+
+    Args:
+        config: a compressor's.
+
+    Raises:
+        ValueError: with both.
+    """
+    shapes = [key_value_shape(part) for part in (config.get_encoder_config(), config.decoder_config)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "the decoder reads the encoder's keys and values: layers, heads and head dimension must be the same, got "
+            f"{shapes[0]} in the encoder and {shapes[1]} in the decoder"
+        )
+
+
+def sliding_window(config: Any) -> int | None:
+    """Tokens that a layer of the model sees at most, or `None` where all layers see everything."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return window if kinds is None or "sliding_attention" in kinds else None
+
+
+def check_sliding_window(config: Any, num_slots: int, num_text_tokens: int) -> None:
+    """Slots and text must fit into a sliding window: keys and values stand in front of the text at every layer.
+
+    Raises:
+        ValueError: with both numbers and the window.
+    """
+    window = sliding_window(config)
+    if window is not None and num_slots + num_text_tokens > window:
+        raise ValueError(
+            f"{num_slots} slots and {num_text_tokens} text tokens do not fit into the base's sliding window of "
+            f"{window} tokens: a memory of key/values needs them all inside; take a higher ratio or a shorter text"
+        )

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters on a language model that encoder and decoder may share.
+
+The adapters are injected into the modules themselves, without wrapper classes, so that saving and loading stay plain.
+Which of them is active is switched for the length of a call and in its thread alone: `set_adapter` would take the
+other one's gradient away, and a name kept on the shared layers would be read by every other call.
+"""
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+ENCODER, DECODER = "encoder", "decoder"
+# One that is active whatever the backbone is at the moment.
+SHARED = "shared"
+OWN_ADAPTERS = (ENCODER, DECODER, SHARED)
+PASSES = "_context_compressor_passes"
+
+
+class Passes(threading.local):
+    """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none.
+
+    Not a `ContextVar`: `torch.compile` can trace this one.
+    """
+
+    names: Any = None
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        # A copied model has its own.
+        return type(self), ()
+
+
+class _AdaptedByPass:
+    """A LoRA layer whose active adapters are those of the thread's own pass, and outside of one those of PEFT."""
+
+    passes: Passes
+    adapted_class: type
+    _active_adapter: str | list[str]
+    _disable_adapters: bool
+
+    @property
+    def active_adapter(self) -> str | list[str]:
+        names = self.passes.names
+        return self._active_adapter if names is None else names
+
+    @property
+    def disable_adapters(self) -> bool:
+        return self.passes.names is None and self._disable_adapters
+
+    def __reduce__(self) -> tuple:
+        return _new_layer, (self.adapted_class,), self.__dict__
+
+
+@functools.cache
+def _adapted_by_pass(layer_class: Any) -> Any:
+    members = {"__module__": layer_class.__module__, "adapted_class": layer_class}
+    return type(layer_class.__name__, (_AdaptedByPass, layer_class), members)
+
+
+def _new_layer(layer_class: Any) -> Any:
+    """An empty layer for pickling and copying, which cannot find a class that was made here by its name."""
+    layer_class = _adapted_by_pass(layer_class)
+    return layer_class.__new__(layer_class)
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    """All LoRA layers below `model` that hold one of this project's adapters."""
+    return [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
+
+
+def linear_module_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of all linear maps inside `model`, adapted or not, e.g. `["down_proj", "q_proj"]`."""
+    inside_lora = ("base_layer", *OWN_ADAPTERS)
+    names = set()
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if hasattr(module, "lora_A") or (isinstance(module, nn.Linear) and name not in inside_lora):
+            names.add(name)
+    return sorted(names)
+
+
+def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: Sequence[str] = ()) -> None:
+    """Put a LoRA adapter called `name` into the linear maps of `model`, in float32.
+
+    Args:
+        model: the language model's backbone; it must not yet hold an adapter of that name.
+        name: "encoder", "decoder", or "shared" for one that both of them read with.
+        settings: `rank`, `alpha`, `dropout`, `target_modules` as in [`CompressorConfig`].
+        exclude: paths of modules that get none.
+
+    Raises:
+        ImportError: `peft` is not installed.
+        ValueError: no module of the model has one of the target names.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ImportError("This checkpoint has LoRA adapters: install `peft` (pip install peft) to use it.") from error
+    targets = settings["target_modules"]
+    known = linear_module_names(model)
+    if targets == "all-linear":
+        targets = known
+    missing = [target for target in targets if target not in known]
+    if missing:
+        raise ValueError(f"`target_modules` {missing} are not linear maps of {type(model).__name__}; it has {known}")
+    config = LoraConfig(
+        r=settings["rank"],
+        lora_alpha=settings["alpha"],
+        lora_dropout=settings["dropout"],
+        target_modules=targets,
+        exclude_modules=list(exclude) or None,
+    )
+    with warnings.catch_warnings():
+        # A second adapter on a shared base is what is wanted here.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        inject_adapter_in_model(config, model, adapter_name=name)
+    for parameter_name, parameter in model.named_parameters():
+        if f".{name}." in parameter_name and "lora_" in parameter_name:
+            parameter.data = parameter.data.float()
+            # Without the mark, the backbone's own initialisation would overwrite the zeros of B.
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+    layers = lora_layers(model)
+    passes = Passes()
+    setattr(model, PASSES, (passes, layers[0]))
+    for layer in layers:
+        if not isinstance(layer, _AdaptedByPass):
+            kind: Any = type(layer)
+            layer.__class__ = _adapted_by_pass(kind)
+        layer.passes = passes
+        # Outside of any pass the backbone is the decoder.
+        layer._active_adapter = [own for own in (DECODER, SHARED) if own in layer.lora_A]
+        for part in ("lora_A", "lora_B"):
+            for module in getattr(layer, part).values():
+                module._is_hf_initialized = True
+
+
+def initialize_lora(model: nn.Module, names: tuple[str, ...] = OWN_ADAPTERS) -> None:
+    """Give the adapters their start values: A Kaiming-uniform, B zero."""
+    for layer in lora_layers(model):
+        for name in names:
+            if name in layer.lora_A:
+                layer.reset_lora_parameters(name, init_lora_weights=True)
+
+
+@contextmanager
+def activated(passes: Passes, names: Any) -> Iterator[None]:
+    """Inside this block the thread's pass has these."""
+    before, passes.names = passes.names, names
+    try:
+        yield
+    finally:
+        passes.names = before
+
+
+def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[None]:
+    """Make `name`, and one that is shared, the only active adapters of this project inside `model`, in this thread
+    and a `with` block.
+
+    Adapters that somebody else put there (e.g. `peft.get_peft_model` over the compressor) stay active, unless that
+    somebody has switched them off. `None`: none of this project's adapters is active.
+    """
+    found: Any = getattr(model, PASSES, None)
+    if found is None:
+        return nullcontext()
+    passes, layer = found
+    foreign: list[str] = []
+    if not layer._disable_adapters:
+        # PEFT switches all layers together, also those that have no adapter of the name.
+        active = layer._active_adapter
+        foreign = [other for other in ([active] if isinstance(active, str) else active) if other not in OWN_ADAPTERS]
+    return activated(passes, foreign if name is None else [name, SHARED, *foreign])
+
+
+class CheckpointWithAdapters:
+    """A gradient-checkpointing function that recomputes with the adapters that were active in the forward pass.
+
+    Plain checkpointing recomputes a layer with whatever adapter is active during backward, which is silently wrong
+    when encoder and decoder share their base. It is always non-reentrant: reentrant checkpointing would lose the
+    gradients of a frozen base's adapters.
+
+    Args:
+        model: the model that is checkpointed.
+    """
+
+    def __init__(self, model: nn.Module):
+        # An attribute, not a closure: a deep copy of the model must switch its own layers, not the original's.
+        self.passes = [getattr(module, PASSES)[0] for module in model.modules() if hasattr(module, PASSES)]
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        active = [(passes, passes.names) for passes in self.passes]
+        return checkpoint(
+            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _all_activated(active))
+        )
+
+
+@contextmanager
+def _all_activated(active: Sequence[tuple[Passes, list[str] | None]]) -> Iterator[None]:
+    # Backward may run in a thread of autograd's own.
+    with ExitStack() as stack:
+        for passes, names in active:
+            stack.enter_context(activated(passes, names))
+        yield
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module, name: str) -> None:
+    """Add the adapter `name`, and one that is shared, to the weights it sits on, and take all LoRA layers out."""
+    for path, layer in [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]:
+        if names := [own for own in (name, SHARED) if own in layer.lora_A]:
+            layer.merge(safe_merge=True, adapter_names=names)
+        parent, _, attribute = path.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
+    if hasattr(model, PASSES):
+        delattr(model, PASSES)

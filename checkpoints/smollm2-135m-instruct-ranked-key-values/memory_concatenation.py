@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joining memories: of several documents into one (EPL, sections 3.1.1 and 3.2.2), or row under row into a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .position_layout import rotate_keys
+from .memory_quantization import quantization_of, zero_of
+
+# A CompressedContext. Its file imports this one, so this one cannot name the class.
+Memory = Any
+
+
+def concatenate_memories(memories: Sequence[Memory]) -> Memory:
+    """Join memories in order, row beside row; `CompressedContext.concatenate` says how.
+
+    Args:
+        memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout.
+
+    Returns:
+        A new memory.
+
+    Raises:
+        ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
+    """
+    memories = _in_one_form(memories, keeps_keys=False)
+    _check_fit("concatenated", memories)
+    first = memories[0]
+    if len(memories) == 1:
+        return first
+    mask, order = _packing_order([memory.attention_mask for memory in memories])
+    context_counts = torch.stack([memory.num_context_tokens for memory in memories])
+    offsets = context_counts.cumsum(dim=0) - context_counts
+    is_moved = first.position_layout == "enhanced" or (
+        first.position_layout == "uniform" and first.carrier == "key_values"
+    )
+    if first.carrier == "embeddings" and not is_moved:
+        position_ids = (mask.cumsum(dim=1) - 1) * mask
+    else:
+        ids = [
+            memory.position_ids + offset[:, None] * is_moved for memory, offset in zip(memories, offsets, strict=True)
+        ]
+        position_ids = torch.cat(ids, dim=1).gather(1, order) * mask
+    if first.carrier == "embeddings":
+        names = ["embeddings"] if quantization_of(first.dtype) is None else ["embeddings", "scales"]
+        slots = {name: torch.cat([getattr(memory, name) for memory in memories], dim=1) for name in names}
+        places = order[:, :, None], mask[:, :, None]
+        carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
+    else:
+        carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
+    if first.head_ids is not None:
+        head_ids = torch.cat([memory.head_ids for memory in memories], dim=1)
+        carrier["head_ids"] = _packed(head_ids, order[:, :, None], mask[:, :, None], slot_dim=1)
+    total_tokens = context_counts.sum(dim=0)
+    return replace(
+        first,
+        **carrier,
+        attention_mask=mask,
+        position_ids=position_ids,
+        num_context_tokens=total_tokens,
+        ratio=_common_ratio(memories, total_tokens, mask.sum(dim=1)),
+        maker=_maker(memories),
+    )
+
+
+def stack_memories(memories: Sequence[Memory]) -> Memory:
+    """The rows of memories as one batch; `CompressedContext.stack` says how.
+
+    Args:
+        memories: Memories of one model with the same carrier, width, dtype, device and layout.
+
+    Returns:
+        A new memory.
+
+    Raises:
+        ValueError: No memory, or memories that do not fit together.
+    """
+    memories = _in_one_form(memories, keeps_keys=True)
+    _check_fit("stacked", memories)
+    first = memories[0]
+    if len(memories) == 1:
+        return first
+    length = max(memory.attention_mask.shape[1] for memory in memories)
+    columns: list[list[Tensor]] = [[] for _ in first._carrier_tensors() + first._scale_tensors()]
+    for memory in memories:
+        places = iter(columns)
+
+        def extend(tensor: Tensor, slot_dim: int, span: int, places: Iterator[list[Tensor]] = places) -> Tensor:
+            missing = -(-length // span) - tensor.shape[slot_dim]
+            next(places).append(pad(tensor, (0, 0, 0, missing), value=zero_of(tensor.dtype)))
+            return tensor
+
+        memory._map_carrier(extend)
+    joined = (torch.cat(column) for column in columns)
+    fields = first._map_carrier(lambda tensor, slot_dim, span: next(joined))
+    for name in ("attention_mask", "position_ids"):
+        rows = [getattr(memory, name) for memory in memories]
+        fields[name] = torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in rows])
+    if first.head_ids is not None:
+        of_each = [memory.head_ids for memory in memories]
+        fields["head_ids"] = torch.cat([pad(tensor, (0, 0, 0, length - tensor.shape[1])) for tensor in of_each])
+    for name in ("num_context_tokens", "question_fingerprints"):
+        if getattr(first, name) is not None:
+            fields[name] = torch.cat([getattr(memory, name) for memory in memories])
+    ratios = [memory.ratio for memory in memories]
+    if not all(isinstance(ratio, int) and ratio == ratios[0] for ratio in ratios):
+        each = [torch.as_tensor(memory.ratio, device=first.device).expand(len(memory)) for memory in memories]
+        fields["ratio"] = torch.cat(each)
+    return replace(first, **fields, maker=_maker(memories))
+
+
+def _maker(memories: Sequence[Memory]) -> Any:
+    return next((memory.maker for memory in memories if memory.maker is not None), None)
+
+
+def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memory]:
+    """Memories that are joined without rounding anything again: dequantised where their forms differ.
+
+    Args:
+        memories: some or all of them quantised.
+        keeps_keys: whether quantised key/values of one form stay as they are.
+    """
+    dtypes = dict.fromkeys(memory.dtype for memory in memories)
+    quantized = [dtype for dtype in dtypes if quantization_of(dtype)]
+    if (
+        not quantized
+        or len(memories) == 1
+        or (len(dtypes) == 1 and (keeps_keys or memories[0].carrier == "embeddings"))
+    ):
+        return memories
+    dtype = next((dtype for dtype in dtypes if dtype not in quantized), torch.float32)
+    return [memory.to(dtype=dtype) if memory.dtype in quantized else memory for memory in memories]
+
+
+def _check_fit(how: str, memories: Sequence[Memory]) -> None:
+    if not memories:
+        raise ValueError(f"{'concatenate' if how == 'concatenated' else 'stack'} needs at least one memory")
+    first = memories[0]
+    for memory in memories[1:]:
+        by_row: list[tuple[str, Any, Any]] = [
+            ("batch sizes", first.batch_size, memory.batch_size),
+            ("questions", _questions(first), _questions(memory)),
+        ]
+        if how == "stacked":
+            has_none = (memory.question_fingerprints is None for memory in (first, memory))
+            left, right = ("none" if each else "one for each row" for each in has_none)
+            by_row = [("questions", left, right)]
+        for name, left, right in (
+            ("models", first.model_id, memory.model_id),
+            ("carriers", first.carrier_name, memory.carrier_name),
+            ("position layouts", first.position_layout, memory.position_layout),
+            ("dtypes", first.dtype, memory.dtype),
+            ("kinds of heads", first.head_ids is None, memory.head_ids is None),
+            ("devices", first.device, memory.device),
+            *by_row,
+        ):
+            if left != right:
+                raise ValueError(f"memories of different {name} cannot be {how}: {left} and {right}")
+
+
+def _questions(memory: Memory) -> list[int] | None:
+    fingerprints = memory.question_fingerprints
+    return None if fingerprints is None else fingerprints.tolist()
+
+
+def _packing_order(masks: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The packed mask `(batch_size, num_slots)`, and where each of its slots stands in the joined rows."""
+    joined = torch.cat(masks, dim=1)
+    length = int(joined.sum(dim=1).max()) if joined.numel() else 0
+    order = joined.argsort(dim=1, descending=True, stable=True)[:, :length]
+    return joined.gather(1, order), order
+
+
+def _packed(slots: Tensor, order: Tensor, mask: Tensor, slot_dim: int) -> Tensor:
+    """Slots in their order, zeros at the padding slots."""
+    return slots.take_along_dim(order, dim=slot_dim).masked_fill(mask == 0, zero_of(slots.dtype))
+
+
+def _packed_key_values(
+    memories: Sequence[Memory], mask: Tensor, order: Tensor, offsets: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Keys and values of all layers in packed order, keys moved on by `offsets` `(num_memories, batch_size)`."""
+    frequencies = memories[0].inverse_frequencies
+    if offsets is not None:
+        if any(memory.inverse_frequencies is None for memory in memories):
+            raise ValueError("key/values move to later positions here, which needs inverse_frequencies in each memory")
+        if not all(torch.equal(frequencies.cpu(), memory.inverse_frequencies.cpu()) for memory in memories):
+            raise ValueError("memories of different inverse_frequencies cannot be concatenated")
+    mask, order = mask[:, None, :, None], order[:, None, :, None]
+    packed = []
+    for pairs in zip(*(memory.key_values for memory in memories), strict=True):
+        keys = [pair[0] for pair in pairs]
+        if offsets is not None:
+            keys[1:] = [
+                rotate_keys(later, offset, frequencies) for later, offset in zip(keys[1:], offsets[1:], strict=True)
+            ]
+        values = [pair[1] for pair in pairs]
+        packed.append(
+            (
+                _packed(torch.cat(keys, dim=2), order, mask, slot_dim=2),
+                _packed(torch.cat(values, dim=2), order, mask, slot_dim=2),
+            )
+        )
+    return tuple(packed)
+
+
+def _common_ratio(memories: Sequence[Memory], num_tokens: Tensor, num_slots: Tensor) -> int | Tensor:
+    ratios = [memory.ratio for memory in memories]
+    if all(isinstance(ratio, int) for ratio in ratios) and len(set(ratios)) == 1:
+        return ratios[0]
+    rows = [torch.as_tensor(ratio, device=num_tokens.device).expand_as(num_tokens) for ratio in ratios]
+    if all(torch.equal(rows[0], other) for other in rows[1:]):
+        return rows[0]
+    num_slots = num_slots.clamp(min=1)
+    return ((num_tokens + num_slots - 1) // num_slots).clamp(min=1)

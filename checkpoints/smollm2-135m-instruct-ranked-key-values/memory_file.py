@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed contexts as bytes: safetensors files with a checksum over every byte, and tensors as text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+FORMAT = "context-compressors memory"
+FORMAT_VERSION = "1"
+# A hundred times what a memory of the deepest models needs.
+_MAX_HEADER_BYTES = 4 << 20
+_ZERO_DIGEST = "0" * 64
+_DIGEST_FIELD = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+
+
+def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors and metadata to a safetensors file at once or not at all.
+
+    Args:
+        path: The file; missing folders are made, an existing file is replaced.
+        tensors: Tensors by name.
+        metadata: Strings by name, kept in the file's header.
+
+    Raises:
+        ValueError: The path is a folder, a pipe or another thing that is no file.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    _check_is_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Copies: safetensors refuses tensors that share storage, as keys and values cut from one tensor do.
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+    header = {**metadata, "format": FORMAT, "format_version": FORMAT_VERSION, "sha256": _ZERO_DIGEST}
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        # safetensors makes a file that its owner alone can read; this one follows the process's own rule (umask).
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file(tensors, temporary, metadata=header)
+        temporary.chmod(mode)
+        with open(temporary, "r+b") as file:
+            header_bytes = _read_header(file, path)
+            match = next(_DIGEST_FIELD.finditer(header_bytes))
+            digest = _file_digest(file, header_bytes, match)
+            file.seek(8 + match.start(1))
+            file.write(digest.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read a file of `write_memory_file` after checking every byte of it.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tensors by name, in host memory, and the metadata.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The path is a folder, a pipe or the like, or the file is no memory file, is truncated, was altered,
+            or has a format version that this code does not know.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    _check_is_file(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no memory file {path}")
+    with open(path, "rb") as file:
+        header_bytes = _read_header(file, path)
+        metadata = _checked_header(header_bytes, path)
+        matches = list(_DIGEST_FIELD.finditer(header_bytes))
+        if len(matches) != 1 or _file_digest(file, header_bytes, matches[0]) != matches[0][1].decode():
+            raise ValueError(f"{path} was altered: its bytes do not fit the checksum in it")
+    if metadata["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {metadata['format_version']}, this code reads version {FORMAT_VERSION}"
+        )
+    try:
+        return load_file(path), metadata
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        # Whoever alters a file may put the right checksum in it.
+        raise ValueError(f"{path} is not a memory file: {error}") from error
+
+
+def tensor_as_base64(embeds: Tensor) -> str:
+    """A tensor as text: the file that `torch.save` writes, in base64.
+
+    Args:
+        embeds: `(num_places, hidden_size)`.
+    """
+    file = io.BytesIO()
+    # A copy: `torch.save` writes the whole storage that a slice is taken from.
+    torch.save(embeds.detach().cpu().contiguous().clone(), file)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def _check_is_file(path: Path) -> None:
+    """Refuse what exists and is no file: a pipe would be waited for."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a memory file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a pipe, a device or the like, not a memory file")
+
+
+def _read_header(file: BinaryIO, path: Path) -> bytes:
+    """The JSON header: a safetensors file starts with its length in eight bytes, little end first."""
+    file_size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    header_size = int.from_bytes(file.read(8), "little")
+    if file_size < 8 or header_size > file_size - 8:
+        raise ValueError(f"{path} is truncated or not a memory file: its header does not fit in {file_size} bytes")
+    if header_size > _MAX_HEADER_BYTES:
+        raise ValueError(f"{path} is not a memory file: its header has {header_size} bytes, over {_MAX_HEADER_BYTES}")
+    return file.read(header_size)
+
+
+def _checked_header(header_bytes: bytes, path: Path) -> dict[str, str]:
+    try:
+        header = json.loads(header_bytes)
+        metadata = header.pop("__metadata__")
+        is_ours = metadata["format"] == FORMAT and {"format_version", "sha256"} <= metadata.keys()
+        data_size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(f"{path} is not a memory file, or its header was altered") from error
+    if not is_ours:
+        raise ValueError(f"{path} is not a memory file: its format is {metadata['format']!r}, expected {FORMAT!r}")
+    file_size, whole_size = path.stat().st_size, 8 + len(header_bytes) + data_size
+    if file_size < whole_size:
+        raise ValueError(f"{path} is truncated: it has {file_size} of {whole_size} bytes")
+    return metadata
+
+
+def _file_digest(file: BinaryIO, header_bytes: bytes, match: re.Match) -> str:
+    """SHA-256 of the whole file with zeros where the digest stands."""
+    file.seek(0)
+    digest = hashlib.sha256(file.read(8))
+    digest.update(header_bytes[: match.start(1)] + _ZERO_DIGEST.encode() + header_bytes[match.end(1) :])
+    file.seek(8 + len(header_bytes))
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fields of a memory must be like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .position_layout import POSITION_LAYOUTS
+from .memory_quantization import quantization_of, scales_shape, width_of
+
+_INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def is_memory(value: Any) -> bool:
+    """Whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
+    return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
+
+
+def check_served_form(carrier: str, position_layout: str) -> None:
+    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
+    if carrier != "embeddings":
+        raise ValueError(
+            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
+            "compressor alone can read them"
+        )
+    if position_layout == "enhanced":
+        raise ValueError(
+            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
+            "tokens stood: only contiguous positions can be served"
+        )
+
+
+def served_slots(memory: Any) -> Tensor:
+    """The slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone.
+
+    Raises:
+        ValueError: several rows, values that are not finite, or a form that servers cannot read.
+    """
+    if memory.batch_size != 1:
+        raise ValueError(f"a prompt has one memory, this one has {memory.batch_size} rows: choose with `rows`")
+    check_served_form(memory.carrier, memory.position_layout)
+    memory = memory.dequantize() if memory.quantization else memory
+    check_memory_fields(memory, finite=True)
+    return memory.embeddings[0, memory.attention_mask[0].bool()]
+
+
+def check_memory_fields(memory: Any, finite: bool = False) -> None:
+    """Check types, shapes and values of a memory's fields.
+
+    Args:
+        memory: a `CompressedContext`. Its file imports this one, so this one cannot name the class.
+        finite: Refuse NaN and infinite values in what carries the memory, too.
+
+    Raises:
+        TypeError: A field has the wrong type or dtype.
+        ValueError: The shapes do not fit together, or a value is out of range.
+    """
+    if (memory.embeddings is None) == (memory.key_values is None):
+        raise ValueError("a CompressedContext holds either embeddings or key_values, exactly one of them")
+    carrier_shape = _carrier_of_embeddings(memory) if memory.key_values is None else _carrier_of_key_values(memory)
+    _check_integers(memory, "attention_mask", memory.attention_mask, carrier_shape)
+    _check_integers(memory, "position_ids", memory.position_ids, carrier_shape)
+    _check_integers(memory, "num_context_tokens", memory.num_context_tokens, carrier_shape[:1])
+    if memory.question_fingerprints is not None:
+        _check_integers(memory, "question_fingerprints", memory.question_fingerprints, carrier_shape[:1])
+    if memory.head_ids is not None:
+        _check_head_ids(memory, carrier_shape)
+    if isinstance(memory.ratio, Tensor):
+        _check_integers(memory, "ratio", memory.ratio, carrier_shape[:1])
+    elif isinstance(memory.ratio, bool) or not isinstance(memory.ratio, int):
+        raise TypeError(f"ratio must be an int or a LongTensor with one value for each row, got {memory.ratio!r}")
+    elif memory.ratio < 1:
+        raise ValueError(f"ratio must be 1 or more, got {memory.ratio}")
+    if not isinstance(memory.model_id, str):
+        raise TypeError(f"model_id must be a string, got {memory.model_id!r}")
+    if memory.position_layout not in POSITION_LAYOUTS:
+        raise ValueError(
+            f"position_layout must be one of {', '.join(POSITION_LAYOUTS)}, got {memory.position_layout!r}"
+        )
+    integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
+    integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
+    integers += [] if memory.head_ids is None else [memory.head_ids]
+    _check_scales(memory)
+    devices = {tensor.device for tensor in memory._carrier_tensors() + memory._scale_tensors() + integers}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
+    if not memory.attention_mask.is_meta:
+        refuse_values(memory, torch.stack(value_flags(memory, finite)).tolist())
+
+
+def _carrier_of_embeddings(memory: Any) -> tuple[int, int]:
+    _check_carrier_tensor(memory, "embeddings", memory.embeddings, "(batch_size, num_slots, hidden_size)")
+    if memory.inverse_frequencies is not None:
+        raise ValueError("inverse_frequencies belong to key_values, embeddings have none")
+    return tuple(memory.embeddings.shape[:2])
+
+
+def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
+    layers = memory.key_values
+    if not isinstance(layers, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in layers):
+        raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
+    if not layers:
+        raise ValueError("key_values must have at least one layer")
+    for tensor in memory._carrier_tensors():
+        _check_carrier_tensor(memory, "key_values", tensor, "(batch_size, num_key_value_heads, num_slots, head_dim)")
+    found = {(tuple(tensor.shape), tensor.dtype) for tensor in memory._carrier_tensors()}
+    if len(found) > 1:
+        raise ValueError(f"key_values must have one shape and dtype in all layers, got {sorted(map(str, found))}")
+    (batch_size, _, length, _), head_dim = layers[0][0].shape, width_of(layers[0][0])
+    if memory.inverse_frequencies is not None and memory.inverse_frequencies.shape != (head_dim / 2,):
+        raise ValueError(
+            f"inverse_frequencies must have shape ({head_dim // 2},), half of the head dimension, "
+            f"got {tuple(memory.inverse_frequencies.shape)}"
+        )
+    return batch_size, length
+
+
+def _check_head_ids(memory: Any, carrier_shape: tuple[int, int]) -> None:
+    if memory.key_values is None:
+        raise ValueError("head_ids belong to key_values, embeddings have none")
+    _check_integers(memory, "head_ids", memory.head_ids, (*carrier_shape, num_heads_of(memory)))
+
+
+def num_heads_of(memory: Any) -> int:
+    """Key/value heads in all layers of a memory of key/values."""
+    return len(memory.key_values) * memory.key_values[0][0].shape[1]
+
+
+def _check_integers(memory: Any, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGER_DTYPES:
+        raise TypeError(f"{name} must be an integer tensor, got {getattr(tensor, 'dtype', repr(tensor))}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} must have shape {tuple(shape)} to fit the {memory.carrier}, got {tuple(tensor.shape)}"
+        )
+
+
+def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
+    """What may be wrong with the values of a memory's fields, without a wait for the device.
+
+    Args:
+        memory: a `CompressedContext`.
+        finite: look for NaN and infinite values in what carries the memory, too.
+
+    Returns:
+        truth values, tensors without dimensions, for [`refuse_values`].
+    """
+    mask = memory.attention_mask.long()
+    carrier: list[Tensor] = []
+    if finite:
+        # Integers are.
+        carrier = memory._scale_tensors() if quantization_of(memory.dtype) else memory._carrier_tensors()
+    return [
+        ((mask != 0) & (mask != 1)).any(),
+        (mask[:, 1:] > mask[:, :-1]).any(),
+        (memory.num_context_tokens < 0).any(),
+        (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
+        _has_unknown_heads(memory),
+        ~torch.stack([mask.new_ones((), dtype=torch.bool), *(tensor.isfinite().all() for tensor in carrier)]).all(),
+    ]
+
+
+def _has_unknown_heads(memory: Any) -> Tensor:
+    if memory.head_ids is None:
+        return memory.attention_mask.new_zeros((), dtype=torch.bool)
+    return ((memory.head_ids < 0) | (memory.head_ids >= num_heads_of(memory))).any()
+
+
+def refuse_values(memory: Any, flags: Sequence[int]) -> None:
+    """Raise a `ValueError` for the first of [`value_flags`] that is true."""
+    reasons = (
+        "attention_mask must hold ones and zeros",
+        "attention_mask must have the real slots of each row first, the padding slots after them",
+        "num_context_tokens must be zero or more",
+        "ratio must be 1 or more in every row",
+        "head_ids must be 0 to "
+        f"{num_heads_of(memory) - 1 if memory.head_ids is not None else 0}, the heads of all layers",
+        f"{memory.carrier} must be finite, and hold NaN or infinite values: the model that made them has overflowed, "
+        "or its weights are not finite",
+    )
+    for flag, reason in zip(flags, reasons, strict=True):
+        if flag:
+            raise ValueError(reason)
+
+
+def _check_carrier_tensor(memory: Any, name: str, tensor: Tensor, shape: str) -> None:
+    dtype = getattr(tensor, "dtype", None)
+    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or quantization_of(tensor.dtype)):
+        raise TypeError(
+            f"{name} must be floating-point tensors, or int8 or uint8 with `scales`, got {dtype or tensor!r}"
+        )
+    if tensor.dim() != shape.count(",") + 1:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.is_floating_point() != (memory.scales is None):
+        raise TypeError(
+            f"{name} of {dtype} {'have' if memory.scales is None else 'has no'} `scales`: give both, or none"
+        )
+
+
+def _check_scales(memory: Any) -> None:
+    """A quantised carrier needs float16 scales of the right shapes, structured as the carrier is."""
+    if memory.scales is None:
+        return
+    if memory.key_values is None:
+        fits = isinstance(memory.scales, Tensor)
+    else:
+        fits = isinstance(memory.scales, tuple) and len(memory.scales) == len(memory.key_values)
+        fits = fits and all(isinstance(pair, tuple) and len(pair) == 2 for pair in memory.scales)
+    if not fits or not all(isinstance(t, Tensor) and t.dtype == torch.float16 for t in memory._scale_tensors()):
+        raise TypeError("scales must be float16 tensors, one for embeddings, a pair for each layer of key_values")
+    for place, (tensor, scales) in enumerate(zip(memory._carrier_tensors(), memory._scale_tensors(), strict=True)):
+        wanted = scales_shape(tensor, is_keys=memory.key_values is not None and place % 2 == 0)
+        if tuple(scales.shape) != wanted:
+            raise ValueError(f"scales must have shape {wanted} to fit the {memory.carrier}, got {tuple(scales.shape)}")

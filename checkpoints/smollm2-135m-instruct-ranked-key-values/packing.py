@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots and text in one sequence: which place each of them takes, and which state belongs to which text token.
+
+Inside the backbone a row reads `[pads, slots, text]`: pads stand in front, since layers with a sliding window count
+places and not positions. Text may be padded on either side; the states that come out are aligned with it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class PackedSequence:
+    """A batch of `[pads, slots, text]` rows.
+
+    Args:
+        attention_mask: `(batch_size, num_slots + num_text_tokens)`, one for real places.
+        order: Same shape; the place in `[slots, text]` that each place of a row is taken from. `None`: as it is.
+        text_places: `(batch_size, num_text_tokens)`, the place whose state belongs to each text token.
+        pad_in_front: whether every row starts with one more pad, see `pack`.
+    """
+
+    attention_mask: Tensor
+    order: Tensor | None
+    text_places: Tensor
+    pad_in_front: bool = False
+
+    def arrange(self, joined: Tensor) -> Tensor:
+        """Bring `(batch_size, num_slots + num_text_tokens, ...)` from `[slots, text]` order into the rows' order."""
+        if self.pad_in_front:
+            joined = torch.nn.functional.pad(joined, (0,) * 2 * (joined.dim() - 2) + (1, 0))
+        if self.order is None:
+            return joined
+        return take_places(joined, self.order)
+
+    def text_states(self, states: Tensor) -> Tensor:
+        """The states `(batch_size, num_text_tokens, hidden_size)` that belong to the text tokens."""
+        if self.order is None:
+            return states[:, states.shape[1] - self.text_places.shape[1] :]
+        return take_places(states, self.text_places)
+
+
+def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:
+    """Whole vectors from some places of each row; like `take_along_dim`, and several times as fast.
+
+    Args:
+        states: `(batch_size, ..., num_places, ...)`.
+        places: `(batch_size, num_taken)`, from 0 on.
+        dim: which dimension of `states` has the places.
+
+    Returns:
+        `(batch_size, ..., num_taken, ...)`.
+    """
+    shape, sizes = [1] * states.dim(), list(states.shape)
+    shape[0], shape[dim] = places.shape
+    sizes[dim] = places.shape[1]
+    return states.gather(dim, places.reshape(shape).expand(sizes))
+
+
+def pack(
+    slot_mask: Tensor,
+    text_mask: Tensor,
+    moves_first: Tensor | None = None,
+    pad_in_front: bool = False,
+    is_full: bool = False,
+) -> PackedSequence:
+    """Order slots and text into rows, without a wait for the device.
+
+    Text tokens that move in front of the slots (a BOS, the opening of a chat's user turn) are the first of their row.
+    The last of them is followed by slots, so the state that predicts the next text token is the last slot's:
+    `text_places` points there.
+
+    Args:
+        slot_mask: `(batch_size, num_slots)`, one for real slots.
+        text_mask: `(batch_size, num_text_tokens)`, one for real tokens.
+        moves_first: `(batch_size, num_text_tokens)` bool, the text tokens that move in front of the slots.
+        pad_in_front: whether one more pad stands in front of every row, see `reads_falling_ids_as_packed`.
+        is_full: whether both masks are known to hold ones alone; rows in which nothing moves then stay as they are.
+
+    Returns:
+        The arrangement.
+    """
+    if pad_in_front:
+        slot_mask = torch.nn.functional.pad(slot_mask, (1, 0))
+    joined_mask = torch.cat([slot_mask, text_mask], dim=1)
+    num_slots = slot_mask.shape[1]
+    if is_full and moves_first is None and not pad_in_front:
+        places = torch.arange(joined_mask.shape[1], device=joined_mask.device)[num_slots:]
+        return PackedSequence(joined_mask, None, places.expand(joined_mask.shape[0], -1))
+    text_rank = torch.full_like(text_mask, 3)
+    if moves_first is not None:
+        text_rank = text_rank.masked_fill(moves_first, 1)
+    rank = torch.cat([torch.full_like(slot_mask, 2), text_rank], dim=1)
+    order = (rank * joined_mask).argsort(dim=1, stable=True)
+    places = order.argsort(dim=1)
+    text_places = places[:, num_slots:]
+    if moves_first is not None:
+        last_moved = moves_first & (moves_first.flip(1).cumsum(dim=1).flip(1) == 1)
+        text_places = text_places + last_moved * slot_mask.sum(dim=1, keepdim=True)
+    return PackedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front)
+
+
+def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:
+    """Whether the attention would take one row whose position ids fall somewhere for several packed rows.
+
+    FlashAttention does so for a batch of one row without a pad: it drops a mask of ones, and then looks at the ids. A
+    pad in front of the row keeps the mask.
+
+    Args:
+        config: the backbone's configuration.
+        batch_size: number of rows.
+    """
+    return batch_size == 1 and "flash" in (config._attn_implementation or "")
+
+
+def through_first(input_ids: Tensor, text_mask: Tensor, pattern: Sequence[int]) -> Tensor:
+    """Which text tokens stand up to the end of the first occurrence of some token ids in their row.
+
+    Args:
+        input_ids: `(batch_size, num_text_tokens)`.
+        text_mask: same shape, one for real tokens; pads may stand anywhere.
+        pattern: the ids, one or more.
+
+    Returns:
+        `(batch_size, num_text_tokens)` bool; no token of a row that does not hold them.
+    """
+    if input_ids.shape[1] < len(pattern):
+        return torch.zeros_like(input_ids, dtype=torch.bool)
+    # A pad may have the id of a token that is looked for.
+    ids = right_padded(input_ids.masked_fill(text_mask == 0, -1), text_mask)
+    starts = (ids.unfold(1, len(pattern), 1) == torch.tensor(pattern, device=ids.device)).all(dim=2)
+    num_tokens = (starts.int().argmax(dim=1, keepdim=True) + len(pattern)) * starts.any(dim=1, keepdim=True)
+    return (text_mask.cumsum(dim=1) <= num_tokens) & text_mask.bool()
+
+
+def text_positions(text_mask: Tensor) -> Tensor:
+    """Positions of text tokens among themselves, `(batch_size, num_text_tokens)`: pads do not count."""
+    return (text_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def left_padded(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Move the pads of `(batch_size, length)` rows to the left."""
+    return tensor.gather(1, mask.argsort(dim=1, stable=True))
+
+
+def right_padded(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Move the pads of `(batch_size, length)` rows to the right."""
+    return tensor.gather(1, mask.argsort(dim=1, stable=True, descending=True))

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Position ids of context, memory and text tokens in the default, uniform and enhanced layouts (EPL, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+POSITION_LAYOUTS = ("default", "uniform", "enhanced")
+CARRIERS = ("embeddings", "key_values")
+TASKS = ("reconstruction", "continuation")
+
+
+def uniform_memory_ids(
+    start_id: int, num_tokens: int, num_memory_tokens: int, device: torch.device | str | None = None
+) -> Tensor:
+    """Spread memory tokens evenly over the ids of the context tokens (EPL, Algorithm 1).
+
+    The algorithm's numbers are fractions with the denominator `2 * num_memory_tokens`, so they are rounded exactly,
+    half to even: a floating-point `linspace` misses some ties.
+
+    Args:
+        start_id: Id of the first context token, zero or more.
+        num_tokens: Number of context tokens, whose ids run from `start_id`.
+        num_memory_tokens: Number of memory tokens.
+        device: Where the ids are made.
+
+    Returns:
+        A LongTensor of shape `(num_memory_tokens,)`, ascending, within the ids of the context.
+
+    Raises:
+        TypeError: A count is not an int.
+        ValueError: A negative number, or memory tokens without a context token.
+    """
+    _check_count("start_id", start_id)
+    _check_memory_count(num_tokens, num_memory_tokens)
+    if num_memory_tokens == 0:
+        return torch.zeros(0, dtype=torch.long, device=device)
+    return _spread(start_id, num_tokens, num_memory_tokens, torch.arange(num_memory_tokens, device=device))
+
+
+def _spread(
+    start_id: int | Tensor, num_tokens: int | Tensor, num_memory_tokens: int | Tensor, steps: Tensor
+) -> Tensor:
+    """Ids of the memory tokens `steps` by Algorithm 1, in integers; all arguments broadcast."""
+    # Lines 1 to 3: start + (r - 1) / 2 + j r with r = num_tokens / num_memory_tokens, over the common denominator.
+    numerator = num_tokens - num_memory_tokens + 2 * num_tokens * steps + 2 * num_memory_tokens * start_id
+    whole = numerator // (2 * num_memory_tokens)
+    remainder = numerator - whole * (2 * num_memory_tokens)
+    # Line 4: the remainder is compared with half of the denominator, and a tie goes to the even id.
+    is_tie = remainder == num_memory_tokens
+    round_up = (remainder > num_memory_tokens) | (is_tie & (whole % 2 == 1))
+    return whole + round_up.long()
+
+
+def encoder_position_ids(
+    num_tokens: int,
+    num_memory_tokens: int,
+    layout: str,
+    chunk_start: int = 0,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Position ids of one chunk and its memory tokens in the encoder (EPL, Tables 1 and 12).
+
+    Args:
+        num_tokens: Number of context tokens of the chunk.
+        num_memory_tokens: Number of its memory tokens.
+        layout: "default" (the chunk from 0, memory right after it), "uniform" or "enhanced" (the chunk's place in the
+            whole context, counted from 1, memory spread over it).
+        chunk_start: Number of context tokens before this chunk; ignored by the default layout.
+        device: Where the ids are made.
+
+    Returns:
+        The context ids of shape `(num_tokens,)` and the memory ids of shape `(num_memory_tokens,)`, LongTensors.
+
+    Raises:
+        TypeError: A count is not an int.
+        ValueError: An unknown layout, a negative number, or memory tokens without a context token.
+    """
+    _check_choice("layout", layout, POSITION_LAYOUTS)
+    _check_count("chunk_start", chunk_start)
+    _check_memory_count(num_tokens, num_memory_tokens)
+    if layout == "default":
+        return _range(0, num_tokens, device), _range(num_tokens, num_memory_tokens, device)
+    context_ids = _range(chunk_start + 1, num_tokens, device)
+    return context_ids, uniform_memory_ids(chunk_start + 1, num_tokens, num_memory_tokens, device)
+
+
+def encoder_memory_ids(
+    lengths: Tensor, counts: Tensor, starts: Tensor, layout: str, width: int | None = None
+) -> Tensor:
+    """The memory ids of `encoder_position_ids` for many chunks at once.
+
+    Args:
+        lengths: Number of context tokens of each chunk, `(num_chunks,)`.
+        counts: Number of its memory tokens, `(num_chunks,)`.
+        starts: Number of context tokens before it, `(num_chunks,)`; ignored by the default layout.
+        layout: "default", "uniform" or "enhanced".
+        width: The largest of `counts`; looked up if not given.
+
+    Returns:
+        A LongTensor `(num_chunks, width)`; places behind a chunk's own memory tokens hold 0.
+
+    Raises:
+        ValueError: An unknown layout.
+    """
+    _check_choice("layout", layout, POSITION_LAYOUTS)
+    if width is None:
+        width = int(counts.max()) if counts.numel() else 0
+    steps = torch.arange(width, device=counts.device)
+    lengths, counts, starts = lengths[:, None], counts[:, None], starts[:, None]
+    spread = _spread(starts + 1, lengths, counts.clamp(min=1), steps)
+    ids = lengths + steps if layout == "default" else spread
+    return ids * (steps < counts)
+
+
+def decoder_position_ids(
+    chunk_lengths: Sequence[int],
+    memory_counts: Sequence[int],
+    num_text_tokens: int,
+    layout: str,
+    carrier: str,
+    task: str,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Position ids of the memory of all chunks and of the text in the decoder (EPL, Tables 2, 3 and 13 to 15).
+
+    Args:
+        chunk_lengths: Number of context tokens of each chunk, in order.
+        memory_counts: Number of memory tokens of each chunk.
+        num_text_tokens: Number of text tokens, the task token in front of them included.
+        layout: "default" and "uniform" number the text on from the memory count; "enhanced" gives the memory and the
+            text the ids of the context that they stand for.
+        carrier: "embeddings" or "key_values"; key/values are rotated already and keep their encoder ids.
+        task: "reconstruction" or "continuation"; question answering is a continuation.
+        device: Where the ids are made.
+
+    Returns:
+        The memory ids of shape `(sum of memory_counts,)` and the text ids of shape `(num_text_tokens,)`, LongTensors.
+
+    Raises:
+        TypeError: A count is not an int.
+        ValueError: An unknown layout, carrier or task, lists of different lengths, a negative number, or memory tokens
+            without a context token.
+    """
+    _check_choice("layout", layout, POSITION_LAYOUTS)
+    _check_choice("carrier", carrier, CARRIERS)
+    _check_choice("task", task, TASKS)
+    _check_count("num_text_tokens", num_text_tokens)
+    _check_counts("chunk_lengths", chunk_lengths)
+    _check_counts("memory_counts", memory_counts)
+    if len(chunk_lengths) != len(memory_counts):
+        raise ValueError(
+            "chunk_lengths and memory_counts must name the same chunks, "
+            f"got {len(chunk_lengths)} lengths and {len(memory_counts)} counts"
+        )
+    encoded, chunk_start = [_range(0, 0, device)], 0
+    for length, count in zip(chunk_lengths, memory_counts, strict=True):
+        encoded.append(encoder_position_ids(length, count, layout, chunk_start, device)[1])
+        chunk_start += length
+    memory_ids = torch.cat(encoded)
+
+    num_memory_tokens = len(memory_ids)
+    if layout == "enhanced":
+        first_text_id = 0 if task == "reconstruction" else chunk_start
+    else:
+        first_text_id = num_memory_tokens
+        if carrier == "embeddings":
+            memory_ids = _range(0, num_memory_tokens, device)
+    return memory_ids, _range(first_text_id, num_text_tokens, device)
+
+
+def voco_position_ids(
+    num_vision_tokens: int,
+    num_voco_tokens: int,
+    num_following_tokens: int,
+    layout: str = "enhanced",
+    start_id: int = 0,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Position ids of image, VoCo and following tokens in one VoCo-LLaMA sequence (EPL, Figure 8).
+
+    Args:
+        num_vision_tokens: Number of image tokens.
+        num_voco_tokens: Number of VoCo tokens, which compress the image.
+        num_following_tokens: Number of tokens after them (question and answer).
+        layout: "default" runs on through all tokens; "uniform" spreads the VoCo tokens over the image's ids;
+            "enhanced" also moves the following tokens down, so that they continue the image.
+        start_id: Id of the first image token: the number of tokens before it.
+        device: Where the ids are made.
+
+    Returns:
+        Image, VoCo and following ids, LongTensors of shapes `(num_vision_tokens,)`, `(num_voco_tokens,)` and
+        `(num_following_tokens,)`.
+
+    Raises:
+        TypeError: A count is not an int.
+        ValueError: An unknown layout, a negative number, or VoCo tokens without an image token.
+    """
+    _check_choice("layout", layout, POSITION_LAYOUTS)
+    _check_count("start_id", start_id)
+    _check_count("num_following_tokens", num_following_tokens)
+    _check_memory_count(num_vision_tokens, num_voco_tokens, ("num_vision_tokens", "num_voco_tokens"))
+    vision_end = start_id + num_vision_tokens
+    if layout == "default":
+        voco_ids = _range(vision_end, num_voco_tokens, device)
+    else:
+        voco_ids = uniform_memory_ids(start_id, num_vision_tokens, num_voco_tokens, device)
+    following_start = vision_end if layout == "enhanced" else vision_end + num_voco_tokens
+    return (
+        _range(start_id, num_vision_tokens, device),
+        voco_ids,
+        _range(following_start, num_following_tokens, device),
+    )
+
+
+def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> Tensor:
+    """Move keys with rotary positions on to later positions: rotations add up, so `R(p + d) k = R(d) R(p) k`.
+
+    Args:
+        keys: Rotated keys whose halves are rotated against each other (Llama's `rotate_half`), of shape
+            `(batch_size, num_heads, num_slots, head_dim)`.
+        offsets: How far each row moves, integers of shape `(batch_size,)`, or each key, `(batch_size, num_slots)`.
+        inverse_frequencies: Angle per position of each pair of channels, `(head_dim / 2,)`.
+
+    Returns:
+        Keys of the same shape and dtype; half types are rotated in float32.
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
+    if (
+        keys.dim() != 4
+        or offsets.shape not in (keys.shape[:1], keys.shape[::2])
+        or inverse_frequencies.shape != (keys.shape[-1] / 2,)
+    ):
+        raise ValueError(
+            "keys, offsets and inverse_frequencies must have shapes (batch_size, num_heads, num_slots, head_dim), "
+            f"(batch_size,) or (batch_size, num_slots), and (head_dim / 2,), got {tuple(keys.shape)}, "
+            f"{tuple(offsets.shape)} and {tuple(inverse_frequencies.shape)}"
+        )
+    return rotated(keys, rotation(offsets, inverse_frequencies, keys))
+
+
+def rotation(offsets: Tensor, inverse_frequencies: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of `rotate_keys`, which serve the keys of all layers.
+
+    Args:
+        offsets: `(batch_size,)` or `(batch_size, num_slots)`.
+        inverse_frequencies: `(head_dim / 2,)`.
+        keys: Some of them, which tell the device and the type.
+
+    Returns:
+        Each `(batch_size, 1, 1 or num_slots, head_dim)`.
+    """
+    # A float32 angle of a far position is off by more than float32 keys are; the host has float64 everywhere.
+    angles = offsets.reshape(len(offsets), 1, -1, 1).cpu().double() * inverse_frequencies.cpu().double()
+    angles = torch.cat([angles, angles], dim=-1)
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    return angles.cos().to(keys.device, dtype), angles.sin().to(keys.device, dtype)
+
+
+def rotated(keys: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Keys moved by `rotation`'s tables, in the shape and dtype that they have."""
+    cosine, sine = tables
+    precise = keys.to(cosine.dtype)
+    first, second = precise.chunk(2, dim=-1)
+    return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(keys.dtype)
+
+
+def _range(start: int, count: int, device: torch.device | str | None) -> Tensor:
+    return torch.arange(start, start + count, dtype=torch.long, device=device)
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be zero or more, got {value}")
+
+
+def _check_counts(name: str, values: Sequence[int]) -> None:
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{name} must be a list of ints, got {values!r}")
+    for value in values:
+        _check_count(name, value)
+
+
+def _check_memory_count(
+    num_tokens: int, num_memory_tokens: int, names: tuple[str, str] = ("num_tokens", "num_memory_tokens")
+) -> None:
+    _check_count(names[0], num_tokens)
+    _check_count(names[1], num_memory_tokens)
+    if num_memory_tokens > 0 and num_tokens == 0:
+        raise ValueError(f"{names[1]} must be 0 where {names[0]} is 0, got {num_memory_tokens}")

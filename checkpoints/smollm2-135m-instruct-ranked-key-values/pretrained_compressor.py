@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of every compressor: starting from a base model, what trains, saving and loading."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Pipeline, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import initialization as init
+
+from .configuration_compressor import CompressorConfig
+from .checkpoints import load_checkpoint, save_checkpoint, upload_checkpoint
+from .from_base import start_from_base
+from .light_checkpoints import link_base
+from .compressed_context import CompressedContext
+from .key_value_memory import keep_caches_under_checkpointing
+from .lora import CheckpointWithAdapters
+from .context_compression_qa import ContextCompressionQAPipeline
+from .serving import prompt_embeds
+
+
+class CompressorPreTrainedModel(PreTrainedModel):
+    """A compressor's backbone, or a model that has one as `model`.
+
+    A subclass says how it takes its weights from a base (`load_base_weights`), and whether all of the base trains.
+    """
+
+    config_class: type[CompressorConfig] = CompressorConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    # Loads what `from_base` starts from.
+    base_auto_class: Any = AutoModelForCausalLM
+    # Whether all of the base trains, in its own type: checkpoints are then always whole.
+    trains_base = True
+    # Makes the tokens of contexts, where the encoder reads others than the decoder; else `None`.
+    encoder_tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def method_parameters(self) -> Sequence[str]:
+        """Patterns of the parameters that train unless the configuration says otherwise."""
+        return (r".",)
+
+    # --- from a base ---
+
+    @classmethod
+    def from_base(
+        cls,
+        base: str | os.PathLike,
+        encoder: str | os.PathLike | None = None,
+        encoder_revision: str | None = None,
+        hub_id: str | None = None,
+        adapter: str | os.PathLike | None = None,
+        **fields: Any,
+    ) -> Any:
+        """Start a compressor from a pretrained language model.
+
+        Args:
+            base: Hub repository or folder of a causal language model. A base that `pretrained_base` has fetched is
+                taken from its cache.
+            encoder: Hub repository or folder of another language model that encodes, of any width and family, for
+                methods that take an encoder of its own. If it has another tokenizer, contexts are tokenized with that,
+                which is then `encoder_tokenizer` of the model and part of its checkpoints.
+            encoder_revision: Revision of `encoder`.
+            hub_id: Repository of the base, where `base` is a folder with a copy of it, or with a GGUF file that was
+                made of it: checkpoints then name it, and leave out its weights.
+            adapter: Hub repository or folder of a LoRA adapter that PEFT has trained on the base, such as a reader of
+                full texts: the decoder's own, or one that both sides share, starts as it.
+            fields: Fields of the method's configuration, and arguments for loading the base: `dtype`,
+                `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`,
+                and `gguf_file`, a GGUF file in the repository or folder, whose weights are dequantised.
+
+        Returns:
+            The compressor in evaluation mode: the base's weights, held once, and its own parts at their start values.
+
+        Raises:
+            ValueError: a field that the configuration does not have, a value that it does not allow, a base whose
+                logits are more than its LM head's weight (a bias, a scale), or one on several devices or offloaded, or
+                an `adapter` that does not fit.
+        """
+        return start_from_base(cls, base, encoder, encoder_revision, hub_id, adapter, fields)
+
+    def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
+        """Take the tensors of a pretrained model (not copies of them), and give start values to everything else.
+
+        Args:
+            base: what `base_auto_class` loaded.
+            encoder: another model that encodes, where the method takes one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say which of a base's weights it takes")
+
+    def take_from_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Take what the method needs to know of the tokenizer of an encoder of its own; by default nothing."""
+
+    @staticmethod
+    def _init_like_embeddings(parameter: nn.Parameter, backbone: PreTrainedModel) -> None:
+        """N(mean, std), two scalars of the backbone's whole table of token embeddings (the code of EPL's authors)."""
+        table = backbone.get_input_embeddings()
+        weight = table.weight.float() * getattr(table, "scalar_embed_scale", 1.0)
+        drawn = torch.randn_like(parameter, dtype=torch.float32)
+        init.copy_(parameter, weight.mean() + drawn * weight.std())
+
+    # --- what trains ---
+
+    def post_init(self) -> None:
+        super().post_init()
+        self.apply_trainable_set()
+
+    def apply_trainable_set(self) -> None:
+        """Let the parameters train that `config.trainable_parameters`, or else the method, names; freeze the rest.
+
+        Raises:
+            ValueError: a pattern of `config.trainable_parameters` matches no parameter, or the stage's none at all.
+        """
+        chosen, of_the_stage = self.config.trainable_parameters, self.config.stage_parameters
+        usual = of_the_stage or self.base_model.method_parameters
+        patterns = [re.compile(pattern) for pattern in (usual if chosen is None else chosen)]
+        matched = set()
+        for name, parameter in self.named_parameters():
+            hits = [pattern.pattern for pattern in patterns if pattern.search(name)]
+            matched.update(hits)
+            parameter.requires_grad_(bool(hits) and parameter.is_floating_point())
+        unused = [] if chosen is None else [pattern for pattern in chosen if pattern not in matched]
+        if chosen is None and of_the_stage and not matched:
+            raise ValueError(
+                f"`training_stage` {self.config.training_stage!r} trains query, key and value maps, and a decoder of "
+                f"type {self.config.decoder_config.model_type!r} has none of the known names: name its own in "
+                "`trainable_parameters`"
+            )
+        # The backbone alone has no LM head, so the whole set is only known to the model that has everything.
+        if unused and self.get_output_embeddings() is not None:
+            raise ValueError(f"`trainable_parameters` {unused} match no parameter of {type(self).__name__}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the base; what trains beside a frozen base is float32."""
+        return self.get_input_embeddings().weight.dtype
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any
+    ) -> None:
+        super()._set_gradient_checkpointing(enable, CheckpointWithAdapters(self), **kwargs)
+        if self.config.carrier == "key_values":
+            keep_caches_under_checkpointing(self, enable)
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """The settings of the adapters that `peft.get_peft_model` has put on this model, by name.
+
+        PEFT leaves what trains already as it is, but saves its own adapter only: all else is frozen when it comes.
+        """
+        if "_peft_config" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no adapters beside its own")
+        return self.__dict__["_peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, value: dict[str, Any]) -> None:
+        self.__dict__["_peft_config"] = value
+        for name, parameter in self.named_parameters():
+            if not set(value) & set(name.split(".")):
+                parameter.requires_grad_(False)
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["_peft_config"]
+
+    # --- checkpoints ---
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        base_model: str | os.PathLike | None = None,
+        encoder_base_model: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a checkpoint; arguments as `transformers.PreTrainedModel.from_pretrained`, and two more.
+
+        A light checkpoint names its base model, whose weights are fetched and checked, and its own take their places;
+        type, devices, attention and quantization are those asked for here.
+
+        Args:
+            pretrained_model_name_or_path: Hub repository or folder.
+            args: As in `transformers`.
+            base_model: Where a light checkpoint's base is, Hub repository or folder, if not where the checkpoint says.
+            encoder_base_model: Where the model that its encoder started from is, if that is another one.
+            kwargs: As in `transformers`.
+
+        Raises:
+            ValueError: the checkpoint is of another method, weights are missing from it, so that parts of the model
+                would be random, or the base is another model than the one that the checkpoint was made on.
+            OSError: the checkpoint, or the base that a light one names, cannot be had.
+        """
+        name, load = pretrained_model_name_or_path, super().from_pretrained
+        return load_checkpoint(cls, load, name, base_model, encoder_base_model, args, kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save a folder that loads anywhere: safetensors, configuration, generation configuration, code and card.
+
+        A model that started from a base on the Hub is saved light: what differs from the base (the method's parts,
+        adapters, base weights that have trained), and the base's name, revision and fingerprint. One that started from
+        a folder is saved whole, since nobody else has that folder.
+
+        Args:
+            save_directory: The folder.
+            is_main_process: Whether this process writes, when several train together.
+            state_dict: Weights to save in place of the model's own.
+            push_to_hub: Upload the folder, too, to the repository `repo_id` (by default the folder's name).
+            save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
+                run resumes exactly.
+            include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
+                folder, which must then be given as `base_model` when the checkpoint is loaded.
+            kwargs: As in `transformers.PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: the folder holds a link to a file outside of it, or the base cannot be left out.
+        """
+        names = ("repo_id", "commit_message", "private", "create_pr")
+        repository = {name: kwargs.pop(name) for name in names if name in kwargs}
+        save = super().save_pretrained
+        save_checkpoint(self, save, save_directory, is_main_process, state_dict, save_dtype, include_base, kwargs)
+        if push_to_hub:
+            repo_id = repository.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
+            saving: dict[str, Any] = {"save_dtype": save_dtype, "include_base": include_base}
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **saving, **repository)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        save_dtype: torch.dtype | str | None = None,
+        include_base: bool | None = None,
+        tags: list[str] | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes; a card that the repository already has is left as it is.
+
+        Args:
+            repo_id: Repository on the Hub; it is made if it does not exist.
+            commit_message, commit_description: Of the commit.
+            private: Whether a new repository is private.
+            token: Access token; the stored one if not given.
+            revision: Branch; it is made if it does not exist.
+            create_pr: Open a pull request instead of writing to the branch.
+            max_shard_size, save_dtype, include_base: As in `save_pretrained`.
+            tags: More tags for a new card.
+
+        Returns:
+            Address of the commit.
+        """
+        saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
+        commit = (commit_message, commit_description)
+        return upload_checkpoint(self, repo_id, saving, *commit, private, token, revision, create_pr, tags)
+
+    def link_base(
+        self,
+        base: str | os.PathLike,
+        encoder: str | os.PathLike | None = None,
+        hub_id: str | None = None,
+        **loading: Any,
+    ) -> None:
+        """Find out which weights are a base model's own, so that `save_pretrained` can leave them out.
+
+        For a model that was loaded from a whole checkpoint; others know it.
+
+        Args:
+            base: Hub repository or folder of the base.
+            encoder: That of the model that the encoder started from, if it is another one.
+            hub_id: Repository of the base, where `base` is a folder with a copy of it.
+            loading: `revision`, `token`, `cache_dir` or `local_files_only`.
+
+        Raises:
+            ValueError: no weight is the base's, or the method trains all of its base.
+        """
+        link_base(self, base, encoder, hub_id, loading)
+
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        """The `auto_map` of checkpoints of this class."""
+        return cls.config_class.default_auto_map()
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        # The library would copy the code without making it flat; `save_pretrained` writes it itself.
+        return False
+
+    # --- what answers come from ---
+
+    def question_answering(self, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Pipeline:
+        """This model as the pipeline "context-compression-qa", on the device where it is.
+
+        Args:
+            tokenizer: the tokenizer saved with it.
+            kwargs: arguments of [`ContextCompressionQAPipeline`].
+        """
+        if getattr(self, "hf_device_map", None) is None:
+            kwargs.setdefault("device", self.device)
+        return ContextCompressionQAPipeline(model=self, tokenizer=tokenizer, **kwargs)
+
+    def prompt_embeds(
+        self,
+        memory: CompressedContext,
+        tokenizer: PreTrainedTokenizerBase | None,
+        messages: str | Sequence[Mapping[str, str]] | None,
+    ) -> Tensor:
+        """Memory and text as one prompt of embeddings; see [`CompressedContext.to_prompt_embeds`]."""
+        return prompt_embeds(memory, tokenizer, messages, self)
