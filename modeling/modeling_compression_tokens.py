@@ -45,7 +45,7 @@ class CompressionTokensModel(MemoryTokenModel):
 
     def read_memory(self, rows: MemoryRows) -> list[Tensor]:
         # Section 3: the encoder reads t_1 ... t_L, c_1 ... c_ceil(L/r); the states of the c_k are the slots.
-        return [self._project(slots) for slots in rows.read(rows.hidden_states(self))]
+        return [self._project(slots) for slots in self.token_states(rows)]
 
     def _project(self, slots: Tensor) -> Tensor:
         # Section 5.1: a learned matrix W follows.

@@ -20,7 +20,6 @@ from ..configuration.configuration_decal import DeCALConfig
 from .compressor.backbone import CompressorBackbone
 from .compressor.chunking import Chunks
 from .compressor.encoder_decoder_compressor import CompressorForConditionalGeneration
-from .compressor.input_checks import check_together
 from .compressor.pretrained_compressor import CompressorPreTrainedModel
 from .compressor.question_conditioning import question_fingerprints, question_in_front
 from .memory.compressed_context import CompressedContext
@@ -256,7 +255,6 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         """
         fingerprints = None
         if question_input_ids is not None:
-            self._check_question_placement()
             input_ids, attention_mask, question = question_in_front(
                 input_ids, attention_mask, question_input_ids, question_attention_mask, self.config
             )
@@ -265,13 +263,6 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         for memory in memories if isinstance(memories, list) else [memories]:
             memory.question_fingerprints = fingerprints
         return memories
-
-    def _check_question_placement(self) -> None:
-        if not self.config.compresses_questions:
-            raise ValueError(
-                "`question_input_ids` need `question_placement='encoder'`, the configuration has "
-                f"{self.config.question_placement!r}: ask the decoder, `generate(question, memory=memory)`"
-            )
 
     def forward(
         self,
@@ -298,9 +289,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
                 f"DeCALModel is an encoder and does not take {', '.join(sorted(unknown))}; DeCAL, an encoder-decoder, "
                 "trains with transformers' Seq2SeqTrainer or this package's trainers, not with TRL's SFTTrainer"
             )
-        context = self.context_rows(input_ids, attention_mask)
-        check_together(context)
-        memory = self.compress_rows(context, [ratio])[0]
+        memory = self.context_memory(input_ids, attention_mask, ratio)
         outputs = EncodedSlots(last_hidden_state=memory.embeddings, attention_mask=memory.attention_mask)
         return outputs if return_dict in (None, True) else outputs.to_tuple()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..configuration.configuration_five_hundred_x import FiveHundredXConfig
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel, recorded_key_values
+from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
 from .memory.compressed_context import KeyValues
 from .memory.key_value_memory import check_same_key_values
 from .parts.lora import linear_module_names
@@ -36,7 +36,7 @@ class FiveHundredXModel(MemoryTokenModel):
 
     def read_memory(self, rows: MemoryRows) -> list[KeyValues]:
         # Equation 1: M~(i), KV(i) = LLM([S(i); M(i)] | theta_LoRA); 500xCompressor carries KV over.
-        return recorded_key_values(self, rows)
+        return self.token_key_values(rows)
 
 
 class FiveHundredXForCausalLM(CompressorForCausalLM):

@@ -3,24 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..configuration.configuration_gmsa import GMSAConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
-from .compressor.memory_token_compressor import MemoryRows, first_memory_tokens, memory_rows, start_memory_tokens
-from .compressor.modeling_compressor import CompressorModel
+from .compressor.memory_token_compressor import MemoryTokenModel
 from .parts.float32_layers import Float32Linear
 from .parts.layer_semantic_alignment import LayerSemanticAlignment
 from .parts.pooling import mean_pool
 
 
-class GMSAModel(CompressorModel):
+class GMSAModel(MemoryTokenModel):
     r"""
     Averages r neighbouring states of a shallow encoder, and takes them to the decoder's input through blocks like its
     lowest.
@@ -30,15 +27,11 @@ class GMSAModel(CompressorModel):
     """
 
     config_class = GMSAConfig
-    method_parts = ("memory_embeddings", "width_map")
+    method_parts = (*MemoryTokenModel.method_parts, "width_map")
 
     def __init__(self, config: GMSAConfig):
         super().__init__(config)
         encoder_width = config.get_encoder_config().hidden_size
-        # Table 4, "w/o Group Merging": learned tokens behind the context take the groups' place.
-        self.memory_embeddings = None
-        if config.appended_tokens:
-            self.memory_embeddings = nn.Parameter(torch.zeros(config.appended_tokens, encoder_width))
         self.width_map = None
         if encoder_width != config.hidden_size:
             self.width_map = Float32Linear(encoder_width, config.hidden_size, bias=False)
@@ -64,8 +57,6 @@ class GMSAModel(CompressorModel):
             init.normal_(module.weight, std=module.in_features**-0.5)
         else:
             super()._init_weights(module)
-        if module is self and self.memory_embeddings is not None:
-            start_memory_tokens(self)
 
     def start_from_base(self) -> None:
         if self.layer_semantic_alignment is not None:
@@ -78,13 +69,9 @@ class GMSAModel(CompressorModel):
             # Section 3.1: H~ = [1 / L_G sum H_{G_1}, ..., 1 / L_G sum H_{G_N}], L_G = r; the last group by its length.
             merged = [mean_pool(states, chunks.attention_mask, ratio, chunks.lengths)[0] for ratio in ratios]
         else:
-            passes = self.memory_rows(chunks, ratios)
-            merged = [summary for rows in passes for summary in rows.read(rows.hidden_states(self))]
+            # Table 4, "w/o Group Merging": learned tokens behind the context take the groups' place.
+            merged = [states for rows in self.memory_rows(chunks, ratios) for states in self.token_states(rows)]
         return [self.align(summary).to(self.dtype) for summary in merged]
-
-    def memory_rows(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Iterator[MemoryRows]:
-        """What the encoder reads without group merging; see [`memory_rows`]."""
-        return memory_rows(self, chunks, ratios, partial(first_memory_tokens, self))
 
     def align(self, summary: Tensor) -> Tensor:
         """Slots of merged states, `(num_chunks, num_slots, hidden_size)`."""

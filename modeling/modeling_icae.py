@@ -30,7 +30,7 @@ class ICAEModel(MemoryTokenModel):
 
     def read_memory(self, rows: MemoryRows) -> list[Tensor]:
         # Equation 1: M~(i), KV(i) = LLM([S(i); M(i)] | theta_LoRA); ICAE carries M~ over.
-        return rows.read(rows.hidden_states(self))
+        return self.token_states(rows)
 
 
 class ICAEForCausalLM(CompressorForCausalLM):

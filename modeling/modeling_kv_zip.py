@@ -14,8 +14,8 @@ from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.headwise_reading import HeadwiseModel, highest
-from .compressor.input_checks import TokenRows
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
+from .compressor.token_rows import TokenRows
 from .memory.compressed_context import KeyValues
 from .memory.headwise_memory import gather_pairs
 

@@ -57,7 +57,7 @@ class PCCModel(MemoryTokenModel):
 
     def read_memory(self, rows: MemoryRows) -> list[Tensor]:
         # Compressor: the memory tokens' last hidden states. Converter: W_2 GELU(W_1 RMSNorm(h) + b_1) + b_2.
-        return [self.converter(states).to(self.dtype) for states in rows.read(rows.hidden_states(self))]
+        return [self.converter(states).to(self.dtype) for states in self.token_states(rows)]
 
 
 class PCCForCausalLM(CompressorForCausalLM):

@@ -16,7 +16,8 @@ from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
 from .compressor.headwise_reading import HeadwiseModel, highest
-from .compressor.input_checks import TokenRows, check_context_length
+from .compressor.input_checks import check_context_length
+from .compressor.token_rows import TokenRows
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.headwise_memory import gather_pairs
 from .memory.key_value_memory import KeyValueRecorder, key_value_shape

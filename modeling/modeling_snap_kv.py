@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from ..configuration.configuration_snap_kv import SnapKVConfig
 from .compressor.causal_lm import CompressorForCausalLM
-from .compressor.input_checks import TokenRows, check_together, token_rows
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
-from .compressor.question_conditioning import check_question, question_fingerprints
+from .compressor.question_conditioning import check_question, question_fingerprints, question_rows
+from .compressor.token_rows import TokenRows
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.memory_validation import is_memory
 
@@ -97,18 +97,8 @@ class SnapKVModel(KeyValueSelectionModel):
         """
         if question_input_ids is None:
             return super().compress(input_ids, attention_mask, ratio, allow_untrained_ratio, **unused)
-        if not self.config.compresses_questions:
-            raise ValueError(
-                "`question_input_ids` need `question_placement='encoder'`, the configuration has "
-                f"{self.config.question_placement!r}: ask the decoder, `generate(question, memory=memory)`"
-            )
-        name, vocab_size = "question_input_ids", self.config.vocab_size
-        question = token_rows(
-            question_input_ids, question_attention_mask, name, vocab_size=vocab_size, needs_tokens=True
-        )
-        check_together(question)
-        if len(question_input_ids) not in (1, len(input_ids)):
-            raise ValueError(f"`{name}` has {len(question_input_ids)} rows, `input_ids` has {len(input_ids)}")
+        asked = (question_input_ids, question_attention_mask, len(input_ids))
+        question = question_rows(*asked, self.config, self.config.vocab_size)
         memories = self.named_memories(
             input_ids, attention_mask, ratio, allow_untrained_ratio, question=question, **unused
         )

@@ -42,7 +42,7 @@ class TCPAutoencoderModel(MemoryTokenModel):
 
     def read_memory(self, rows: MemoryRows) -> list[Tensor]:
         # Figure 7: the learned tokens' states, and coarse-grained semantic alignment.
-        return [self.slot_mlp(states).to(self.dtype) for states in rows.read(rows.hidden_states(self))]
+        return [self.slot_mlp(states).to(self.dtype) for states in self.token_states(rows)]
 
 
 class TCPAutoencoderForCausalLM(CompressorForCausalLM):

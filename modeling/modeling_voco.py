@@ -16,14 +16,14 @@ from ..configuration.configuration_voco import VoCoConfig
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, Slots, first_places, join
-from .compressor.input_checks import TokenRows, check_ratios, check_together
+from .compressor.input_checks import check_ratios
 from .compressor.memory_token_compressor import (
     PAIRWISE_MASKS,
     MemoryRows,
     MemoryTokenModel,
     mask_for,
-    recorded_key_values,
 )
+from .compressor.token_rows import TokenRows, check_together
 from .memory.compressed_context import CompressedContext, KeyValues
 from .memory.key_value_memory import check_sliding_window, sliding_window
 from .parts.image_tokens import (
@@ -144,12 +144,12 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
 
     # --- compress, then read ---
 
-    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor], **images: Any) -> list[Slots]:
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor], **images: Any) -> Sequence[Slots]:
         return super().encode(replace(chunks, inputs_embeds=self.context_embeddings(chunks, **images)), ratios)
 
     def read_memory(self, rows: MemoryRows) -> list[KeyValues]:
         # The VoCo tokens' activations are the cache that stands for the context.
-        return recorded_key_values(self, rows)
+        return self.token_key_values(rows)
 
     # --- both in one pass ---
 

@@ -19,17 +19,12 @@ from .key_value_memory import num_cached_slots
 from .base_precision import as_head_takes
 from .packing import left_padded
 from .backbone import CompressorHead
-from .input_checks import (
-    check_ids,
-    check_labels,
-    check_logits_to_keep,
-    check_memory,
-    check_memory_ratio,
-    check_together,
-    token_rows,
-)
-from .modeling_compressor import CompressorModel, DecoderOnlyPreTrainedModel
+from .decoder_only import DecoderOnlyPreTrainedModel
+from .input_checks import check_labels, check_logits_to_keep
+from .memory_checks import check_memory, check_source
+from .modeling_compressor import CompressorModel
 from .serving import decoder_language_model
+from .token_rows import check_ids, check_together, token_rows
 
 
 class _TaskTokensAsBOS(LogitsProcessorList):
@@ -183,8 +178,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             raise ValueError("`input_ids` are needed: the question, or at least one token such as BOS")
         if inputs is not None and input_ids is not None:
             raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
-        if context_input_ids is not None and memory is not None:
-            raise ValueError("give either `context_input_ids` or `memory`, not both")
+        check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         check_ids("input_ids", question)
         if attention_mask is None:
             attention_mask = self._mask_of_pads(question, kwargs)
@@ -197,13 +191,8 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
                 kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
-            beside = self.model.beside_contexts(kwargs)
-            given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
-            context = self.model.context_rows(*given)
-            check_together(context)
-            memory = self.model.compress_rows(context, [ratio], **beside)[0]
-        else:
-            check_memory_ratio(memory, ratio, context_attention_mask, context_chunk_lengths)
+            given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
+            memory = self.model.context_memory(*given, **self.model.beside_contexts(kwargs))
         # The library would cut the question by the cache's length, which counts the slots.
         cache = kwargs.get("past_key_values")
         if memory is None and num_cached_slots(cache):

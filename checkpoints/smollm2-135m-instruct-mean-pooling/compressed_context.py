@@ -8,28 +8,30 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .nearest_names import check_choice
-from .memory_concatenation import concatenate_memories, stack_memories
-from .memory_file import read_memory_file, tensor_as_base64, write_memory_file
-from .memory_quantization import (
-    GROUP_SIZES,
-    QUANTIZATIONS,
-    dequantize_tensor,
-    quantization_of,
-    quantize_tensor,
-    width_of,
+from .carriers import (
+    KeyValues,
+    carrier_tensors,
+    check_range,
+    dequantized_fields,
+    key_values_name,
+    map_carrier,
+    num_bytes,
+    quantized_fields,
 )
-from .memory_validation import check_memory_fields, is_memory, served_slots
+from .memory_concatenation import concatenate_memories, stack_memories
+from .memory_file import fields_of_file, file_parts, read_memory_file, write_memory_file
+from .memory_quantization import QUANTIZATIONS, quantization_of, width_of
+from .memory_validation import check_memory_fields
+from .served_memory import prompt_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-KeyValues = tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(eq=False, repr=False)
@@ -150,8 +152,8 @@ class CompressedContext:
         """What carries the memory and how wide it is, in words."""
         if self.embeddings is not None:
             return f"embeddings of width {width_of(self.embeddings)}"
-        pairs = self.key_values or ()
-        return _key_values_name(len(pairs), pairs[0][0].shape[1], width_of(pairs[0][0]))
+        layers = self.key_values or ()
+        return key_values_name(len(layers), layers[0][0].shape[1], width_of(layers[0][0]))
 
     @property
     def batch_size(self) -> int:
@@ -171,7 +173,7 @@ class CompressedContext:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the carrier: floating-point, or int8 or uint8 of a quantised memory."""
-        return self._carrier_tensors()[0].dtype
+        return carrier_tensors(self)[0].dtype
 
     @property
     def quantization(self) -> str | None:
@@ -182,18 +184,7 @@ class CompressedContext:
     def nbytes(self) -> int:
         """Bytes of the slots that must be kept: the real slots of all rows, their scales and `head_ids`, no pads,
         masks or positions."""
-        num_slots, sizes = self.num_slots.cpu(), []
-
-        def count(tensor: Tensor, slot_dim: int, span: int) -> Tensor:
-            heads = tensor.shape[1] if tensor.dim() == 4 else 1
-            entries = int(((num_slots + span - 1) // span).sum())
-            sizes.append(entries * heads * tensor.shape[-1] * tensor.element_size())
-            return tensor
-
-        self._map_carrier(count)
-        if self.head_ids is not None:
-            sizes.append(int(num_slots.sum()) * self.head_ids.shape[2] * self.head_ids.element_size())
-        return sum(sizes)
+        return num_bytes(self)
 
     def quantize(self, quantization: str) -> CompressedContext:
         """The memory in 8 or 4 bits for each value, symmetric around zero, for keeping: models read it as any other.
@@ -219,19 +210,7 @@ class CompressedContext:
                 f"the memory is in {self.quantization}: call `dequantize()` first, it is rounded twice then"
             )
         self.validate(finite=True)
-        mask = self.attention_mask
-        if self.embeddings is not None:
-            embeddings, scales = quantize_tensor(self.embeddings, mask, quantization, is_keys=False)
-            return replace(self, check=False, embeddings=embeddings, scales=scales)
-        layers = [
-            [
-                quantize_tensor(tensor, mask, quantization, is_keys)
-                for tensor, is_keys in zip(pair, (True, False), strict=True)
-            ]
-            for pair in self.key_values or ()
-        ]
-        key_values, pairs_of_scales = (tuple((keys[i], values[i]) for keys, values in layers) for i in (0, 1))
-        return replace(self, check=False, key_values=key_values, scales=pairs_of_scales)
+        return replace(self, check=False, **quantized_fields(self, quantization))
 
     def dequantize(self, dtype: torch.dtype | str = torch.float32) -> CompressedContext:
         """The memory in a floating-point type; of one that is not quantised the same as `to(dtype=dtype)`.
@@ -261,27 +240,7 @@ class CompressedContext:
                 "`compress`, whose memories have none in training mode"
             )
         self.validate(finite=True)
-        tensors = {name: getattr(self, name) for name in ("attention_mask", "position_ids", "num_context_tokens")}
-        metadata = {"model_id": self.model_id, "position_layout": self.position_layout, "carrier": self.carrier}
-        if isinstance(self.ratio, Tensor):
-            tensors["ratio"] = self.ratio
-        else:
-            metadata["ratio"] = str(self.ratio)
-        if self.inverse_frequencies is not None:
-            tensors["inverse_frequencies"] = self.inverse_frequencies
-        for name in ("question_fingerprints", "head_ids"):
-            if getattr(self, name) is not None:
-                tensors[name] = getattr(self, name)
-        if self.key_values is None:
-            tensors["embeddings"] = self.embeddings
-            if self.scales is not None:
-                tensors["scales"] = self.scales
-        else:
-            metadata["num_layers"] = str(len(self.key_values))
-            for name, pairs in (("", self.key_values), ("scales.", self.scales or ())):
-                for layer, (keys, values) in enumerate(pairs):
-                    tensors[f"{name}layers.{layer}.keys"], tensors[f"{name}layers.{layer}.values"] = keys, values
-        write_memory_file(path, tensors, metadata)
+        write_memory_file(path, *file_parts(self))
 
     @classmethod
     def load(
@@ -314,7 +273,7 @@ class CompressedContext:
         """
         tensors, metadata = read_memory_file(path)
         try:
-            memory = cls._from_file_parts(tensors, metadata)
+            memory = cls(**fields_of_file(tensors, metadata))
             memory.validate(finite=True)
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ValueError(f"{path} does not hold a valid memory: {error}") from error
@@ -325,7 +284,7 @@ class CompressedContext:
         found = memory.carrier_name
         if hidden_size is not None and found != (wanted := f"embeddings of width {hidden_size}"):
             raise ValueError(f"{path} holds {found}, the model reads {wanted}")
-        if key_value_shape is not None and found != (wanted := _key_values_name(*key_value_shape)):
+        if key_value_shape is not None and found != (wanted := key_values_name(*key_value_shape)):
             raise ValueError(f"{path} holds {found}, the model reads {wanted}")
         return memory.to(device=device, dtype=dtype)
 
@@ -354,13 +313,14 @@ class CompressedContext:
             raise TypeError(f"dtype must be a floating-point type or its name, got {dtype!r}")
         if self.quantization is not None and dtype is not None:
             # Moved first: integers are the smaller load.
-            return self.to(device)._dequantized().to(dtype=dtype)
-        if dtype is not None and torch.finfo(dtype).max < torch.finfo(self.dtype).max:
-            self._check_range(dtype)
-        moved = self._map_carrier(lambda tensor, slot_dim, span: tensor.to(device=device, dtype=dtype))
+            moved = self.to(device)
+            return replace(moved, check=False, **dequantized_fields(moved)).to(dtype=dtype)
+        if dtype is not None:
+            check_range(self, dtype)
+        fields = map_carrier(self, lambda tensor, slot_dim, span: tensor.to(device=device, dtype=dtype))
         if self.inverse_frequencies is not None:
-            moved["inverse_frequencies"] = self.inverse_frequencies.to(device=device)
-        return self._replace(moved, lambda tensor: tensor.to(device=device))
+            fields["inverse_frequencies"] = self.inverse_frequencies.to(device=device)
+        return self._replace(fields, lambda tensor: tensor.to(device=device))
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> CompressedContext:
         """Some of the rows, without the padding slots that none of them needs.
@@ -391,10 +351,10 @@ class CompressedContext:
             raise ValueError(f"index must have at most one dimension, got shape {tuple(index.shape)}")
         index = torch.arange(self.batch_size)[index.cpu()].reshape(-1).to(self.device)
         length = int(self.num_slots[index].max()) if len(index) else 0
-        carrier = self._map_carrier(
-            lambda tensor, slot_dim, span: tensor[index].narrow(slot_dim, 0, -(-length // span))
+        fields = map_carrier(
+            self, lambda tensor, slot_dim, span: tensor[index].narrow(slot_dim, 0, -(-length // span))
         )
-        return self._replace(carrier, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
+        return self._replace(fields, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
 
     def repeat_interleave(self, repeats: int) -> CompressedContext:
         """Each row `repeats` times in a row, as beams and several samples of one question need it.
@@ -413,8 +373,8 @@ class CompressedContext:
             raise TypeError(f"repeats must be an int, got {repeats!r}")
         if repeats < 1:
             raise ValueError(f"repeats must be 1 or more, got {repeats}")
-        carrier = self._map_carrier(lambda tensor, slot_dim, span: tensor.repeat_interleave(repeats, dim=0))
-        return self._replace(carrier, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        fields = map_carrier(self, lambda tensor, slot_dim, span: tensor.repeat_interleave(repeats, dim=0))
+        return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     @staticmethod
     def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
@@ -440,7 +400,7 @@ class CompressedContext:
             TypeError: Something else than a `CompressedContext`.
             ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
         """
-        return concatenate_memories(_memories("concatenate", memories))
+        return concatenate_memories(memories)
 
     @staticmethod
     def stack(memories: Iterable[CompressedContext]) -> CompressedContext:
@@ -460,7 +420,7 @@ class CompressedContext:
             TypeError: Something else than a `CompressedContext`.
             ValueError: No memory, or memories that do not fit together.
         """
-        return stack_memories(_memories("stack", memories))
+        return stack_memories(memories)
 
     def to_prompt_embeds(
         self,
@@ -486,84 +446,7 @@ class CompressedContext:
             ValueError: A text and no model, more than one row, another model's memory, key/values, positions that are
                 not contiguous (the enhanced layout), a decoder that scales or cross-attends, or an unknown encoding.
         """
-        if encoding not in (None, "base64"):
-            raise ValueError(f"encoding must be None or 'base64', got {encoding!r}")
-        if messages is not None and tokenizer is None:
-            raise ValueError("a text needs the tokenizer that was saved with the checkpoint, got None")
-        if model is None:
-            model = None if self.maker is None else self.maker()
-        if model is None and messages is not None:
-            name = f"; it is {self.model_id}" if self.model_id else ""
-            raise ValueError(
-                "a memory holds no embeddings for text, and the compressor that made this one is not known here: "
-                f"name it, to_prompt_embeds(tokenizer, messages, model){name}"
-            )
-        embeds = served_slots(self) if model is None else model.prompt_embeds(self, tokenizer, messages)
-        return embeds if encoding is None else tensor_as_base64(embeds)
-
-    @classmethod
-    def _from_file_parts(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> CompressedContext:
-        key_values, scales = None, cast("Tensor | KeyValues | None", tensors.get("scales"))
-        if metadata["carrier"] == "key_values":
-            layers = range(int(metadata["num_layers"]))
-            # The first missing layer ends this, however many a header names.
-            key_values = tuple((tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"]) for i in layers)
-            if "scales.layers.0.keys" in tensors:
-                names = ((f"scales.layers.{i}.keys", f"scales.layers.{i}.values") for i in layers)
-                scales = tuple((tensors[keys], tensors[values]) for keys, values in names)
-        return cls(
-            embeddings=tensors.get("embeddings"),
-            key_values=key_values,
-            attention_mask=tensors["attention_mask"],
-            position_ids=tensors["position_ids"],
-            num_context_tokens=tensors["num_context_tokens"],
-            ratio=tensors["ratio"] if "ratio" in tensors else int(metadata["ratio"]),
-            model_id=metadata["model_id"],
-            position_layout=metadata["position_layout"],
-            inverse_frequencies=tensors.get("inverse_frequencies"),
-            question_fingerprints=tensors.get("question_fingerprints"),
-            scales=scales,
-            head_ids=tensors.get("head_ids"),
-        )
-
-    def _carrier_tensors(self) -> list[Tensor]:
-        if self.embeddings is not None:
-            return [self.embeddings]
-        return [tensor for pair in self.key_values or () for tensor in pair]
-
-    def _scale_tensors(self) -> list[Tensor]:
-        if isinstance(self.scales, tuple):
-            return [tensor for pair in self.scales for tensor in pair]
-        return [] if self.scales is None else [self.scales]
-
-    def _map_carrier(self, function: Callable[[Tensor, int, int], Tensor]) -> dict[str, Any]:
-        """The carrier's field and `scales` after a function of each tensor.
-
-        Args:
-            function: of a tensor, its dimension of the slots, and how many neighbouring slots share an entry there.
-        """
-        span = GROUP_SIZES[self.quantization] if self.quantization else 1
-        fields: dict[str, Any] = {}
-        for name, value, keys_span in ((self.carrier, getattr(self, self.carrier), 1), ("scales", self.scales, span)):
-            if isinstance(value, tuple):
-                fields[name] = tuple((function(k, 2, keys_span), function(v, 2, 1)) for k, v in value)
-            elif value is not None:
-                fields[name] = function(value, 1, 1)
-        return fields
-
-    def _dequantized(self) -> CompressedContext:
-        scales: Any = self.scales
-        if self.embeddings is not None:
-            fields: dict[str, Any] = {"embeddings": dequantize_tensor(self.embeddings, scales, is_keys=False)}
-        else:
-            layers = zip(self.key_values or (), scales, strict=True)
-            fields = {
-                "key_values": tuple(
-                    (dequantize_tensor(pair[0], by_channel, True), dequantize_tensor(pair[1], by_slot, False))
-                    for pair, (by_channel, by_slot) in layers
-                )
-            }
-        return replace(self, check=False, scales=None, **fields)
+        return prompt_of(self, tokenizer, messages, model, encoding)
 
     def _replace(self, fields: dict, function: Callable[[Tensor], Tensor]) -> CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
@@ -574,28 +457,6 @@ class CompressedContext:
         # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)
 
-    def _check_range(self, dtype: torch.dtype) -> None:
-        for tensor in self._carrier_tensors():
-            magnitudes = tensor.detach().abs()
-            largest = magnitudes.where(magnitudes.isfinite(), 0).max().item() if tensor.numel() else 0.0
-            if largest > torch.finfo(dtype).max:
-                raise ValueError(
-                    f"the memory holds values up to {largest:.4g}, {dtype} ends at {torch.finfo(dtype).max:.4g}"
-                )
-
-
-def _memories(name: str, memories: Any) -> list[CompressedContext]:
-    is_list = isinstance(memories, Iterable) and not isinstance(memories, Tensor)
-    memories = list(memories) if is_list else [memories]
-    for memory in memories:
-        if not is_list or not is_memory(memory):
-            raise TypeError(f"{name} takes CompressedContext objects, got {type(memory).__name__}")
-    return memories
-
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
-    return f"key/values of {num_layers} layers with {num_heads} heads of {head_dim}"

@@ -24,6 +24,7 @@ from .base_weights import (
 )
 from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer
 from .gguf_files import gguf_arguments
+from .peft_adapters import load_peft_adapter
 
 # What `from_base` hands to the base model's `from_pretrained`; everything else is a field of the configuration.
 _LOADING_ARGUMENTS = (
@@ -57,6 +58,7 @@ def start_from_base(
     encoder: str | os.PathLike | None,
     encoder_revision: str | None,
     hub_id: str | None,
+    adapter: str | os.PathLike | None,
     fields: dict[str, Any],
 ) -> PreTrainedModel:
     """A new compressor of a class; arguments, result and errors as `CompressorPreTrainedModel.from_base`."""
@@ -105,6 +107,8 @@ def start_from_base(
     with torch.device("meta"):
         model = model_class(config)
     model.load_base_weights(language_model, own_encoder)
+    if adapter is not None:
+        load_peft_adapter(model, adapter)
     if not model.trains_base:
         tensors = [(key, tensor) for key, tensor in model.state_dict().items() if base_name(key) is not None]
         remember_base(model, BaseRecord(entries, tensors))

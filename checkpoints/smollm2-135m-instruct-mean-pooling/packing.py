@@ -45,6 +45,20 @@ class PackedSequence:
             return states[:, states.shape[1] - self.text_places.shape[1] :]
         return take_places(states, self.text_places)
 
+    def inputs(self, embeddings: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
+        """What a backbone reads of `[slots, text]`, `(batch_size, num_slots + num_text_tokens, ...)` each."""
+        return {
+            "inputs_embeds": self.arrange(embeddings),
+            "attention_mask": self.attention_mask,
+            "position_ids": self.arrange(position_ids) * self.attention_mask,
+        }
+
+    def cut_to_text(self, outputs: Any) -> None:
+        """Leave of a backbone's outputs the states that belong to the text tokens."""
+        outputs.last_hidden_state = self.text_states(outputs.last_hidden_state)
+        if outputs.hidden_states is not None:
+            outputs.hidden_states = tuple(self.text_states(states) for states in outputs.hidden_states)
+
 
 def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:
     """Whole vectors from some places of each row; like `take_along_dim`, and several times as fast.

@@ -56,6 +56,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
         encoder: str | os.PathLike | None = None,
         encoder_revision: str | None = None,
         hub_id: str | None = None,
+        adapter: str | os.PathLike | None = None,
         **fields: Any,
     ) -> Any:
         """Start a compressor from a pretrained language model.
@@ -69,6 +70,8 @@ class CompressorPreTrainedModel(PreTrainedModel):
             encoder_revision: Revision of `encoder`.
             hub_id: Repository of the base, where `base` is a folder with a copy of it, or with a GGUF file that was
                 made of it: checkpoints then name it, and leave out its weights.
+            adapter: Hub repository or folder of a LoRA adapter that PEFT has trained on the base, such as a reader of
+                full texts: the decoder's own, or one that both sides share, starts as it.
             fields: Fields of the method's configuration, and arguments for loading the base: `dtype`,
                 `attn_implementation`, `device_map`, `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`,
                 and `gguf_file`, a GGUF file in the repository or folder, whose weights are dequantised.
@@ -78,9 +81,10 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: a field that the configuration does not have, a value that it does not allow, a base whose
-                logits are more than its LM head's weight (a bias, a scale), or one on several devices or offloaded.
+                logits are more than its LM head's weight (a bias, a scale), or one on several devices or offloaded, or
+                an `adapter` that does not fit.
         """
-        return start_from_base(cls, base, encoder, encoder_revision, hub_id, fields)
+        return start_from_base(cls, base, encoder, encoder_revision, hub_id, adapter, fields)
 
     def load_base_weights(self, base: PreTrainedModel, encoder: PreTrainedModel | None = None) -> None:
         """Take the tensors of a pretrained model (not copies of them), and give start values to everything else.

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed contexts as bytes: safetensors files with a checksum over every byte, and tensors as text."""
+"""Memories as safetensors files with a checksum over every byte."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import json
 import os
 import re
 import uuid
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -22,6 +20,38 @@ FORMAT_VERSION = "1"
 _MAX_HEADER_BYTES = 4 << 20
 _ZERO_DIGEST = "0" * 64
 _DIGEST_FIELD = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+# Fields that are tensors, those of every memory and those of some.
+_ALWAYS = ("attention_mask", "position_ids", "num_context_tokens")
+_SOMETIMES = ("embeddings", "scales", "inverse_frequencies", "question_fingerprints", "head_ids")
+
+
+def file_parts(memory: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a `CompressedContext`, as [`write_memory_file`] takes them."""
+    metadata = {"model_id": memory.model_id, "position_layout": memory.position_layout, "carrier": memory.carrier}
+    if not isinstance(memory.ratio, Tensor):
+        metadata["ratio"] = str(memory.ratio)
+    tensors = {name: getattr(memory, name) for name in (*_ALWAYS, *_SOMETIMES, "ratio")}
+    if memory.key_values is not None:
+        metadata["num_layers"] = str(len(memory.key_values))
+        for name, pairs in (("", memory.key_values), ("scales.", memory.scales or ())):
+            for layer, (keys, values) in enumerate(pairs):
+                tensors[f"{name}layers.{layer}.keys"], tensors[f"{name}layers.{layer}.values"] = keys, values
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, metadata
+
+
+def fields_of_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+    """The fields of the `CompressedContext` that [`file_parts`] took apart."""
+    fields: dict[str, Any] = {name: tensors.get(name) for name in _SOMETIMES}
+    fields |= {name: tensors[name] for name in _ALWAYS}
+    if metadata["carrier"] == "key_values":
+        layers = range(int(metadata["num_layers"]))
+        for name, prefix in (("key_values", ""), ("scales", "scales.")):
+            if name == "key_values" or "scales.layers.0.keys" in tensors:
+                names = ((f"{prefix}layers.{i}.keys", f"{prefix}layers.{i}.values") for i in layers)
+                # The first missing layer ends this, however many a header names.
+                fields[name] = tuple((tensors[keys], tensors[values]) for keys, values in names)
+    fields["ratio"] = tensors["ratio"] if "ratio" in tensors else int(metadata["ratio"])
+    return {**fields, "model_id": metadata["model_id"], "position_layout": metadata["position_layout"]}
 
 
 def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -101,18 +131,6 @@ def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[s
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         # Whoever alters a file may put the right checksum in it.
         raise ValueError(f"{path} is not a memory file: {error}") from error
-
-
-def tensor_as_base64(embeds: Tensor) -> str:
-    """A tensor as text: the file that `torch.save` writes, in base64.
-
-    Args:
-        embeds: `(num_places, hidden_size)`.
-    """
-    file = io.BytesIO()
-    # A copy: `torch.save` writes the whole storage that a slice is taken from.
-    torch.save(embeds.detach().cpu().contiguous().clone(), file)
-    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def _check_is_file(path: Path) -> None:

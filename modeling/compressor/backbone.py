@@ -18,15 +18,9 @@ from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import inverse_frequencies, key_value_shape
 from ..parts.ratio_selection import row_ratios
 from .chunking import Chunks, Slots, cut, join, memory_position_ids, with_markers
-from .input_checks import (
-    TokenRows,
-    check_context_length,
-    check_ratios,
-    check_together,
-    passage_borders,
-    token_rows,
-)
+from .input_checks import check_context_length, check_ratios
 from .pretrained_compressor import CompressorPreTrainedModel
+from .token_rows import TokenRows, check_together, passage_borders, token_rows
 
 logger = logging.get_logger(__name__)
 
@@ -156,6 +150,25 @@ class CompressorBackbone(CompressorPreTrainedModel):
             for memory in memories:
                 memory.model_id = self.model_id
         return memories if isinstance(ratio, (list, tuple)) else memories[0]
+
+    def context_memory(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        ratio: Any,
+        name: str = "input_ids",
+        chunk_lengths: Any = None,
+        **beside: Any,
+    ) -> CompressedContext:
+        """A memory without a name, of contexts that are read at once; arguments as `context_rows`, `compress_rows`."""
+        context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
+        check_together(context)
+        return self.compress_rows(context, [ratio], **beside)[0]
+
+    def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
+        """A text for [`check_together`]."""
+        known = {"vocab_size": self.config.vocab_size, "task_token_ids": self.config.task_token_ids}
+        return token_rows(input_ids, attention_mask, **known, needs_tokens=True)
 
     def context_rows(
         self, input_ids: Tensor, attention_mask: Tensor | None, name: str = "input_ids", chunk_lengths: Any = None

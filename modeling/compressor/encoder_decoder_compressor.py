@@ -18,22 +18,12 @@ from transformers.modeling_outputs import (
 )
 
 from ..memory.compressed_context import CompressedContext
-from ..memory.memory_validation import refuse_values, value_flags
 from ..parts.packing import left_padded, pack
 from .backbone import CompressorHead
-from .input_checks import (
-    TokenRows,
-    check_cache,
-    check_cached_mask,
-    check_keywords,
-    check_labels,
-    check_logits_to_keep,
-    check_memory,
-    check_memory_ratio,
-    check_together,
-    token_rows,
-)
+from .input_checks import check_cache, check_keywords, check_labels, check_logits_to_keep
+from .memory_checks import check_memory, check_source, check_text_and_memory
 from .question_conditioning import check_question, own_tokens, question_in_front, with_start
+from .token_rows import check_cached_mask, check_together
 
 
 def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
@@ -117,29 +107,15 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             mask = check_cached_mask(attention_mask, input_ids, cached).sort(dim=1).values
             memory = check_memory(memory, self.model, input_ids)
         else:
-            text = self._text_rows(input_ids, attention_mask)
-            memory = self._checked_memory(memory, text)
+            text = self.model.text_rows(input_ids, attention_mask)
+            memory, _ = check_text_and_memory(text, memory, self.model)
             # Relative positions count places: no pad may stand between two tokens.
             sequence = pack(text.attention_mask[:, :0], text.attention_mask, is_full=text.is_full)
             input_ids, mask = sequence.arrange(text.input_ids), sequence.attention_mask
         outputs = self._decode(input_ids, mask, *readable_slots(memory), past_key_values=past_key_values, **kwargs)
         if sequence is not None:
-            outputs.last_hidden_state = sequence.text_states(outputs.last_hidden_state)
-            if outputs.hidden_states is not None:
-                outputs.hidden_states = tuple(sequence.text_states(states) for states in outputs.hidden_states)
+            sequence.cut_to_text(outputs)
         return outputs
-
-    def _text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
-        return token_rows(input_ids, attention_mask, vocab_size=self.config.vocab_size, needs_tokens=True)
-
-    def _checked_memory(self, memory: CompressedContext | None, text: TokenRows) -> CompressedContext:
-        """Check text and memory by one wait for the device; the memory, one row for each text."""
-        memory = check_memory(memory, self.model, text.input_ids)
-        flags = [] if self.training else value_flags(memory, finite=True)
-        found = check_together(text, also=flags)
-        if flags:
-            refuse_values(memory, found)
-        return memory
 
     def _decode(
         self, input_ids: Tensor, attention_mask: Tensor | None, slots: Tensor, slot_mask: Tensor, **kwargs: Any
@@ -218,18 +194,15 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         if has_text:
             if decoder_input_ids is not None or input_ids is None:
                 raise ValueError("with `memory` or `context_input_ids` the decoder's text is `input_ids`")
-            if context_input_ids is None:
-                check_memory_ratio(memory, ratio, context_attention_mask, context_chunk_lengths)
-            elif memory is not None:
-                raise ValueError("give either `context_input_ids` or `memory`, not both")
-            else:
+            check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
+            if context_input_ids is not None:
                 context = (context_input_ids, context_attention_mask, ratio, "context_input_ids")
-                memory = self._compress(*context, context_chunk_lengths)
+                memory = self.model.context_memory(*context, context_chunk_lengths)
             outputs = self.text_states(input_ids, attention_mask, memory, **decoding)
             slots = None if memory is None else memory.embeddings
         else:
             given = (None if encoder_outputs is None else ratio, context_attention_mask, context_chunk_lengths)
-            check_memory_ratio(None, *given)
+            check_source(None, None, *given)
             slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio)
             if decoder_input_ids is None:
                 if labels is None:
@@ -253,18 +226,6 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         )
         return result if return_dict in (None, True) else result.to_tuple()
 
-    def _compress(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        ratio: int | Tensor | None,
-        name: str = "input_ids",
-        chunk_lengths: Any = None,
-    ) -> CompressedContext:
-        context = self.model.context_rows(input_ids, attention_mask, name, chunk_lengths)
-        check_together(context)
-        return self.model.compress_rows(context, [ratio])[0]
-
     def _slots(
         self,
         encoder_outputs: Sequence[Tensor] | None,
@@ -278,7 +239,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             return slots, slots.new_ones(slots.shape[:2]) if attention_mask is None else attention_mask
         if input_ids is None:
             raise ValueError("give a context: `input_ids`, `context_input_ids`, `memory` or `encoder_outputs`")
-        return readable_slots(self._compress(input_ids, attention_mask, ratio))
+        return readable_slots(self.model.context_memory(input_ids, attention_mask, ratio))
 
     @torch.no_grad()
     def generate(
@@ -328,13 +289,13 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         if memory is not None or context_input_ids is not None:
             context = (context_input_ids, context_attention_mask)
             return self._answer(input_ids, attention_mask, memory, context, ratio, kwargs)
-        check_memory_ratio(None, None, context_attention_mask)
+        check_source(None, None, None, context_attention_mask)
         if input_ids is None:
             if "encoder_outputs" in kwargs:
-                check_memory_ratio(None, ratio, None)
+                check_source(None, None, ratio, None)
                 return super().generate(attention_mask=attention_mask, **kwargs)
             raise ValueError("give a context, as `input_ids` or `context_input_ids`, or a `memory`")
-        memory = self._compress(input_ids, attention_mask, ratio)
+        memory = self.model.context_memory(input_ids, attention_mask, ratio)
         return self._generate_from(memory, kwargs)
 
     def _generate_from(self, memory: CompressedContext, kwargs: dict[str, Any]) -> Any:
@@ -352,31 +313,28 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         kwargs: dict[str, Any],
     ) -> Any:
         """Question and new tokens."""
-        if memory is not None and context[0] is not None:
-            raise ValueError("give either `context_input_ids` or `memory`, not both")
+        chunk_lengths = kwargs.pop("context_chunk_lengths", None)
+        check_source(context[0], memory, ratio, context[1], chunk_lengths)
         if given := [n for n in ("decoder_input_ids", "decoder_attention_mask") if kwargs.get(n) is not None]:
             raise ValueError(
                 f"with `memory` or `context_input_ids` the decoder's text is `input_ids`; leave out {', '.join(given)}"
             )
-        chunk_lengths = kwargs.pop("context_chunk_lengths", None)
-        if memory is not None:
-            check_memory_ratio(memory, ratio, context[1], chunk_lengths)
         start, in_encoder = self.config.decoder_start_token_id, self.config.compresses_questions
         has_question = question is not None
         if question is None:
             num_rows = memory.batch_size if memory is not None else len(context[0])
             question, question_mask = torch.full((num_rows, 1), start, device=self.device), None
-        rows = self._text_rows(question, question_mask)
+        rows = self.model.text_rows(question, question_mask)
         check_together(rows)
         question, question_mask = rows.input_ids, rows.attention_mask
         if memory is None:
             if in_encoder:
                 context = question_in_front(*context, question, question_mask, self.config)[:2]
-            memory = self._compress(*context, ratio, "context_input_ids", chunk_lengths)
+            memory = self.model.context_memory(*context, ratio, "context_input_ids", chunk_lengths)
         elif in_encoder:
             memory = check_memory(memory, self.model, question)
             check_question(memory, question, own_tokens(question, question_mask, self.config))
-        memory = self._checked_memory(memory, rows)
+        memory, _ = check_text_and_memory(rows, memory, self.model)
         ids, mask = with_start(question, question_mask, self.config)
         if in_encoder:
             ids, mask = question.new_full((len(question), 1), start), question_mask.new_ones(len(question), 1)

@@ -18,8 +18,8 @@ from ..parts.packing import left_padded
 from ..parts.position_layout import rotate_keys
 from .backbone import slot_counts
 from .chunking import Chunks
-from .input_checks import TokenRows
 from .modeling_compressor import CompressorModel
+from .token_rows import TokenRows
 
 
 @dataclass

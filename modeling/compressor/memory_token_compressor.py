@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +42,6 @@ class MemoryRows:
     places: Tensor
     groups: list[tuple[int, Tensor]]
 
-    def hidden_states(self, model: CompressorModel, **kwargs: Any) -> Tensor:
-        """Last hidden states of a model's encoder over the rows, `(num_chunks, num_places, hidden_size)`."""
-        return model.encoder_states(**self.inputs, **kwargs)
-
     @property
     def inputs(self) -> dict[str, Any]:
         """What the encoder reads."""
@@ -63,92 +58,6 @@ class MemoryRows:
             states[:, first : first + mask.shape[1]].masked_fill(mask[:, :, None] == 0, 0)
             for first, mask in self.groups
         ]
-
-    def read_key_values(self, layers: Sequence[tuple[Tensor, Tensor]]) -> list[KeyValues]:
-        """The memory tokens' keys and values of each ratio, by layer."""
-        spans = [slice(first, first + mask.shape[1]) for first, mask in self.groups]
-        return [tuple((keys[:, :, span], values[:, :, span]) for keys, values in layers) for span in spans]
-
-
-def memory_rows(
-    model: CompressorModel,
-    chunks: Chunks,
-    ratios: Sequence[int | Tensor],
-    vectors: Callable[[int], Tensor],
-    bidirectional: bool = False,
-    token_ids: Callable[[Chunks, Tensor, int], Tensor] | None = None,
-) -> Iterator[MemoryRows]:
-    """`[S(i); M(i)]` for each pass of the encoder, with the memory tokens of all its ratios behind one context.
-
-    Causal memory tokens under the default layout are nested: those of a higher ratio are the first ones of a lower
-    ratio (the remark on Matryoshka representations in "Simple Context Compression"), and stand there once. Elsewhere
-    each ratio has its own tokens, which do not see those of another; an attention that cannot keep them apart takes a
-    pass for each ratio.
-
-    Args:
-        model: whose encoder reads the rows.
-        chunks: the context.
-        ratios: an int or a LongTensor `(num_chunks,)` each.
-        vectors: gives the first memory tokens, as many as it is asked for, `(num_memory_tokens, hidden_size)`.
-        bidirectional: whether a memory token sees the ones behind it, too.
-        token_ids: gives the memory tokens' position ids, see `memory_token_ids`, which is it if not given.
-
-    Raises:
-        ValueError: memory tokens beyond the encoder's positions, or an attention implementation that cannot take the
-            mask.
-    """
-    config = model.encoder_backbone.config
-    # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
-    are_nested = not bidirectional and model.config.position_layout == "default"
-    counts = [slot_counts(model.config, chunks.lengths, ratio) for ratio in ratios]
-    is_together = are_nested or config._attn_implementation in PAIRWISE_MASKS
-    for group in [counts] if is_together else [[count] for count in counts]:
-        yield _joined_rows(model, chunks, group, vectors, are_nested, bidirectional, token_ids)
-
-
-def _joined_rows(
-    model: CompressorModel,
-    chunks: Chunks,
-    counts: Sequence[Sequence[int]],
-    vectors: Callable[[int], Tensor],
-    are_nested: bool,
-    bidirectional: bool,
-    token_ids: Callable[[Chunks, Tensor, int], Tensor] | None,
-) -> MemoryRows:
-    """The rows of one pass; `counts` has for each ratio the memory tokens of each chunk."""
-    layout, config, device = model.config.position_layout, model.encoder_backbone.config, chunks.input_ids.device
-    lengths = torch.tensor(chunks.lengths, device=device)
-    token_ids = token_ids or partial(memory_token_ids, layout)
-    blocks = [[max(of_chunk) for of_chunk in zip(*counts, strict=True)]] if are_nested else counts
-    widths = [max(block) for block in blocks]
-    if layout == "default":
-        places = [n + m for block in blocks for n, m in zip(chunks.lengths, block, strict=True) if m]
-        check_context_length(config, max(places), model.config.chunk_size)
-    memory_ids = [
-        token_ids(chunks, torch.tensor(block, device=device), width)
-        for block, width in zip(blocks, widths, strict=True)
-    ]
-    memory_mask = torch.cat([first_places(block, device) for block in blocks], dim=1)
-    is_full = chunks.is_full and all(min(b) == max(b) for b in blocks)
-    pad = layout != "default" and reads_falling_ids_as_packed(config, len(lengths))
-    sequence = pack(chunks.attention_mask, memory_mask, pad_in_front=pad, is_full=is_full)
-    context = chunks.inputs_embeds
-    if context is None:
-        context = model.encoder_backbone.get_input_embeddings()(chunks.input_ids)
-    tokens = torch.cat([vectors(width) for width in widths]).to(context.dtype)
-    mask: Tensor | dict[str, Tensor] = sequence.attention_mask
-    if len(blocks) > 1 or bidirectional:
-        mask = _block_mask(config, sequence, lengths, widths, bidirectional, context.dtype)
-    firsts = [0] * len(counts) if are_nested else [sum(widths[:i]) for i in range(len(widths))]
-    joined = torch.cat([context, tokens.expand(len(lengths), -1, -1)], dim=1)
-    positions = sequence.arrange(torch.cat([chunks.position_ids, *memory_ids], dim=1))
-    return MemoryRows(
-        inputs_embeds=sequence.arrange(joined),
-        attention_mask=mask,
-        position_ids=positions * sequence.attention_mask,
-        places=sequence.text_places,
-        groups=[(first, first_places(count, device)) for first, count in zip(firsts, counts, strict=True)],
-    )
 
 
 def _block_mask(
@@ -218,63 +127,6 @@ def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
     return torch.where(visible, zero, torch.finfo(dtype).min)
 
 
-def memory_token_ids(layout: str, chunks: Chunks, counts: Tensor, width: int) -> Tensor:
-    """Position ids of memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and 12).
-
-    Args:
-        layout: "default", "uniform" or "enhanced".
-        chunks: the context.
-        counts: `(num_chunks,)`, memory tokens of each chunk.
-        width: the largest of them.
-    """
-    lengths = torch.tensor(chunks.lengths, device=counts.device)
-    return encoder_memory_ids(lengths, counts, chunks.starts, layout, width)
-
-
-def recorded_key_values(model: CompressorModel, rows: MemoryRows) -> list[KeyValues]:
-    """The memory tokens' keys and values of each ratio from a pass of a model's encoder, by layer."""
-    recorder = KeyValueRecorder(rows.places)
-    rows.hidden_states(model, past_key_values=recorder)
-    # Under autocast rotated keys are float32 and values are not.
-    return rows.read_key_values([(keys.to(model.dtype), values.to(model.dtype)) for keys, values in recorder.close()])
-
-
-def first_memory_tokens(model: CompressorModel, num_memory_tokens: int) -> Tensor:
-    """The first of a model's `memory_embeddings`, which each have a vector of their own (EPL, section 3.1.1).
-
-    Raises:
-        ValueError: there are fewer.
-    """
-    available = len(model.memory_embeddings)
-    if num_memory_tokens > available:
-        raise ValueError(
-            f"the context needs {num_memory_tokens} memory tokens, the checkpoint has {available}: take a ratio "
-            f"of {min(model.config.compression_ratios)} or higher"
-        )
-    return model.memory_embeddings[:num_memory_tokens]
-
-
-def start_memory_tokens(model: CompressorModel) -> None:
-    """Give `memory_embeddings` the start values of the configuration's `memory_start`.
-
-    Raises:
-        ValueError: copies of EOS are asked for, and the encoder's configuration names none.
-    """
-    if model.config.memory_start == "standard_normal":
-        init.normal_(model.memory_embeddings)
-    elif model.config.memory_start == "eos":
-        eos = model.config.get_encoder_config().eos_token_id
-        if eos is None:
-            raise ValueError("`memory_start='eos'` needs a base with an EOS token, got eos_token_id None")
-        table = model.encoder_backbone.get_input_embeddings()
-        first = torch.tensor(eos if isinstance(eos, list) else [eos], device=table.weight.device)[:1]
-        init.copy_(
-            model.memory_embeddings, table(first).to(model.memory_embeddings).expand(model.memory_embeddings.shape)
-        )
-    else:
-        model._init_like_embeddings(model.memory_embeddings, model.encoder_backbone)
-
-
 class MemoryTokenModel(CompressorModel):
     r"""
     A compressor whose encoder reads `[S(i); M(i)]`: the context of a chunk, then learned memory tokens, the same for
@@ -290,42 +142,142 @@ class MemoryTokenModel(CompressorModel):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        width = config.get_encoder_config().hidden_size
-        self.memory_embeddings = nn.Parameter(torch.zeros(config.num_memory_tokens or 1, width))
+        count = 1 if config.num_memory_tokens is None else config.num_memory_tokens
+        self.memory_embeddings = None
+        if count:
+            self.memory_embeddings = nn.Parameter(torch.zeros(count, config.get_encoder_config().hidden_size))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self:
-            self.start_memory_tokens()
+        if module is self and self.memory_embeddings is not None:
+            self.start_memory_tokens(self.memory_embeddings)
 
-    def start_memory_tokens(self) -> None:
-        """Give the memory tokens their start values: one that is repeated is the mean of the embedding matrix."""
-        if self.config.num_memory_tokens is not None:
-            start_memory_tokens(self)
-            return
+    def start_memory_tokens(self, tokens: nn.Parameter) -> None:
+        """Give the memory tokens the start values of the configuration's `memory_start`; one that is repeated is the
+        mean of the embedding matrix.
+
+        Raises:
+            ValueError: copies of EOS are asked for, and the encoder's configuration names none.
+        """
         table = self.encoder_backbone.get_input_embeddings()
-        scale = getattr(table, "scalar_embed_scale", 1.0)
-        init.copy_(self.memory_embeddings, scale * table.weight.float().mean(dim=0, keepdim=True))
+        if self.config.num_memory_tokens is None:
+            scale = getattr(table, "scalar_embed_scale", 1.0)
+            init.copy_(tokens, scale * table.weight.float().mean(dim=0, keepdim=True))
+        elif self.config.memory_start == "standard_normal":
+            init.normal_(tokens)
+        elif self.config.memory_start == "eos":
+            eos = self.config.get_encoder_config().eos_token_id
+            if eos is None:
+                raise ValueError("`memory_start='eos'` needs a base with an EOS token, got eos_token_id None")
+            first = torch.tensor(eos if isinstance(eos, list) else [eos], device=table.weight.device)[:1]
+            init.copy_(tokens, table(first).to(tokens).expand(tokens.shape))
+        else:
+            self._init_like_embeddings(tokens, self.encoder_backbone)
 
     def memory_vectors(self, num_memory_tokens: int) -> Tensor:
-        """The first `num_memory_tokens` memory tokens, `(num_memory_tokens, hidden_size)`, or so many of the one."""
+        """The first memory tokens, which each have a vector of their own (EPL, section 3.1.1), or so many of the one.
+
+        Returns:
+            `(num_memory_tokens, hidden_size)`.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        tokens: Any = self.memory_embeddings
         if self.config.num_memory_tokens is None:
-            return self.memory_embeddings.expand(num_memory_tokens, -1)
-        return first_memory_tokens(self, num_memory_tokens)
+            return tokens.expand(num_memory_tokens, -1)
+        if num_memory_tokens > len(tokens):
+            raise ValueError(
+                f"the context needs {num_memory_tokens} memory tokens, the checkpoint has {len(tokens)}: take a ratio "
+                f"of {min(self.config.compression_ratios)} or higher"
+            )
+        return tokens[:num_memory_tokens]
 
     def memory_token_ids(self, chunks: Chunks, counts: Tensor, width: int) -> Tensor:
-        """Position ids of the memory tokens; see [`memory_token_ids`]."""
-        return memory_token_ids(self.config.position_layout, chunks, counts, width)
+        """Position ids of memory tokens in the encoder, `(num_chunks, width)` (EPL, Tables 1 and 12).
+
+        Args:
+            chunks: the context.
+            counts: `(num_chunks,)`, memory tokens of each chunk.
+            width: the largest of them.
+        """
+        lengths = torch.tensor(chunks.lengths, device=counts.device)
+        return encoder_memory_ids(lengths, counts, chunks.starts, self.config.position_layout, width)
 
     def memory_rows(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Iterator[MemoryRows]:
-        """What the encoder reads; see [`memory_rows`]."""
-        return memory_rows(
-            self, chunks, ratios, self.memory_vectors, self.has_bidirectional_memory, self.memory_token_ids
+        """`[S(i); M(i)]` for each pass of the encoder, with the memory tokens of all its ratios behind one context.
+
+        Causal memory tokens under the default layout are nested: those of a higher ratio are the first ones of a lower
+        ratio (the remark on Matryoshka representations in "Simple Context Compression"), and stand there once.
+        Elsewhere each ratio has its own tokens, which do not see those of another; an attention that cannot keep them
+        apart takes a pass for each ratio.
+
+        Args:
+            chunks: the context.
+            ratios: an int or a LongTensor `(num_chunks,)` each.
+
+        Raises:
+            ValueError: memory tokens beyond the encoder's positions, or an attention implementation that cannot take
+                the mask.
+        """
+        # Without later tokens in sight and with the same positions, fewer tokens are the first ones of more.
+        are_nested = not self.has_bidirectional_memory and self.config.position_layout == "default"
+        counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
+        is_together = are_nested or self.encoder_backbone.config._attn_implementation in PAIRWISE_MASKS
+        for group in [counts] if is_together else [[count] for count in counts]:
+            yield self._joined_rows(chunks, group, are_nested)
+
+    def _joined_rows(self, chunks: Chunks, counts: Sequence[Sequence[int]], are_nested: bool) -> MemoryRows:
+        """The rows of one pass; `counts` has for each ratio the memory tokens of each chunk."""
+        layout, config, device = self.config.position_layout, self.encoder_backbone.config, chunks.input_ids.device
+        lengths = torch.tensor(chunks.lengths, device=device)
+        blocks = [[max(of_chunk) for of_chunk in zip(*counts, strict=True)]] if are_nested else counts
+        widths = [max(block) for block in blocks]
+        if layout == "default":
+            places = [n + m for block in blocks for n, m in zip(chunks.lengths, block, strict=True) if m]
+            check_context_length(config, max(places), self.config.chunk_size)
+        memory_ids = [
+            self.memory_token_ids(chunks, torch.tensor(block, device=device), width)
+            for block, width in zip(blocks, widths, strict=True)
+        ]
+        memory_mask = torch.cat([first_places(block, device) for block in blocks], dim=1)
+        is_full = chunks.is_full and all(min(b) == max(b) for b in blocks)
+        pad = layout != "default" and reads_falling_ids_as_packed(config, len(lengths))
+        sequence = pack(chunks.attention_mask, memory_mask, pad_in_front=pad, is_full=is_full)
+        context = chunks.inputs_embeds
+        if context is None:
+            context = self.encoder_backbone.get_input_embeddings()(chunks.input_ids)
+        tokens = torch.cat([self.memory_vectors(width) for width in widths]).to(context.dtype)
+        mask: Tensor | dict[str, Tensor] = sequence.attention_mask
+        if len(blocks) > 1 or self.has_bidirectional_memory:
+            mask = _block_mask(config, sequence, lengths, widths, self.has_bidirectional_memory, context.dtype)
+        firsts = [0] * len(counts) if are_nested else [sum(widths[:i]) for i in range(len(widths))]
+        joined = torch.cat([context, tokens.expand(len(lengths), -1, -1)], dim=1)
+        positions = sequence.arrange(torch.cat([chunks.position_ids, *memory_ids], dim=1))
+        return MemoryRows(
+            inputs_embeds=sequence.arrange(joined),
+            attention_mask=mask,
+            position_ids=positions * sequence.attention_mask,
+            places=sequence.text_places,
+            groups=[(first, first_places(count, device)) for first, count in zip(firsts, counts, strict=True)],
         )
 
-    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Slots]:
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Sequence[Slots]:
         return [slots for rows in self.memory_rows(chunks, ratios) for slots in self.read_memory(rows)]
 
     def read_memory(self, rows: MemoryRows) -> Sequence[Slots]:
         """Run the encoder over the rows and read the memory of each ratio."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its memory is read from")
+
+    def token_states(self, rows: MemoryRows) -> list[Tensor]:
+        """The memory tokens' last hidden states of each ratio, `(num_chunks, num_slots, hidden_size)`."""
+        return rows.read(self.encoder_states(**rows.inputs))
+
+    def token_key_values(self, rows: MemoryRows) -> list[KeyValues]:
+        """The memory tokens' keys and values of each ratio, by layer."""
+        recorder = KeyValueRecorder(rows.places)
+        self.encoder_states(**rows.inputs, past_key_values=recorder)
+        # Under autocast rotated keys are float32 and values are not.
+        layers = [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close()]
+        spans = [slice(first, first + mask.shape[1]) for first, mask in rows.groups]
+        return [tuple((keys[:, :, span], values[:, :, span]) for keys, values in layers) for span in spans]

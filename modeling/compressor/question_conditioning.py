@@ -11,7 +11,36 @@ from torch import Tensor
 
 from ..memory.compressed_context import CompressedContext
 from ..parts.packing import left_padded
-from .input_checks import check_together, token_rows
+from .token_rows import TokenRows, check_together, token_rows
+
+
+def question_rows(
+    input_ids: Tensor, attention_mask: Tensor | None, num_contexts: int, config: Any, vocab_size: int | None = None
+) -> TokenRows:
+    """What is asked of contexts before they are compressed, checked.
+
+    Args:
+        input_ids: `(num_contexts or 1, num_question_tokens)`.
+        attention_mask: their mask.
+        num_contexts: rows of the contexts.
+        config: the model's.
+        vocab_size: ids below it are known; `None` leaves them unchecked.
+
+    Raises:
+        ValueError: a question where the configuration has none, a mask of the wrong shape, an empty question, or
+            another number of questions.
+    """
+    name = "question_input_ids"
+    if not config.compresses_questions:
+        raise ValueError(
+            f"`{name}` need `question_placement='encoder'`, the configuration has {config.question_placement!r}: ask "
+            "the decoder, `generate(question, memory=memory)`"
+        )
+    asked = token_rows(input_ids, attention_mask, name, vocab_size=vocab_size, needs_tokens=True)
+    check_together(asked)
+    if len(input_ids) not in (1, num_contexts):
+        raise ValueError(f"`{name}` has {len(input_ids)} rows, `input_ids` has {num_contexts}")
+    return asked
 
 
 def own_tokens(input_ids: Tensor, attention_mask: Tensor, config: Any) -> Tensor:
@@ -43,22 +72,17 @@ def question_in_front(
     Args:
         input_ids: contexts `(batch_size, num_tokens)`.
         attention_mask: their mask.
-        question_input_ids: `(batch_size or 1, num_question_tokens)`.
-        question_attention_mask: their mask.
+        question_input_ids, question_attention_mask: as [`question_rows`] takes them.
         config: the model's, see [`own_tokens`].
 
     Returns:
         Ids and mask `(batch_size, num_question_tokens + num_tokens)`, and the questions' own ids and mask.
 
     Raises:
-        ValueError: a mask of the wrong shape, an empty question, or another number of questions.
+        ValueError: a mask of the wrong shape, or what [`question_rows`] refuses.
     """
-    name = "question_input_ids"
     context = token_rows(input_ids, attention_mask)
-    asked = token_rows(question_input_ids, question_attention_mask, name, needs_tokens=True)
-    check_together(asked)
-    if question_input_ids.shape[0] not in (1, input_ids.shape[0]):
-        raise ValueError(f"`{name}` has {question_input_ids.shape[0]} rows, `input_ids` has {input_ids.shape[0]}")
+    asked = question_rows(question_input_ids, question_attention_mask, len(input_ids), config)
     mask = own_tokens(question_input_ids, asked.attention_mask, config)
     question, mask = (tensor.expand(input_ids.shape[0], -1) for tensor in (question_input_ids, mask))
     joined, joined_mask = torch.cat([question, input_ids], dim=1), torch.cat([mask, context.attention_mask], dim=1)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..memory.memory_validation import check_served_form, served_slots
+from ..memory.served_memory import check_served_form, served_slots
 from ..parts.lora import DECODER, merge_lora
 from ..parts.prompting import message_ids
-from .input_checks import check_memory, check_together
+from .memory_checks import check_text_and_memory
 
 if TYPE_CHECKING:
     from ..memory.compressed_context import CompressedContext
@@ -39,9 +39,8 @@ def prompt_embeds(
     backbone = model.base_model
     ids = message_ids(model.config, tokenizer, messages)
     text = backbone.text_rows(torch.tensor([ids], device=model.device), None)
-    check_together(text)
-    memory = check_memory(memory, backbone, text.input_ids)
-    inputs, _ = backbone.first_inputs(text, None, memory, None)
+    memory, is_full = check_text_and_memory(text, memory, backbone)
+    inputs, _ = backbone.first_inputs(text, None, memory, None, is_full)
     return inputs["inputs_embeds"][0, inputs["attention_mask"][0].bool()]
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,25 +12,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..parts.position_layout import rotate_keys
+from .carriers import carrier_tensors, map_carrier, scale_tensors
 from .memory_quantization import quantization_of, zero_of
+from .memory_validation import is_memory
 
 # A CompressedContext. Its file imports this one, so this one cannot name the class.
 Memory = Any
 
 
-def concatenate_memories(memories: Sequence[Memory]) -> Memory:
-    """Join memories in order, row beside row; `CompressedContext.concatenate` says how.
-
-    Args:
-        memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout.
-
-    Returns:
-        A new memory.
-
-    Raises:
-        ValueError: No memory, memories that do not fit together, or keys to be rotated without frequencies.
-    """
-    memories = _in_one_form(memories, keeps_keys=False)
+def concatenate_memories(given: Iterable[Memory]) -> Memory:
+    """See `CompressedContext.concatenate`."""
+    memories = _in_one_form(_listed("concatenate", given), keeps_keys=False)
     _check_fit("concatenated", memories)
     first = memories[0]
     if len(memories) == 1:
@@ -70,25 +62,15 @@ def concatenate_memories(memories: Sequence[Memory]) -> Memory:
     )
 
 
-def stack_memories(memories: Sequence[Memory]) -> Memory:
-    """The rows of memories as one batch; `CompressedContext.stack` says how.
-
-    Args:
-        memories: Memories of one model with the same carrier, width, dtype, device and layout.
-
-    Returns:
-        A new memory.
-
-    Raises:
-        ValueError: No memory, or memories that do not fit together.
-    """
-    memories = _in_one_form(memories, keeps_keys=True)
+def stack_memories(given: Iterable[Memory]) -> Memory:
+    """See `CompressedContext.stack`."""
+    memories = _in_one_form(_listed("stack", given), keeps_keys=True)
     _check_fit("stacked", memories)
     first = memories[0]
     if len(memories) == 1:
         return first
     length = max(memory.attention_mask.shape[1] for memory in memories)
-    columns: list[list[Tensor]] = [[] for _ in first._carrier_tensors() + first._scale_tensors()]
+    columns: list[list[Tensor]] = [[] for _ in carrier_tensors(first) + scale_tensors(first)]
     for memory in memories:
         places = iter(columns)
 
@@ -97,9 +79,9 @@ def stack_memories(memories: Sequence[Memory]) -> Memory:
             next(places).append(pad(tensor, (0, 0, 0, missing), value=zero_of(tensor.dtype)))
             return tensor
 
-        memory._map_carrier(extend)
+        map_carrier(memory, extend)
     joined = (torch.cat(column) for column in columns)
-    fields = first._map_carrier(lambda tensor, slot_dim, span: next(joined))
+    fields = map_carrier(first, lambda tensor, slot_dim, span: next(joined))
     for name in ("attention_mask", "position_ids"):
         rows = [getattr(memory, name) for memory in memories]
         fields[name] = torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in rows])
@@ -118,6 +100,15 @@ def stack_memories(memories: Sequence[Memory]) -> Memory:
 
 def _maker(memories: Sequence[Memory]) -> Any:
     return next((memory.maker for memory in memories if memory.maker is not None), None)
+
+
+def _listed(how: str, memories: Any) -> list[Memory]:
+    is_list = isinstance(memories, Iterable) and not isinstance(memories, Tensor)
+    memories = list(memories) if is_list else [memories]
+    for memory in memories:
+        if not is_list or not is_memory(memory):
+            raise TypeError(f"{how} takes CompressedContext objects, got {type(memory).__name__}")
+    return memories
 
 
 def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memory]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..parts.position_layout import POSITION_LAYOUTS
+from .carriers import carrier_tensors, scale_tensors
 from .memory_quantization import quantization_of, scales_shape, width_of
 
 _INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -18,34 +19,6 @@ _INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8
 def is_memory(value: Any) -> bool:
     """Whether it is a `CompressedContext`: this package's, or that of a model which brings its own code."""
     return any(kind.__name__ == "CompressedContext" for kind in type(value).__mro__)
-
-
-def check_served_form(carrier: str, position_layout: str) -> None:
-    """Raise `ValueError` if a server of the decoder alone cannot read memories of this form; it says why."""
-    if carrier != "embeddings":
-        raise ValueError(
-            "servers take embeddings only, and memories of this kind are keys and values of every layer: their own "
-            "compressor alone can read them"
-        )
-    if position_layout == "enhanced":
-        raise ValueError(
-            "servers number embeddings 0, 1, 2, ..., and under the position layout 'enhanced' slots stand where their "
-            "tokens stood: only contiguous positions can be served"
-        )
-
-
-def served_slots(memory: Any) -> Tensor:
-    """The slots of a memory of one row, `(num_slots, hidden_size)`, for a server of the decoder alone.
-
-    Raises:
-        ValueError: several rows, values that are not finite, or a form that servers cannot read.
-    """
-    if memory.batch_size != 1:
-        raise ValueError(f"a prompt has one memory, this one has {memory.batch_size} rows: choose with `rows`")
-    check_served_form(memory.carrier, memory.position_layout)
-    memory = memory.dequantize() if memory.quantization else memory
-    check_memory_fields(memory, finite=True)
-    return memory.embeddings[0, memory.attention_mask[0].bool()]
 
 
 def check_memory_fields(memory: Any, finite: bool = False) -> None:
@@ -85,7 +58,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
     integers += [] if memory.head_ids is None else [memory.head_ids]
     _check_scales(memory)
-    devices = {tensor.device for tensor in memory._carrier_tensors() + memory._scale_tensors() + integers}
+    devices = {tensor.device for tensor in carrier_tensors(memory) + scale_tensors(memory) + integers}
     if len(devices) > 1:
         raise ValueError(f"all tensors of a memory must be on one device, got {sorted(map(str, devices))}")
     if not memory.attention_mask.is_meta:
@@ -105,9 +78,9 @@ def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
         raise TypeError("key_values must be a tuple with one pair of keys and values for each layer")
     if not layers:
         raise ValueError("key_values must have at least one layer")
-    for tensor in memory._carrier_tensors():
+    for tensor in carrier_tensors(memory):
         _check_carrier_tensor(memory, "key_values", tensor, "(batch_size, num_key_value_heads, num_slots, head_dim)")
-    found = {(tuple(tensor.shape), tensor.dtype) for tensor in memory._carrier_tensors()}
+    found = {(tuple(tensor.shape), tensor.dtype) for tensor in carrier_tensors(memory)}
     if len(found) > 1:
         raise ValueError(f"key_values must have one shape and dtype in all layers, got {sorted(map(str, found))}")
     (batch_size, _, length, _), head_dim = layers[0][0].shape, width_of(layers[0][0])
@@ -153,7 +126,7 @@ def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
     carrier: list[Tensor] = []
     if finite:
         # Integers are.
-        carrier = memory._scale_tensors() if quantization_of(memory.dtype) else memory._carrier_tensors()
+        carrier = scale_tensors(memory) if quantization_of(memory.dtype) else carrier_tensors(memory)
     return [
         ((mask != 0) & (mask != 1)).any(),
         (mask[:, 1:] > mask[:, :-1]).any(),
@@ -210,9 +183,9 @@ def _check_scales(memory: Any) -> None:
     else:
         fits = isinstance(memory.scales, tuple) and len(memory.scales) == len(memory.key_values)
         fits = fits and all(isinstance(pair, tuple) and len(pair) == 2 for pair in memory.scales)
-    if not fits or not all(isinstance(t, Tensor) and t.dtype == torch.float16 for t in memory._scale_tensors()):
+    if not fits or not all(isinstance(t, Tensor) and t.dtype == torch.float16 for t in scale_tensors(memory)):
         raise TypeError("scales must be float16 tensors, one for embeddings, a pair for each layer of key_values")
-    for place, (tensor, scales) in enumerate(zip(memory._carrier_tensors(), memory._scale_tensors(), strict=True)):
+    for place, (tensor, scales) in enumerate(zip(carrier_tensors(memory), scale_tensors(memory), strict=True)):
         wanted = scales_shape(tensor, is_keys=memory.key_values is not None and place % 2 == 0)
         if tuple(scales.shape) != wanted:
             raise ValueError(f"scales must have shape {wanted} to fit the {memory.carrier}, got {tuple(scales.shape)}")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from context_compressors import MemoryStore
+from context_compressors.modeling.memory.carriers import map_carrier, scale_tensors
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
 from random_memories import assert_same, make_memory
@@ -25,7 +26,7 @@ def stored(memory, dtype):
     if dtype != "float16":
         return memory.quantize(dtype)
     real = memory.attention_mask.bool()
-    carrier = memory._map_carrier(lambda tensor, slot_dim, span: tensor.half().where(_at(real, tensor), 0))
+    carrier = map_carrier(memory, lambda tensor, slot_dim, span: tensor.half().where(_at(real, tensor), 0))
     return replace(memory, **carrier)
 
 
@@ -35,7 +36,7 @@ def _at(mask, tensor):
 
 def assert_equal(left, right):
     assert_same(left, right)
-    for ours, theirs in zip(left._scale_tensors(), right._scale_tensors(), strict=True):
+    for ours, theirs in zip(scale_tensors(left), scale_tensors(right), strict=True):
         assert torch.equal(ours, theirs)
 
 

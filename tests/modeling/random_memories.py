@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from context_compressors.modeling.memory.carriers import scale_tensors
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 
 NUM_HEADS, HEAD_DIM, NUM_LAYERS, HIDDEN_SIZE = 2, 8, 3, 6
@@ -45,7 +46,7 @@ def tensors_of(memory):
     tensors = {name: getattr(memory, name) for name in names if isinstance(getattr(memory, name), torch.Tensor)}
     for layer, (keys, values) in enumerate(memory.key_values or ()):
         tensors[f"{layer}.keys"], tensors[f"{layer}.values"] = keys, values
-    return tensors | {f"scales.{place}": tensor for place, tensor in enumerate(memory._scale_tensors())}
+    return tensors | {f"scales.{place}": tensor for place, tensor in enumerate(scale_tensors(memory))}
 
 
 def assert_same(left, right):

@@ -12,6 +12,7 @@ import torch
 from random_memories import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_LAYERS, assert_same, make_memory
 from safetensors.torch import save_file
 
+from context_compressors.modeling.memory.carriers import carrier_tensors
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.memory.memory_file import read_memory_file, write_memory_file
 
@@ -206,7 +207,7 @@ def test_a_header_that_was_altered_with_its_checksum_is_refused(tmp_path, monkey
 def test_a_memory_that_is_not_finite_is_neither_saved_nor_loaded(tmp_path, monkeypatch, carrier, wrong):
     path = tmp_path / "memory.safetensors"
     memory = make_memory(carrier=carrier)
-    memory._carrier_tensors()[-1][0, 0, 0] = wrong
+    carrier_tensors(memory)[-1][0, 0, 0] = wrong
     with pytest.raises(ValueError, match=f"{carrier} must be finite"):
         memory.save(path)
     assert not path.exists()

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from context_compressors.modeling.compressor import input_checks as inputs
+from context_compressors.modeling.compressor import memory_checks
 
 CONTEXT, TEXT = torch.arange(5, 15)[None], torch.arange(20, 24)[None]
 # What is refused before a method has its turn: one stands for all.
@@ -119,7 +119,7 @@ def test_memories_beyond_the_decoders_positions_are_read_with_a_warning(form_cas
     model = form_case.build(decoder_config={"max_position_embeddings": 16}, chunk_size=8)
     memory = model.compress(CONTEXT[:, :8])
     # A warning that is given once in a process would be gone in the second test.
-    monkeypatch.setattr(inputs.logger, "warning_once", inputs.logger.warning, raising=False)
+    monkeypatch.setattr(memory_checks.logger, "warning_once", memory_checks.logger.warning, raising=False)
     for count, warned in ((3, False), (4, True)):
         caplog.clear()
         with caplog.at_level("WARNING"):

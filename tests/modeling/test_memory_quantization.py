@@ -11,6 +11,7 @@ import torch
 from decal_models import build
 from random_memories import assert_same, make_memory
 
+from context_compressors.modeling.memory.carriers import carrier_tensors
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.memory.memory_file import write_memory_file
 
@@ -55,7 +56,7 @@ def check_values(carrier, form):
     assert (found.quantization, memory.quantization, found.model_id) == (form, None, memory.model_id)
     num_bytes = 0
     for place, (tensor, got) in enumerate(
-        zip(memory._carrier_tensors(), found.dequantize()._carrier_tensors(), strict=True)
+        zip(carrier_tensors(memory), carrier_tensors(found.dequantize()), strict=True)
     ):
         is_keys = carrier == "key_values" and place % 2 == 0
         heads = [tensor[:, head] for head in range(tensor.shape[1])] if tensor.dim() == 4 else [tensor]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from context_compressors import ICAEForCausalLM, MeanPoolingForCausalLM, RankedKeyValuesForCausalLM
 from context_compressors.modeling.compressor.decoder_export import export_decoder
-from context_compressors.modeling.compressor.input_checks import check_together
+from context_compressors.modeling.compressor.token_rows import check_together
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.train import build_trainer, main
 

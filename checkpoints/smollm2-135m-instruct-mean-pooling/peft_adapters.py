@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting a compressor's adapter from one that PEFT has trained on its base."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers.utils import cached_file
+
+from .lora import DECODER, SHARED
+
+# Fields of PEFT's that change what the maps compute, and their values where they do not.
+_PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
+_ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
+
+
+def peft_weight_names(backbone: Any, name: str) -> dict[str, torch.nn.Parameter]:
+    """The weights of an adapter by the names that PEFT gives them in a model with a head."""
+    return {
+        f"base_model.model.{backbone.base_model_prefix}.{path}.{part}.weight": getattr(layer, part)[name].weight
+        for path, layer in backbone.named_modules()
+        if name in getattr(layer, "lora_A", ())
+        for part in ("lora_A", "lora_B")
+    }
+
+
+@torch.no_grad()
+def load_peft_adapter(model: Any, adapter: str | os.PathLike) -> None:
+    """Let the adapter that `model` answers with, the shared one or its decoder's, start as one of PEFT's.
+
+    Args:
+        model: a compressor.
+        adapter: Hub repository or folder with `adapter_config.json` and `adapter_model.safetensors`.
+
+    Raises:
+        OSError: one of the files is not there.
+        ValueError: the model answers without an adapter, or this one has another rank, alpha or other maps, or is more
+            than plain LoRA.
+    """
+    files = [cached_file(str(adapter), name) for name in ("adapter_config.json", "adapter_model.safetensors")]
+    with open(files[0], encoding="utf-8") as file:
+        found = json.load(file)
+    for field, value in {**_PLAIN, **dict.fromkeys(_ABSENT)}.items():
+        if (found.get(field) or None) != (value or None):
+            raise ValueError(
+                f"the adapter {adapter} is not plain LoRA: its {field} is {found[field]!r}, not {value!r}"
+            )
+    name, settings = SHARED if model.config.shared_adapter else DECODER, model.config.decoder_lora
+    if settings is None:
+        raise ValueError(
+            f"{type(model).__name__} answers without an adapter that could start as {adapter}: give `decoder_lora`"
+        )
+    given, own = (found["r"], found["lora_alpha"]), (settings["rank"], settings["alpha"])
+    if given != own:
+        raise ValueError(f"the adapter {adapter} has rank and alpha {given}, and the compressor's own {own}")
+    tensors, weights = load_file(files[1]), peft_weight_names(model.base_model.language_model, name)
+    if unlike := sorted(tensors.keys() ^ weights.keys()):
+        raise ValueError(
+            f"the adapter {adapter} sits on other maps than the compressor's, the first is {unlike[0]!r}: give "
+            "`target_modules` as it has them"
+        )
+    for key, weight in weights.items():
+        if weight.shape != tensors[key].shape:
+            raise ValueError(
+                f"{key} of the adapter {adapter} is {tuple(tensors[key].shape)}, and of this base "
+                f"{tuple(weight.shape)}: it belongs to another base"
+            )
+        weight.copy_(tensors[key])
