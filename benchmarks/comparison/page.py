@@ -22,22 +22,26 @@ HERE = Path(__file__).parent
 _HEAD = """# Which compressor, at which ratio, and is it better than cutting the text?
 
 Every method of the family and what people would use instead, on one base, SmolLM2-135M-Instruct, and on the same
-questions. The family is trained from that base with one budget: the same examples in the same order, prompts, ratios
-by step and about as many trainable parameters. All else is read by one reader with the full text's training. This
-page is made from `comparison.json` by `page.py`, and says nothing that is not in it.
+questions. One reader, that base trained to answer from the full text, reads for all that is not trained. The family is
+trained from the reader with one budget: the same examples in the same order, prompts, ratios by step and about as many
+trainable parameters. This page is made from `comparison.json` by `page.py`, and says nothing that is not in it.
 """
 _HOW = """## How it is run
 
 ```bash
-python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS --output OUT
+OMP_NUM_THREADS=1 timeout 2h taskset -c 1 python -m benchmarks.comparison.run --data DATA --reader READER \\
+    --environments ENVIRONMENTS --output OUT
 python -m benchmarks.comparison.page OUT/page/comparison.json
 ```
 
-The first command installs the last commit into `OUT/code` and does everything from there: questions, two short trials
-and a run of each method, its answers, peers, times. Stop it whenever you like; the same command goes on.
-`OUT/state.json` has a line for each job, `--list` prints them, and `--only mean_pooling peers` does some. What is
-compared, with which budget, is in `systems.yaml`; the recipes are `smollm2/comparison/*.yaml`. `--reader` is the
-adapter that `smollm2/reader.yaml` trains. `ENVIRONMENTS` holds a virtual environment for each requirements file here:
+The first command installs the last commit into `OUT/code` and does everything from there, for two hours: questions,
+two trials and a run of each method, its answers, peers, times. Stop it whenever you like; the same command goes on,
+inside a training from its last checkpoint, inside a set of questions from the last batch. `OUT/state.json` has a line
+for each job, `--list` prints them, `OUT/logs` has what they write, `OUT/page` what is known whenever a system is done,
+and `--only mean_pooling peers` does some. What is compared, in which order and with which budget, is in
+`systems.yaml`: `--size small`, the default, is some eleven hours of one core and at most 9 GiB; `--size full` has the
+numbers of questions of a paper and six times the training. The recipes are `smollm2/comparison/*.yaml`. `--reader` is
+the adapter that `smollm2/reader.yaml` trains. `ENVIRONMENTS` holds a virtual environment for each requirements file:
 
 ```bash
 python -m venv ENVIRONMENTS/kvpress
@@ -50,13 +54,17 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 
 - Of SQuAD's training rows the first 85,000 train, those behind them choose, and the dev set is reported; documents
   that are reported are in neither.
-- A method's two trials differ in the learning rate alone, the same two for all; the lower loss on the choosing part
-  decides.
+- A method's two trials differ in the learning rate alone, the same two for all; they are the first quarter of its run,
+  and that with the lower loss on the choosing part goes on.
+- What is trained starts from the reader's weights, which all others are read by: it has to learn compression, and not
+  the form of an answer. The adapters that it trains are its own.
 - Methods keep the start values of their papers, so that slots start at sizes of their own: beside token embeddings
   those that are last hidden states are some 15 times as large, ComprExIT's a quarter. Mean pooling has a second row
   with slots that start as averaged embeddings, which no other method offers: compare the first row when you compare
   architectures.
-- Every decoder has an adapter, also where a paper freezes it, so that all learn the form of an answer.
+- Every decoder has an adapter, also where a paper freezes it.
+- KVzip, SnapKV and StreamingLLM are this package's, on the reader's weights; of kvpress's own the last two are rows
+  beside them.
 - Positions are those in place of the context; the chat template's opening and the question are read by all. A press
   keeps as many places more as the opening has, and where it sees the question, as the question has.
 - Bytes are what has to be kept for later questions: slots or keys and values in bfloat16, or text in UTF-8; for what
@@ -94,7 +102,7 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
         parts.append("It has not been run to its end yet, so there are no figures here.\n")
     else:
         write_results(results, folder / "comparison.json")
-        parts += _found(results, table, folder)
+        parts += [_paid(results), *_found(results, table, folder)]
     (folder / "README.md").write_text("\n".join([*parts, _HOW]), encoding="utf-8")
 
 
@@ -133,6 +141,21 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
     if results["family"]:
         parts += ["\n## What was trained\n", _trainings(results, titles)]
     return [*parts, ""]
+
+
+def _paid(results: Mapping[str, Any]) -> str:
+    """What was trained on and asked, in numbers."""
+    settings, run = results["settings"], results["budget"].get("run", {})
+    sets = settings["sets"]
+    asked = ", ".join(f"{name} {entry['questions']}" for name, entry in sets.items())
+    answered = ", ".join(f"{name} {entry['peers']}" for name, entry in sets.items() if entry["peers"])
+    low, high = settings["context_tokens"]
+    text = f"Asked: {asked}; the peers that prune or drop tokens answer the first of them: {answered}. Contexts have "
+    text += f"{low} to {high} tokens. "
+    if run:
+        text += f"Each method was trained on {run['tokens']:,} tokens, {run['examples']:,} examples: "
+        text += "what it would learn from more is not known here.\n" if settings["size"] == "small" else "see below.\n"
+    return text
 
 
 def _interval(row: Mapping[str, Any], metric: str) -> str:
@@ -220,7 +243,10 @@ def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
         for name, entry in results["family"].items()
     ]
     header = ["method", "trainable", "steps", "context tokens", *(f"trial at {rate}" for rate in _rates(results))]
-    text = "Trials: the loss on the choosing part, summed over ratios. Loss and hours are those of the first seed.\n\n"
+    text = (
+        "Trials: the loss on the choosing part behind the first quarter, summed over ratios. Loss and hours are those "
+        "of the first seed.\n\n"
+    )
     if budget:
         counts = f"{budget['tokens']:,} tokens of contexts and texts, {budget['examples']:,} examples"
         text = f"The budget is {counts}. {text}"

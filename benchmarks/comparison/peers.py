@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 Question = Mapping[str, Any]
 # System -> its class in kvpress, and arguments. SnapKV's window is that of the question, or of the context's end.
 _PRESSES = {
-    "streaming_llm": ("StreamingLLMPress", {"n_sink": 4}),
+    "streamingllm": ("StreamingLLMPress", {"n_sink": 4}),
     "snapkv": ("SnapKVPress", {"window_size": 32}),
     "expected_attention": ("ExpectedAttentionPress", {}),
     "knorm": ("KnormPress", {}),

@@ -20,7 +20,7 @@ from context_compressors.training.objectives.compression_dataset import Compress
 
 _SEED = 0
 # Of a step.
-_GUESSED_TOKENS = 3200
+_GUESSED_TOKENS = 1200
 # Windows of a text that is to be restored.
 _WINDOW = 256
 
@@ -43,7 +43,7 @@ def write_sets(
     folder.mkdir(parents=True, exist_ok=True)
     for name, entry in table["sets"].items():
         wanted = entry["questions"] if limit is None else min(limit, entry["questions"])
-        rows = _rows(entry, table["tokens"], data, tokenizer, wanted)
+        rows = _rows(entry, table["context_tokens"], data, tokenizer, wanted)
         if len({_document(row) for row in rows if entry["task"] == "summarisation"} or rows) < wanted:
             raise ValueError(f"{name} has {len(rows)} questions about contexts of its length, and {wanted} are wanted")
         samples = _samples(name, entry["task"], rows, tokenizer, table["max_new_tokens"])

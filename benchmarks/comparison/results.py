@@ -27,6 +27,7 @@ METRICS = {
     "summarisation": ("rougeL",),
     "reconstruction": ("token_accuracy",),
 }
+_SETTINGS = ("base", "size", "ratios", "budget", "sets", "context_tokens", "max_new_tokens")
 _OF_BASE = re.compile(r"(^|\.)(language_model|encoder_model|lm_head)\.")
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not", "cannot be told", "not run"
 # System -> ratio -> set -> question's id -> metric -> its score with each seed; of the two bounds the ratio is 0 or 1.
@@ -51,7 +52,7 @@ def gather(comparison: Any, states: Mapping[str, Mapping[str, Any]]) -> dict[str
     return {
         "format_version": 1,
         "benchmark": "comparison",
-        "settings": {name: table[name] for name in ("base", "ratios", "budget", "sets", "tokens", "max_new_tokens")},
+        "settings": {name: table[name] for name in _SETTINGS},
         "reader": comparison.reader_name,
         "budget": _budget(comparison),
         "environment": environment(),

@@ -4,7 +4,8 @@
     python -m benchmarks.comparison.run --data DATA --output OUT
 
 Everything runs from a copy of the last commit, which is installed into OUT first. A second start goes on with what the
-first one left, whenever it was stopped; OUT/state.json has a line for each job.
+first one left, whenever it was stopped; OUT/state.json has a line for each job, OUT/logs what it writes, and OUT/page
+what is known when a system is done.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="has a virtual environment NAME for each requirements_NAME.txt",
     )
+    add("--size", default="small", choices=("small", "full"), help="of budget and sets (default: small)")
     add("--rounds", nargs="+", type=int, default=[1], metavar="N", help="of the table's systems (default: 1)")
     add("--seeds", nargs="+", type=int, default=[1], metavar="S", help="of the trainings (default: 1)")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="jobs whose names start with one of these")
@@ -66,6 +70,8 @@ class Job:
         command: arguments, or a function that gives them when all earlier jobs are done.
         is_done: whether there is nothing left to do.
         python: the interpreter; this one when `None`.
+        facts: what its line in the states says of it when it is done.
+        is_last: whether it is the last one of a system, behind which the page is written.
     """
 
     name: str
@@ -73,6 +79,7 @@ class Job:
     is_done: Callable[[], bool]
     python: Path | None = None
     facts: Callable[[], Mapping[str, Any]] = field(default=dict)
+    is_last: bool = False
 
 
 class Comparison:
@@ -80,7 +87,7 @@ class Comparison:
 
     Args:
         arguments: the command line.
-        table: `systems.yaml`.
+        table: `systems.yaml` at one of its sizes, see `read_table`.
     """
 
     def __init__(self, arguments: argparse.Namespace, table: Mapping[str, Any]):
@@ -104,6 +111,12 @@ class Comparison:
         """Folder of the reader as a plain language model."""
         return self.peers / "reader" if self.arguments.reader else self.base
 
+    @property
+    def start(self) -> str | Path:
+        """What the family is trained from: the reader, as what all others are read by, or by its name the base."""
+        # Of a base by its name a checkpoint is light; of a folder it holds all weights.
+        return self.reader if self.arguments.reader else self.arguments.base or self.table["base"]
+
     def jobs(self) -> Iterator[Job]:
         """All jobs of the rounds and seeds that are asked for."""
         done = self.questions / "budget.json"
@@ -114,20 +127,32 @@ class Comparison:
         names = [
             name for name, entry in self.table["family"].items() if entry.get("round", 1) in self.arguments.rounds
         ]
-        for seed in self.arguments.seeds:
-            for name in names:
-                yield from self._family(name, seed)
-        yield from self._peers()
+        peers = self.table["peers"]
+        for name in (name for name in peers if peers[name].get("all")):
+            yield self._peer(name)
+        # What takes minutes stands between what takes longer, so that a run that is not at its end has some of both.
+        others = [name for name in peers if not peers[name].get("all")]
+        family = [(name, seed) for seed in self.arguments.seeds for name in names if self._has_seed(name, seed)]
+        for of_family, peer in zip_longest(family, others):
+            if of_family is not None:
+                yield from self._family(*of_family)
+            if peer is not None:
+                yield self._peer(peer)
+        yield self._restored()
 
-    def _own(self, function: str) -> list[str]:
+    def _has_seed(self, name: str, seed: int) -> bool:
+        return self.table["family"][name].get("trains", True) or seed == self.arguments.seeds[0]
+
+    def _own(self, function: str, *arguments: Any) -> list[str]:
         """A function of this file in a process of its own."""
-        code = f"from benchmarks.comparison import run; run.{function}(run.Comparison.from_command_line())"
-        return ["-c", code, *sys.argv[1:]]
+        given = ", ".join(["run.Comparison.from_command_line()", *map(repr, arguments)])
+        return ["-c", f"from benchmarks.comparison import run; run.{function}({given})", *sys.argv[1:]]
 
     @classmethod
     def from_command_line(cls) -> Comparison:
         """The comparison that this process's arguments name."""
-        return cls(build_parser().parse_args(), read_table())
+        arguments = build_parser().parse_args()
+        return cls(arguments, read_table(arguments.size))
 
     # --- the family ---
 
@@ -135,44 +160,48 @@ class Comparison:
         """Where a system's checkpoint and answers are."""
         return self.folder / "family" / name / f"seed_{seed}"
 
-    def _family(self, name: str, seed: int) -> Iterator[Job]:
-        rates = self.table["budget"]["learning_rates"]
+    def trials(self, name: str) -> dict[float, Path]:
+        """Where the trials of a system's learning rates are; they are those of the first seed."""
         first = self.run_folder(name, self.arguments.seeds[0])
-        trials = {rate: first / f"trial_{rate:g}" for rate in rates}
-        if seed == self.arguments.seeds[0]:
-            for rate, folder in trials.items():
-                yield self._training(f"{name}/seed_{seed}/trial_{rate:g}", folder, name, seed, lambda rate=rate: rate)
-        folder = self.run_folder(name, seed)
-        yield self._training(f"{name}/seed_{seed}/run", folder / "run", name, seed, lambda: best_rate(trials))
+        return {rate: first / f"trial_{rate:g}" for rate in self.table["budget"]["learning_rates"]}
+
+    def _family(self, name: str, seed: int) -> Iterator[Job]:
+        folder, title = self.run_folder(name, seed), f"{name}/seed_{seed}"
+        if self.table["family"][name].get("trains", True):
+            for rate, of_trial in self.trials(name).items() if seed == self.arguments.seeds[0] else ():
+                done = of_trial / "trial.json"
+                command = self._own("train_trial", name, seed, rate)
+                yield Job(f"{title}/trial_{rate:g}", command, done.is_file, facts=lambda done=done: read_json(done))
+            done = folder / "run"
+            command = self._own("train_run", name, seed)
+            yield Job(f"{title}/run", command, lambda: bool(summary(done)), facts=lambda: summary(done))
+        else:
+            # Saved last.
+            made = folder / "run" / "tokenizer_config.json"
+            yield Job(f"{title}/made", self._own("make_untrained", name, str(folder / "run")), made.is_file)
         for task in dict.fromkeys(entry["task"] for entry in self.table["sets"].values()):
             yield self._evaluation(name, seed, task)
         timed = [f"{self.questions / 'squad.jsonl'}#{self._most(self.table['timed_questions'])}"]
         checkpoint = ["--checkpoint", str(folder / "run")]
-        yield self._asking(f"{name}/seed_{seed}/times", name, folder / "times.jsonl", timed, checkpoint)
+        yield self._asking(f"{title}/times", name, folder / "times.jsonl", timed, checkpoint)
 
-    def _training(self, name: str, folder: Path, system: str, seed: int, rate: Callable[[], float]) -> Job:
-        is_trial = "trial" in name
-
-        def command() -> list[str]:
-            budget = json.loads((self.questions / "budget.json").read_text(encoding="utf-8"))
-            steps = budget["trial" if is_trial else "run"]["steps"]
-            recipes = [*_SHARED, *self.recipe_of(system), "smollm2/cpu.yaml"]
-            # By its name the checkpoint is light; with a folder it holds all weights.
-            options = {
-                "base": self.arguments.base or self.table["base"],
-                "data_dir": self.data,
-                "output_dir": folder,
-                "seed": seed,
-            }
-            options |= {"max_steps": steps, "learning_rate": rate(), "resume_from_checkpoint": "latest"}
-            if is_trial:
-                chosen_by = self.table["budget"]
-                options |= {"eval_sources": json.dumps(chosen_by["choosing"]), "eval_strategy": "steps"}
-                options |= {"num_eval_examples": chosen_by["choosing_examples"], "eval_steps": steps}
-            given = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-            return ["-m", "context_compressors.cli", "train", *recipes, *given, "--disable_tqdm", "true"]
-
-        return Job(name, command, lambda: bool(summary(folder)), facts=lambda: summary(folder))
+    def training_command(self, name: str, seed: int, rate: float, folder: Path, **options: Any) -> list[str]:
+        """Recipes and fields of a system's training."""
+        steps = read_json(self.questions / "budget.json")["run"]["steps"]
+        recipes = [*_SHARED, *self.recipe_of(name), "smollm2/cpu.yaml"]
+        options = {
+            "base": self.start,
+            "data_dir": self.data,
+            "output_dir": folder,
+            "seed": seed,
+            "max_steps": steps,
+            "learning_rate": rate,
+            "max_context_tokens": self.table["context_tokens"][1],
+            "resume_from_checkpoint": "latest",
+            "disable_tqdm": "true",
+            **options,
+        }
+        return [*recipes, *(part for option, value in options.items() for part in (f"--{option}", str(value)))]
 
     def recipe_of(self, system: str) -> list[str]:
         """Recipe files of a system of the family, the last with its changes to the method's configuration."""
@@ -200,7 +229,8 @@ class Comparison:
                 for part in ([option, *sources] if sources else [])
             ]
             given += ["--output", str(folder / f"{task}.json"), "--keep-answers", str(folder / f"{task}.jsonl")]
-            given += ["--base-model", str(self.base), "--device", "cpu", "--resume"]
+            given += ["--batch-size", str(self.table["batch_size"]), "--device", "cpu", "--resume"]
+            given += [] if self.arguments.reader else ["--base-model", str(self.base)]
             return ["-m", "context_compressors.cli", "evaluate", str(folder / "run"), *given]
 
         num_sets = sum(map(len, groups.values()))
@@ -208,29 +238,32 @@ class Comparison:
 
     # --- what people would use instead ---
 
-    def _peers(self) -> Iterator[Job]:
-        for name, entry in self.table["peers"].items():
-            number, tasks = "questions" if entry.get("all") else "peers", entry.get("tasks", _PEER_TASKS)
-            sources = [
-                f"{self.questions / title}.jsonl#{self._most(of_set[number])}"
-                for title, of_set in self.table["sets"].items()
-                if of_set["task"] in tasks
-            ]
-            yield self._asking(f"peers/{name}", name, self.peers / f"{name}.jsonl", sources, entry=entry)
+    def _peer(self, name: str) -> Job:
+        entry = self.table["peers"][name]
+        number, tasks = "questions" if entry.get("all") else "peers", entry.get("tasks", _PEER_TASKS)
+        sources = [
+            f"{self.questions / title}.jsonl#{self._most(of_set[number])}"
+            for title, of_set in self.table["sets"].items()
+            if of_set["task"] in tasks
+        ]
+        return self._asking(f"peers/{name}", name, self.peers / f"{name}.jsonl", sources, entry=entry)
+
+    def _restored(self) -> Job:
+        """The bounds of what is restored."""
         done = self.peers / "restored.json"
         sources = [
             f"{title}={self.questions / title}.parquet"
             for title, entry in self.table["sets"].items()
             if entry["task"] == "reconstruction"
         ]
+        given = ["--prompt-format", "chat", "--prompts", "chat", "--tasks", "reconstruction", "--data", *sources]
+        given += ["--output", str(done), "--keep-answers", str(done) + "l", "--device", "cpu", "--resume"]
+        given += ["--dtype", "bfloat16"]
 
         def command() -> list[str]:
-            given = ["--prompt-format", "chat", "--prompts", "chat", "--tasks", "reconstruction", "--data", *sources]
-            given += ["--output", str(done), "--keep-answers", str(done) + "l", "--device", "cpu", "--resume"]
-            given += ["--dtype", "bfloat16"]
             return ["-m", "context_compressors.cli", "evaluate", str(self.reader), *given]
 
-        yield Job("peers/restored", command, lambda: num_scored(done) == len(sources))
+        return Job("peers/restored", command, lambda: num_scored(done) == len(sources), is_last=True)
 
     def _asking(
         self,
@@ -257,15 +290,26 @@ class Comparison:
             wanted = sum(num_lines(*source.split("#")) for source in sources)
             return wanted > 0 and num_lines(output) == wanted * len(ratios)
 
-        return Job(name, command, is_done, python)
+        return Job(name, command, is_done, python, is_last=True)
 
     def _most(self, number: int) -> int:
         return min(number, self.arguments.questions or number)
 
 
-def read_table() -> dict[str, Any]:
-    """`systems.yaml`."""
-    return yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
+def read_table(size: str = "small") -> dict[str, Any]:
+    """`systems.yaml` at one of its sizes, whose fields stand beside the others.
+
+    Sets have `questions` and `peers`, their numbers; those without questions at this size are left out.
+    """
+    table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
+    chosen = table.pop("sizes")[size]
+    asked = chosen.pop("questions")
+    sets = {
+        title: {**entry, "questions": asked[title][0], "peers": asked[title][1]}
+        for title, entry in table["sets"].items()
+        if title in asked
+    }
+    return {**table, **chosen, "size": size, "sets": sets}
 
 
 def write_questions(comparison: Comparison) -> None:
@@ -278,12 +322,11 @@ def write_questions(comparison: Comparison) -> None:
     write_sets(table, comparison.data, tokenizer, comparison.questions, comparison.arguments.questions)
     # Which method reads them makes no difference to the examples.
     recipe = [*_SHARED, *comparison.recipe_of(next(iter(table["family"])))]
-    where, steps = (recipe, comparison.data, tokenizer), comparison.arguments.steps
-    budget = {
-        kind: counted(steps, *where) if steps else steps_for(table["budget"][name], *where)
-        for kind, name in (("trial", "trial_tokens"), ("run", "tokens"))
-    }
-    write_json(budget, comparison.questions / "budget.json")
+    longest = ["--max_context_tokens", str(table["context_tokens"][1])]
+    where, steps = ([*recipe, *longest], comparison.data, tokenizer), comparison.arguments.steps
+    found = counted(steps, *where) if steps else steps_for(table["training_tokens"], *where)
+    budget = {"size": table["size"], "trial_steps": max(1, round(table["budget"]["trial_share"] * found["steps"]))}
+    write_json({**budget, "run": found}, comparison.questions / "budget.json")
 
 
 def merge_reader(comparison: Comparison) -> None:
@@ -291,10 +334,77 @@ def merge_reader(comparison: Comparison) -> None:
     from transformers import AutoTokenizer
 
     from context_compressors.cli.loading import load_model
+    from context_compressors.data.document_ids import TrainingDocuments
 
     reader = load_model(comparison.arguments.reader, base_model=str(comparison.base), dtype="bfloat16", device="cpu")
     reader.save_pretrained(comparison.reader)
+    # What it has read goes with it.
+    if documents := TrainingDocuments.of(comparison.arguments.reader):
+        documents.save(comparison.reader)
     AutoTokenizer.from_pretrained(comparison.base).save_pretrained(comparison.reader)
+
+
+def train_trial(comparison: Comparison, name: str, seed: int, rate: float) -> None:
+    """A job `trial_RATE`: the beginning of a run, and its loss on the choosing part."""
+    from transformers import TrainerCallback
+
+    from context_compressors.training.arguments import parse_recipe
+    from context_compressors.training.run_record import latest_checkpoint
+    from context_compressors.training.train import build_trainer
+
+    folder, table = comparison.trials(name)[rate], comparison.table
+    steps = read_json(comparison.questions / "budget.json")["trial_steps"]
+    options = {"eval_sources": json.dumps(table["budget"]["choosing"]), "eval_strategy": "steps", "eval_steps": steps}
+    options |= {"num_eval_examples": table["choosing_examples"], "per_device_eval_batch_size": 2}
+    trainer = build_trainer(*parse_recipe(comparison.training_command(name, seed, rate, folder, **options)))
+
+    class Stop(TrainerCallback):
+        """The schedules are those of the whole run, which stops here, and goes on from here."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save |= state.global_step == steps
+            control.should_training_stop |= state.global_step >= steps
+
+    trainer.add_callback(Stop())
+    trainer.train(resume_from_checkpoint=latest_checkpoint(str(folder)))
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    write_json({"steps": steps, "eval_loss": losses[-1]}, folder / "trial.json")
+
+
+def train_run(comparison: Comparison, name: str, seed: int) -> None:
+    """A job `run`: with the first seed the better trial's end, with others a run of its own at the same rate."""
+    from context_compressors.training.run_record import latest_checkpoint
+    from context_compressors.training.train import main as train
+
+    folder, trials = comparison.run_folder(name, seed) / "run", comparison.trials(name)
+    rate = best_rate(trials)
+    if seed == comparison.arguments.seeds[0] and latest_checkpoint(str(folder)) is None:
+        begun = Path(latest_checkpoint(str(trials[rate])) or "")
+        # Renamed when it is whole, so that a stop leaves no half of it.
+        shutil.copytree(begun, folder / "begun", dirs_exist_ok=True)
+        (folder / "begun").rename(folder / begun.name)
+    train(comparison.training_command(name, seed, rate, folder))
+    # Each holds all weights and the optimizer's states.
+    for done in (folder, *trials.values()):
+        for checkpoint in done.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+
+
+def make_untrained(comparison: Comparison, name: str, folder: str) -> None:
+    """A job `made`: a checkpoint of a method that trains nothing, on the reader."""
+    from transformers import AutoTokenizer
+
+    from context_compressors.modeling import model_class
+    from context_compressors.training.fields import DataArguments
+    from context_compressors.training.objectives.compression import record_prompts
+
+    changes = comparison.table["family"][name].get("changes", {})
+    ratios = comparison.table["ratios"]
+    model = model_class(name).from_base(comparison.start, dtype="bfloat16", compression_ratios=ratios, **changes)
+    tokenizer = AutoTokenizer.from_pretrained(comparison.base)
+    record_prompts(model.config, tokenizer, DataArguments(prompts="chat", prompt_format="chat"))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def write_json(content: Mapping[str, Any], path: Path) -> None:
@@ -304,21 +414,25 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
     write(content, path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's content."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def best_rate(trials: Mapping[float, Path]) -> float:
     """The learning rate whose trial has the lowest loss on the choosing part."""
-    return min(trials, key=lambda rate: summary(trials[rate])["eval_loss"])
+    return min(trials, key=lambda rate: read_json(trials[rate] / "trial.json")["eval_loss"])
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Steps, tokens, hours and losses of a training; none as long as it is not done."""
+    """Steps, tokens, hours and the last loss of a training; none as long as it is not done."""
     try:
-        content = json.loads((folder / "training_summary.json").read_text(encoding="utf-8"))
+        content = read_json(folder / "training_summary.json")
     except (OSError, ValueError):
         return {}
     found = {name: content[name] for name in ("steps", "input_tokens", "context_tokens", "hours")}
-    for entry in content["log"]:
-        found |= {name: entry[name] for name in ("loss", "eval_loss") if name in entry}
-    return found
+    losses = [entry["loss"] for entry in content["log"] if "loss" in entry]
+    return {**found, "loss": losses[-1] if losses else None}
 
 
 def num_scored(path: Path) -> int:
@@ -378,9 +492,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = [*(sys.argv[1:] if argv is None else argv), *absolute]
         command = [sys.executable, "-P", "-m", "benchmarks.comparison.run", *given]
         return subprocess.run(command, env=variables, cwd=folder).returncode
-    comparison = Comparison(arguments, read_table())
+    comparison = Comparison(arguments, read_table(arguments.size))
     if not arguments.list:
         take_turn(folder)
+        check_size(comparison)
     state_file = folder / "state.json"
     states = json.loads(state_file.read_text(encoding="utf-8")) if state_file.is_file() else {}
     has_failed = False
@@ -407,11 +522,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         has_failed |= not is_done
         write_states(states, state_file)
         print(job.name, json.dumps(line), flush=True)
+        if is_done and job.is_last:
+            write_page(comparison, states)
     if not arguments.list:
-        from benchmarks.comparison import page, results
-
-        page.write(results.gather(comparison, states), folder / "page")
+        write_page(comparison, states)
     return int(has_failed)
+
+
+def write_page(comparison: Comparison, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """The result file and the page of what has been answered so far."""
+    from benchmarks.comparison import page, results
+
+    page.write(results.gather(comparison, states), comparison.folder / "page")
+
+
+def check_size(comparison: Comparison) -> None:
+    """Refuse to go on with a folder of another size.
+
+    Raises:
+        SystemExit: its questions are those of another size.
+    """
+    file, size = comparison.questions / "budget.json", comparison.table["size"]
+    if file.is_file() and (found := read_json(file)["size"]) != size:
+        raise SystemExit(f"{comparison.folder} is of --size {found}, not of {size}: give another folder")
 
 
 def take_turn(folder: Path) -> None:
