@@ -32,6 +32,11 @@ class RankedKeyValuesConfig(CompressorConfig):
             ranked first.
         position_layout (`str`, defaults to `"enhanced"`):
             The only one: keys keep their places, and the text goes on behind the context.
+        long_context_positions (`int`, *optional*):
+            Positions of a context that has more tokens than the base has positions. Each of its chunks is read right
+            behind the opening, and where they start is squeezed together evenly, so that they overlap; the text stands
+            behind all of them. `None`: as many as the longest chunk has tokens, so that all chunks stand at the same
+            positions (Parallel Context Windows, https://arxiv.org/abs/2212.10947).
         kwargs: fields of [`CompressorConfig`], without an encoder of its own.
     """
 
@@ -46,10 +51,14 @@ class RankedKeyValuesConfig(CompressorConfig):
         opening_ids: list[int] | tuple[int, ...] = (),
         repeat_size: int = 2048,
         position_layout: str = "enhanced",
+        long_context_positions: int | None = None,
         **kwargs: Any,
     ):
         self.opening_ids = token_id_list("opening_ids", opening_ids)
         self.repeat_size = int_between("repeat_size", repeat_size, 16)
+        if long_context_positions is not None:
+            int_between("long_context_positions", long_context_positions, 1)
+        self.long_context_positions = long_context_positions
         has_adapter = encoder_lora is not None
         if shared_adapter not in (None, has_adapter):
             raise ValueError(
@@ -69,6 +78,12 @@ class RankedKeyValuesConfig(CompressorConfig):
                     f"`{name}` must be left out: the model that reads the text has read the context, before the text "
                     f"was known, got {value}"
                 )
+
+    def _fits(self, num_tokens: int, ratio: int) -> bool:
+        """Chunks alone need positions in the base."""
+        longest_chunk = num_tokens if self.chunk_size is None else min(self.chunk_size, num_tokens)
+        limit = self.max_position_embeddings
+        return limit is None or longest_chunk + len(self.opening_ids) <= limit
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the base over opening and context, and of the scorers."""

@@ -8,21 +8,46 @@ heads: each layer gets as many places as its fullest head needs, and a mask for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from .packing import take_places
 from .compressed_context import CompressedContext, KeyValues
+from .key_value_memory import KeyValueRecorder
 
 _HEAD_MASKS = "_context_compressor_head_masks"
 _WIDTHS = "_layer_widths"
 
 
-def gather_pairs(key_values: KeyValues, is_kept: Tensor, counts: Sequence[int]) -> tuple[KeyValues, Tensor]:
+class InputRecorder(KeyValueRecorder):
+    """A recorder to which layers with `read_by_heads` also show what their attention reads.
+
+    Args:
+        places: as of [`KeyValueRecorder`].
+        take: called with a layer's number and what its attention reads, `(batch_size, num_places, hidden_size)`,
+            without gradients; what it returns is in `inputs`, in the order of the layers.
+    """
+
+    def __init__(self, places: Tensor, take: Callable[[int, Tensor], Tensor]):
+        super().__init__(places)
+        self._take = take
+        self.inputs: list[Tensor] = []
+
+    def note_input(self, layer: int, states: Tensor) -> None:
+        """Show it what a layer reads."""
+        # Gradient checkpointing comes by a second time.
+        if self._is_open:
+            self.inputs.append(self._take(layer, states.detach()))
+
+
+def gather_pairs(
+    key_values: KeyValues, is_kept: Tensor, counts: Sequence[int], num_slots: int | None = None
+) -> tuple[KeyValues, Tensor]:
     """The pairs that stay, in the shape of a memory.
 
     Args:
@@ -30,13 +55,14 @@ def gather_pairs(key_values: KeyValues, is_kept: Tensor, counts: Sequence[int]) 
         is_kept: `(batch_size, num_layers * num_heads, num_places)` bool; in row i `counts[i]` times as many as there
             are heads in all layers.
         counts: slots of each row.
+        num_slots: the highest of all counts, where these are not all of them.
 
     Returns:
         For each layer keys and values `(batch_size, num_heads, num_slots, head_dim)`, and the heads that they are of,
         `(batch_size, num_slots, num_layers * num_heads)`; zeros at padding slots.
     """
     batch_size, num_heads, num_places = is_kept.shape
-    device, num_slots = is_kept.device, max(counts)
+    device, num_slots = is_kept.device, max(counts) if num_slots is None else num_slots
     # Places of the pairs that stay, head behind head, each head's in the order of the text.
     kept = is_kept.flatten(1).int().argsort(dim=1, descending=True, stable=True)
     slots, of_row = torch.arange(num_slots, device=device), torch.tensor(counts, device=device)
@@ -105,6 +131,26 @@ def spread_pairs(memory: CompressedContext, is_uniform: bool = False) -> tuple[K
     return tuple(spread), masks
 
 
+def squeezed_starts(memory: CompressedContext, is_long: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Where the chunks of long contexts start once they stand in fewer positions: evenly squeezed together, while
+    tokens of one chunk keep their distances.
+
+    Args:
+        memory: whose `position_ids` are the first positions of the slots' chunks, counted from 1.
+        is_long: `(batch_size,)` bool, the rows that are squeezed.
+        num_positions: what each of them takes then, if its longest chunk takes no more.
+
+    Returns:
+        `position_ids` `(batch_size, num_slots)` as above, and the positions that each row takes, `(batch_size,)`.
+    """
+    starts, lengths, is_real = memory.position_ids, memory.num_context_tokens, memory.attention_mask.bool()
+    ends = pad(starts, (0, 1))[:, 1:].where(pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
+    longest = (ends - starts).masked_fill(~is_real, 0).amax(dim=1)
+    taken = longest.clamp(min=num_positions)
+    squeezed = (starts - 1) * (taken - longest)[:, None] // (lengths - longest).clamp(min=1)[:, None] + 1
+    return squeezed.where(is_long[:, None] & is_real, starts), taken.where(is_long, lengths)
+
+
 def _sorted_pairs(memory: CompressedContext) -> tuple[Tensor, Tensor]:
     """The order that brings the pairs of each row head behind head, `(batch_size, num_pairs)`, and their numbers."""
     if memory.head_ids is None:
@@ -129,14 +175,17 @@ def note_head_masks(cache: Cache, masks: Sequence[Tensor], first_position: int =
 
 
 def read_by_heads(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """A forward pre-hook of an attention layer: of a cache with `note_head_masks` each head reads its own slots."""
+    """A forward pre-hook of an attention layer: of a cache with `note_head_masks` each head reads its own slots, and
+    an [`InputRecorder`] sees what the layer reads."""
     cache: Any = kwargs.get("past_key_values")
+    states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    layer: int = attention.layer_idx  # type: ignore[assignment]
+    if isinstance(cache, InputRecorder):
+        cache.note_input(layer, states)
     noted = getattr(cache, _HEAD_MASKS, None)
     if noted is None:
         return None
     masks, first_position = noted
-    states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    layer: int = attention.layer_idx  # type: ignore[assignment]
     slots = masks[layer]
     num_queries = states.shape[1]
     text: Any = kwargs.get("attention_mask")

@@ -4,30 +4,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 
 from .configuration_ranked_key_values import RankedKeyValuesConfig
 from .backbone import slot_counts
 from .causal_lm import CompressorForCausalLM
-from .chunking import Chunks
+from .chunking import Chunks, cut
 from .headwise_reading import HeadwiseModel, highest
 from .input_checks import check_context_length
-from .token_rows import TokenRows
+from .token_rows import TokenRows, check_together
 from .compressed_context import CompressedContext, KeyValues
-from .headwise_memory import gather_pairs
-from .key_value_memory import KeyValueRecorder, key_value_shape
+from .headwise_memory import InputRecorder, gather_pairs, squeezed_starts
+from .key_value_memory import inverse_frequencies, key_value_shape
 from .float32_layers import Float32Linear
 from .packing import PackedSequence, text_positions
+from .position_layout import rotated, rotation
 
 # Attention below it counts as none; and what is expected of every token before anything is learned.
 _LEAST_ATTENTION, _FIRST_GUESS = 1e-4, 1e-2
 # Of the scorers' squared error in the loss: so little that the norm that gradients are clipped by is the adapter's.
 _ERROR_WEIGHT = 1e-2
+# Tokens of contexts that are read at once, so that long ones take no more memory; in training all are.
+_TOKENS_AT_ONCE = 8192
 
 
 class RankedKeyValuesModel(HeadwiseModel):
@@ -55,12 +62,37 @@ class RankedKeyValuesModel(HeadwiseModel):
             init.constant_(module.bias, math.log(_FIRST_GUESS))
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[KeyValues]:
+        counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
+        num_chunks = len(chunks.lengths)
+        at_once = num_chunks if self.training else max(1, _TOKENS_AT_ONCE // chunks.input_ids.shape[1])
+        parts = [
+            self._encode_some(chunks, counts, slice(start, start + at_once)) for start in range(0, num_chunks, at_once)
+        ]
+        by_ratio = list(zip(*parts, strict=True))
+        chunks.head_ids = [torch.cat([head_ids for _, head_ids in found]) for found in by_ratio]
+        return [
+            tuple(
+                (torch.cat([keys for keys, _ in layer]), torch.cat([values for _, values in layer]))
+                for layer in zip(*(pairs for pairs, _ in found), strict=True)
+            )
+            for found in by_ratio
+        ]
+
+    def _encode_some(
+        self, chunks: Chunks, counts: Sequence[Sequence[int]], span: slice
+    ) -> list[tuple[KeyValues, Tensor]]:
+        """Of each ratio the pairs that stay of the chunks in a span, and the heads that they are of."""
+        moves = self._moves(chunks)
+        names = ("input_ids", "attention_mask", "position_ids", "starts", "lengths")
+        chunks = replace(chunks, **{name: getattr(chunks, name)[span] for name in names})
         # 1. K_l, V_l: the base with the adapter reads the context, each token at its own position.
-        key_values, states = self._read(chunks)
         # 2. s_l = W_l norm(x_l) + b_l, one score for each key/value head of each token.
-        scores = torch.stack(
-            [scorer(state).transpose(1, 2) for scorer, state in zip(self.scorers, states, strict=True)], dim=1
-        ).flatten(1, 2)
+        if self.training:
+            key_values, states = self._read(chunks)
+            found = [scorer(state) for scorer, state in zip(self.scorers, states, strict=True)]
+        else:
+            key_values, found = self._read(chunks, lambda layer, states: self.scorers[layer](states))
+        scores = torch.stack([of_layer.transpose(1, 2) for of_layer in found], dim=1).flatten(1, 2)
         if self.training:
             # 3. What s_l learns: the logarithm of the highest attention that a second reading pays to a token; and
             # while they learn it, that itself ranks.
@@ -70,20 +102,22 @@ class RankedKeyValuesModel(HeadwiseModel):
         opening = self.first_slot_position
         key_values = tuple((keys[:, :, opening:], values[:, :, opening:]) for keys, values in key_values)
         # 4. The pairs of the highest scores in all layers and heads are the memory.
-        memories, chunks.head_ids = [], []
-        for ratio in ratios:
-            counts = slot_counts(self.config, chunks.lengths, ratio)
-            num_kept = torch.tensor(counts, device=scores.device) * scores.shape[1]
+        memories = []
+        for of_all in counts:
+            num_kept = torch.tensor(of_all[span], device=scores.device) * scores.shape[1]
             is_kept = highest(scores.detach(), chunks.attention_mask, num_kept)
-            pairs, head_ids = gather_pairs(key_values, is_kept, counts)
-            memories.append(pairs)
-            chunks.head_ids.append(head_ids)
+            pairs, head_ids = gather_pairs(key_values, is_kept, of_all[span], max(of_all))
+            if moves is not None:
+                pairs = _moved(pairs, moves[span], inverse_frequencies(self.encoder_backbone))
+            memories.append((pairs, head_ids))
         return memories
 
-    def _read(self, chunks: Chunks) -> tuple[KeyValues, list[Tensor]]:
+    def _read(
+        self, chunks: Chunks, take: Callable[[int, Tensor], Tensor] | None = None
+    ) -> tuple[KeyValues, list[Tensor]]:
         """Keys and values of each layer, of the opening and the context, `(num_chunks, num_heads, num_places,
         head_dim)`, and what its attention reads of the context, `(num_chunks, num_tokens, hidden_size)`, without
-        gradients."""
+        gradients, or what `take` makes of a layer's number and that."""
         num_chunks, num_opening = len(chunks.lengths), self.first_slot_position
         opening = torch.tensor(self.config.opening_ids, dtype=torch.long, device=chunks.input_ids.device)
         opening = opening.expand(num_chunks, -1)
@@ -91,16 +125,16 @@ class RankedKeyValuesModel(HeadwiseModel):
         places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
         # The layout counts from 1, the base from 0.
         position_ids = torch.cat([places[:, :num_opening], chunks.position_ids - 1 + num_opening], dim=1)
-        recorder = KeyValueRecorder(places)
-        outputs = self.encoder_outputs(
-            input_ids, mask, position_ids, past_key_values=recorder, output_hidden_states=True
-        )
-        with torch.no_grad():
-            layers = zip(self.language_model.layers, outputs.hidden_states, strict=False)
-            states = [layer.input_layernorm(state[:, num_opening:]) for layer, state in layers]
+
+        def of_context(layer: int, states: Tensor) -> Tensor:
+            states = states[:, num_opening:]
+            return states if take is None else take(layer, states)
+
+        recorder = InputRecorder(places, of_context)
+        self.encoder_outputs(input_ids, mask, position_ids, past_key_values=recorder)
         # Under autocast rotated keys are float32 and values are not.
         pairs = tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close())
-        return pairs, states
+        return pairs, recorder.inputs
 
     def _mask(self, chunks: Chunks) -> Tensor:
         """Of the opening and the chunks behind it, `(num_chunks, num_places)`."""
@@ -110,10 +144,53 @@ class RankedKeyValuesModel(HeadwiseModel):
     def _repeated_attention(self, key_values: KeyValues, chunks: Chunks) -> Tensor:
         """Logarithms, `(num_chunks, num_layers * num_heads, num_tokens)`."""
         pairs = tuple((keys.detach(), values.detach()) for keys, values in key_values)
-        ends = self.first_slot_position + chunks.starts + chunks.attention_mask.sum(dim=1)
+        ends = self.first_slot_position + chunks.position_ids[:, 0] - 1 + chunks.attention_mask.sum(dim=1)
         found = self.repeated_attention(pairs, self._mask(chunks), ends, chunks, self.config.repeat_size)
         attention = torch.stack(found, dim=1).flatten(1, 2)[:, :, self.first_slot_position :]
         return attention.clamp(min=_LEAST_ATTENTION).log()
+
+    @torch.no_grad()
+    def fit_scorers(self, batches: Iterable[tuple[Tensor, Tensor | None]], ridge: float = 1e-3) -> None:
+        """Fit the scorers by least squares to what a second reading of some contexts attends to, in each layer
+        W, b = argmin sum_i |W norm(x_i) + b - a_i|^2 + ridge |W|^2. Nothing else changes; a few hundred contexts do.
+
+        Args:
+            batches: of contexts, input ids and their mask (`None` where no token is a pad), both
+                `(batch_size, num_tokens)`.
+            ridge: above 0, in mean squares of the inputs.
+
+        Raises:
+            ValueError: no token, or a `ridge` of 0 or below.
+        """
+        if ridge <= 0:
+            raise ValueError(f"`ridge` must be above 0, got {ridge}")
+        layers, heads, _ = key_value_shape(self.config.decoder_config)
+        width, was_training = self.config.hidden_size, self.training
+        options = {"dtype": torch.float64, "device": self.device}
+        squares = torch.zeros(layers, width + 1, width + 1, **options)
+        products = torch.zeros(layers, width + 1, heads, **options)
+        self.eval()
+        for input_ids, mask in batches:
+            rows = self.context_rows(input_ids, mask)
+            check_together(rows)
+            chunks = self.chunks_of(rows)
+            key_values, states = self._read(chunks)
+            attention = self._repeated_attention(key_values, chunks).unflatten(1, (layers, heads))
+            is_real = chunks.attention_mask.bool()
+            targets = attention.permute(1, 0, 3, 2)[:, is_real].double()
+            # The last input is b's.
+            inputs = functional.pad(torch.stack(states)[:, is_real].double(), (0, 1), value=1.0)
+            squares += inputs.mT @ inputs
+            products += inputs.mT @ targets
+        self.train(was_training)
+        num_tokens = squares[0, -1, -1]
+        if not num_tokens:
+            raise ValueError("`batches` have no token: give a few hundred contexts")
+        diagonal = squares.diagonal(dim1=1, dim2=2)[:, :-1]
+        diagonal += ridge * diagonal.mean(dim=1, keepdim=True)
+        for scorer, solution in zip(self.scorers, torch.linalg.solve(squares, products), strict=True):
+            scorer.weight.copy_(solution[:-1].T)
+            scorer.bias.copy_(solution[-1])
 
     # --- in front of the slots ---
 
@@ -123,13 +200,60 @@ class RankedKeyValuesModel(HeadwiseModel):
         return len(self.config.opening_ids)
 
     def chunks_of(self, context: TokenRows) -> Chunks:
-        chunks = super().chunks_of(context)
-        positions = max(context.lengths) + self.first_slot_position
-        check_context_length(self.config.decoder_config, positions, self.config.chunk_size)
+        config = self.config
+        rows = (context.input_ids, context.attention_mask, context.lengths)
+        chunks = cut(*rows, config.chunk_size, config.position_layout, context.passages)
+        positions = max(chunks.lengths) if self._can_move else max(context.lengths)
+        check_context_length(config.decoder_config, positions + self.first_slot_position, None)
+        is_long = [n > self._most_positions for n in context.lengths for _ in range(chunks.chunks_per_row)]
+        if any(is_long):
+            # No base reads farther than its positions: the chunks of these are read right behind the opening.
+            starts = chunks.starts.where(torch.tensor(is_long, device=chunks.starts.device), 0)
+            chunks.position_ids = chunks.position_ids - starts[:, None]
         return chunks
 
+    @property
+    def _most_positions(self) -> int:
+        """Tokens of a context that have positions of their own behind the opening."""
+        limit = self.config.max_position_embeddings
+        return sys.maxsize if limit is None else limit - self.first_slot_position
+
+    @property
+    def _can_move(self) -> bool:
+        return inverse_frequencies(self.encoder_backbone) is not None
+
+    def _moves(self, chunks: Chunks) -> Tensor | None:
+        """How far behind the place where it was read each chunk stands in its document, `(num_chunks,)`; `None` if all
+        were read in their places."""
+        rows = range(0, len(chunks.lengths), chunks.chunks_per_row)
+        if max(sum(chunks.lengths[row : row + chunks.chunks_per_row]) for row in rows) <= self._most_positions:
+            return None
+        return chunks.starts + 1 - chunks.position_ids[:, 0]
+
+    def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
+        """That of each chunk's first token: which of its tokens the pairs of a slot are of, their heads settle."""
+        of_slots = [chunk for chunk, count in enumerate(counts) for _ in range(count)]
+        starts = chunks.starts[torch.tensor(of_slots, dtype=torch.long, device=slot_mask.device)] + 1
+        return torch.zeros_like(slot_mask).masked_scatter(slot_mask.bool(), starts)
+
+    def _starts_and_lengths(self, memory: CompressedContext) -> tuple[Tensor, Tensor]:
+        """Where the chunk of each slot is read, as in `position_ids`, and the positions that each row takes: keys keep
+        their places, unless a context has more tokens than the base positions."""
+        starts, lengths, num_slots = memory.position_ids, memory.num_context_tokens, memory.attention_mask.shape[1]
+        is_short = isinstance(memory.ratio, int) and num_slots * memory.ratio <= self._most_positions
+        if is_short or not num_slots or memory.inverse_frequencies is None:
+            return starts, lengths
+        return squeezed_starts(memory, lengths > self._most_positions, self.config.long_context_positions or 0)
+
+    def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
+        starts, _ = self._starts_and_lengths(memory)
+        if starts is not memory.position_ids:
+            pairs = _moved(memory.key_values or (), starts - memory.position_ids, memory.inverse_frequencies)
+            memory = replace(memory, key_values=pairs, position_ids=starts, check=False)
+        return super().cache_of_slots(memory, is_full, cache, use_cache)
+
     def text_position_offset(self, memory: CompressedContext, input_ids: Tensor, text_mask: Tensor | None) -> Tensor:
-        offset = super().text_position_offset(memory, input_ids, text_mask) + self.first_slot_position
+        offset = self._starts_and_lengths(memory)[1] + self.first_slot_position
         mask = torch.ones_like(input_ids) if text_mask is None else text_mask[:, -input_ids.shape[1] :]
         moved = self._moves_first(input_ids, mask)
         return offset if moved is None else offset - moved.sum(dim=1)
@@ -157,6 +281,14 @@ class RankedKeyValuesModel(HeadwiseModel):
         loss = (scores - attention)[real].square().mean()
         (keys, values), *others = key_values
         return ((_WithLoss.apply(keys, loss), values), *others)
+
+
+def _moved(key_values: KeyValues, moves: Tensor, frequencies: Tensor | None) -> KeyValues:
+    """Pairs at other positions, see [`rotation`]."""
+    if not key_values or frequencies is None:
+        return key_values
+    tables = rotation(moves, frequencies, key_values[0][0])
+    return tuple((rotated(keys, tables), values) for keys, values in key_values)
 
 
 class _WithLoss(torch.autograd.Function):
