@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for all tests."""
 
+import gc
 import os
 import shutil
 import sys
@@ -15,6 +16,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of several workers, and of the processes that they start, would wait for each other. Read by torch's
     # first import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# Bytecode is kept, whatever the environment says: that of tests has their assertions rewritten, which takes a third of
+# the time in which they are collected, in each worker.
+sys.dont_write_bytecode = False
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays, and need not be gone through again and again; models of tests are small.
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 5)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -34,32 +34,45 @@ def no_connection(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-@pytest.fixture
-def base(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base, and a whole and a light checkpoint on it, of which each test has copies."""
+    folder = tmp_path_factory.mktemp("saved")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
-    (tmp_path / "base" / "LICENSE").write_text("The base's licence.\n")
-    return tmp_path / "base"
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    (folder / "base" / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
+    (folder / "base" / "LICENSE").write_text("The base's licence.\n")
+    for name, fields in (("checkpoint", {}), ("light", {"hub_id": "me/base"})):
+        torch.manual_seed(0)
+        model = MeanPoolingForCausalLM.from_base(folder / "base", compression_ratios=[2, 4], **fields)
+        model.save_pretrained(folder / name)
+    return folder
 
 
 @pytest.fixture
-def checkpoint(base, tmp_path):
-    torch.manual_seed(0)
-    model = MeanPoolingForCausalLM.from_base(base, compression_ratios=[2, 4])
-    model.save_pretrained(tmp_path / "checkpoint")
-    return tmp_path / "checkpoint"
+def base(saved, tmp_path):
+    return shutil.copytree(saved / "base", tmp_path / "base")
 
 
 @pytest.fixture
-def light(base, tmp_path):
-    torch.manual_seed(0)
-    model = MeanPoolingForCausalLM.from_base(base, hub_id="me/base", compression_ratios=[2, 4])
-    model.save_pretrained(tmp_path / "light")
-    return tmp_path / "light"
+def checkpoint(saved, tmp_path):
+    return shutil.copytree(saved / "checkpoint", tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def without_code(checkpoint):
+    """A checkpoint whose own files are soon read, for tests of one more file beside them."""
+    for path in checkpoint.glob("*.py"):
+        path.unlink()
+    return checkpoint
+
+
+@pytest.fixture
+def light(saved, tmp_path):
+    return shutil.copytree(saved / "light", tmp_path / "light")
 
 
 def contents(folder):
@@ -193,11 +206,11 @@ def test_no_licence_at_all_is_refused(checkpoint, tmp_path):
         ("config.yaml", "not a part of a checkpoint"),
     ],
 )
-def test_files_that_do_not_belong_are_named(checkpoint, tmp_path, name, kind):
-    (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
-    (checkpoint / name).write_text("{}")
+def test_files_that_do_not_belong_are_named(without_code, tmp_path, name, kind):
+    (without_code / name).parent.mkdir(parents=True, exist_ok=True)
+    (without_code / name).write_text("{}")
     with pytest.raises(ValueError, match=rf"^{name.replace('.', '[.]')} is .*{kind}"):
-        build_repository(checkpoint, tmp_path / "built", license="mit")
+        build_repository(without_code, tmp_path / "built", license="mit")
     assert not (tmp_path / "built").exists()
 
 
@@ -228,8 +241,8 @@ def test_files_that_do_not_belong_are_named(checkpoint, tmp_path, name, kind):
         ("path={here}/model.safetensors", "place on one machine"),
     ],
 )
-def test_tokens_and_paths_are_named(checkpoint, tmp_path, text, kind):
-    text = text.replace("{here}", str(checkpoint.resolve()))
+def test_tokens_and_paths_are_named(without_code, tmp_path, text, kind):
+    text = text.replace("{here}", str(without_code.resolve()))
     for name, data in (
         ("notes.txt", text.encode()),
         ("notes.txt", text.encode("utf-16")),
@@ -237,19 +250,19 @@ def test_tokens_and_paths_are_named(checkpoint, tmp_path, text, kind):
         ("notes.json", json.dumps({text: 1}).encode()),
         ("notes.json", ('["' + "".join(f"\\u{ord(letter):04x}" for letter in text) + '"]').encode()),
     ):
-        (checkpoint / name).write_bytes(data)
+        (without_code / name).write_bytes(data)
         with pytest.raises(ValueError, match=rf"^{name} .*{kind}"):
-            build_repository(checkpoint, tmp_path / "built", license="mit")
-        (checkpoint / name).unlink()
+            build_repository(without_code, tmp_path / "built", license="mit")
+        (without_code / name).unlink()
 
 
-def test_ordinary_text_passes(checkpoint):
-    (checkpoint / "notes.txt").write_text(
+def test_ordinary_text_passes(without_code):
+    (without_code / "notes.txt").write_text(
         "See https://huggingface.co/data/x and ./data/y, a ~ b, and/or work/main; hf_hub_download; a/home/b. Q:\\nWho?"
         f" ~/.cache, me@example.com, https://x.org/a:b@c, s3://bucket/key, commit {'0a' * 20}, mailto:me@x.org, 5:/"
     )
-    (checkpoint / "notes.json").write_text(json.dumps({"prompt": "Q:\nWho?\nA:"}))
-    assert {Path("notes.txt"), Path("notes.json")} <= set(check_files(checkpoint)[0])
+    (without_code / "notes.json").write_text(json.dumps({"prompt": "Q:\nWho?\nA:"}))
+    assert {Path("notes.txt"), Path("notes.json")} <= set(check_files(without_code)[0])
 
 
 def test_what_a_checkpoint_holds_passes_whatever_the_base_and_the_method(checkpoint, light):
@@ -257,36 +270,36 @@ def test_what_a_checkpoint_holds_passes_whatever_the_base_and_the_method(checkpo
         assert set(map(str, check_files(folder)[0])) == set(contents(folder))
 
 
-def test_a_token_in_the_names_of_weights_is_found(checkpoint):
+def test_a_token_in_the_names_of_weights_is_found(without_code):
     from safetensors.torch import save_file
 
-    save_file({"x": torch.ones(1)}, checkpoint / "extra.safetensors", metadata={"from": "/home/nora/x"})
+    save_file({"x": torch.ones(1)}, without_code / "extra.safetensors", metadata={"from": "/home/nora/x"})
     with pytest.raises(ValueError, match=r"^extra[.]safetensors .*/home/nora"):
-        check_files(checkpoint)
+        check_files(without_code)
 
 
 @pytest.mark.parametrize("name", ["state.0.exp_avg", "optimizer.x", "layers.0.weight.momentum_buffer", "exp_avg_sq"])
-def test_an_optimizers_state_among_weights_is_found(checkpoint, name):
+def test_an_optimizers_state_among_weights_is_found(without_code, name):
     from safetensors.torch import save_file
 
-    save_file({name: torch.ones(1)}, checkpoint / "extra.safetensors")
+    save_file({name: torch.ones(1)}, without_code / "extra.safetensors")
     with pytest.raises(ValueError, match=rf"^extra[.]safetensors holds an optimizer's state, {name}"):
-        check_files(checkpoint)
+        check_files(without_code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["notes.txt", "vocab.json", "logo.png", "spiece.model", "extra.safetensors"])
-def test_a_pickle_is_one_under_any_name(checkpoint, name):
+def test_a_pickle_is_one_under_any_name(without_code, name):
     for protocol in range(6):
-        (checkpoint / name).write_bytes(pickle.dumps(Path("x"), protocol))
+        (without_code / name).write_bytes(pickle.dumps(Path("x"), protocol))
         with pytest.raises(ValueError, match=rf"^{name} is (a pickle|no safetensors file), whatever its name says"):
-            check_files(checkpoint)
-    torch.save({"x": torch.ones(1)}, checkpoint / name)
+            check_files(without_code)
+    torch.save({"x": torch.ones(1)}, without_code / name)
     with pytest.raises(ValueError, match=rf"^{name} is (an archive|no safetensors file)"):
-        check_files(checkpoint)
+        check_files(without_code)
 
 
-def test_pictures_are_searched_but_for_their_pixels(checkpoint):
+def test_pictures_are_searched_but_for_their_pixels(without_code):
     """Compressed pixels may hold any bytes; what is written beside them is read."""
     path = b" ~/_Q \0 /home/me/x"
 
@@ -298,15 +311,15 @@ def test_pictures_are_searched_but_for_their_pixels(checkpoint):
     png = b"\x89PNG\r\n\x1a\n" + chunk(b"IDAT", path)
     jpg = b"\xff\xd8\xff\xe0\0\2\xff\xda" + path + b"\xff\xd9"
     for name, data in (("scores.png", png + end), ("scores.jpg", jpg)):
-        (checkpoint / name).write_bytes(data)
-        check_files(checkpoint)
-        (checkpoint / name).write_bytes(data + path)
+        (without_code / name).write_bytes(data)
+        check_files(without_code)
+        (without_code / name).write_bytes(data + path)
         with pytest.raises(ValueError, match=rf"^{name} names a place on one machine"):
-            check_files(checkpoint)
-        (checkpoint / name).unlink()
-    (checkpoint / "scores.png").write_bytes(png + chunk(b"tEXt", b"Source\0/home/me/x") + end)
+            check_files(without_code)
+        (without_code / name).unlink()
+    (without_code / "scores.png").write_bytes(png + chunk(b"tEXt", b"Source\0/home/me/x") + end)
     with pytest.raises(ValueError, match=r"^scores\.png names a place on one machine, /home/me"):
-        check_files(checkpoint)
+        check_files(without_code)
 
 
 def test_a_link_out_of_the_folder_is_never_followed(checkpoint, tmp_path):
