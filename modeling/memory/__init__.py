@@ -1,2 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed contexts: what `compress` returns, its file, concatenation, validation and key/values."""
+"""Memories: `compressed_context` is what `compress` returns, and the files beside it are what it can do.
+
+`carriers` and `memory_quantization` are about its embeddings or key/values, `memory_validation` about its fields;
+`memory_concatenation` joins, `memory_file` saves, `served_memory` is for servers of the decoder alone.
+`headwise_memory` and `beacon_memory` hold key/values of single methods; `key_value_memory` has the caches of all.
+"""
