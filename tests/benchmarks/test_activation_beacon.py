@@ -4,9 +4,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "activation_beacon"
 
 
+@pytest.mark.slow
 def test_each_reader_has_a_row_for_each_length(script, tmp_path):
     sizes = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size", "64", "--device", "cpu"]
     output, lengths = tmp_path / "result.json", ["--lengths", "64", "128", "--window", "8", "--max-slots", "4"]

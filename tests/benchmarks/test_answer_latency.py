@@ -87,6 +87,7 @@ def test_the_papers_setting_runs_small_on_a_cpu(script, tmp_path: Path, capsys: 
     assert f" {full / (memory + compression):.2f} " in printed
 
 
+@pytest.mark.slow
 def test_layers_of_the_encoder_are_gmsas_alone(script, capsys: pytest.CaptureFixture[str]):
     tools, latency = script("common.tools"), script("answer_latency.measure")
     models = [tools.random_compressor("gmsa", llama(), [4], "float32", CPU, layers) for layers in (None, 3)]

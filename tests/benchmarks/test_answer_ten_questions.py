@@ -46,6 +46,7 @@ def checkpoint(
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [None, 4])
 def test_answers_from_a_kept_cache_are_those_of_generate(script, checkpoint: Path, ratio: int | None):
     benchmark, pipe = script("answer_ten_questions.measure"), load(checkpoint, torch.float32, torch.device("cpu"))

@@ -80,6 +80,7 @@ def test_the_goal_counts_the_memory_tokens(script):
         assert overhead.memory_goal(method, ratio) == memory
 
 
+@pytest.mark.slow
 def test_a_batch_full_of_padding_stands_beside_its_contexts_one_by_one(
     script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -214,6 +214,7 @@ def test_models_that_are_no_compressors_or_untrusted_are_refused(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_method_of_someone_else_runs_its_own_code_when_trusted(
     model_folder: str,
     documents: list[str],
@@ -257,6 +258,7 @@ def test_a_memory_file_and_its_document_give_the_same_answer(
     assert together not in answers
 
 
+@pytest.mark.slow
 def test_a_light_checkpoint_takes_its_base_from_the_folder_that_is_named(
     llama: LlamaConfig,
     tokenizer: PreTrainedTokenizerFast,

@@ -142,6 +142,7 @@ def test_answers_from_the_text_that_is_read_once_are_those_from_the_text_read_an
     assert reading.num_bytes % per_token == 0
 
 
+@pytest.mark.slow
 def test_every_ratio_is_asked_from_its_own_memory(checkpoint: Path):
     pipe = demo.load(checkpoint, dtype=torch.float32)
     page = PAGES[0]

@@ -42,6 +42,7 @@ def test_batches_hold_every_row_once_the_longest_first_and_no_more_tokens_than_a
             assert full or not following, "no batch ends before it must"
 
 
+@pytest.mark.slow
 def test_each_row_holds_what_its_text_alone_is_compressed_to(folder, pipe):
     for memory_dtype in ("int8", "float16"):
         check_columns(folder, pipe, memory_dtype)

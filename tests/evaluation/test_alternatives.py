@@ -73,6 +73,7 @@ def test_bm25_fills_its_budget_with_the_best_sentences_in_the_order_of_the_text(
             assert found == naive_bm25(tokenizer, TEXT, question, budget), (question, budget)
 
 
+@pytest.mark.slow
 def test_self_information_keeps_the_tokens_that_the_base_expects_least(model, tokenizer, monkeypatch):
     monkeypatch.setattr("context_compressors.evaluation.alternatives._LOGITS_AT_ONCE", 7)
     ids = encode(tokenizer, TEXT)[:40]

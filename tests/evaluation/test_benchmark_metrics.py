@@ -52,6 +52,7 @@ SCORES = [
 ]
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_published_definitions(monkeypatch):
     for task, classes, output, answers, expected in SCORES:
         assert BenchmarkMetric(task, classes).score(output, answers) == pytest.approx(expected, abs=1e-4), (

@@ -167,6 +167,7 @@ def naive_recovered_perplexity(model, tokenizer, condition, rows):
     return math.exp(nll / count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", ["full_context", "ratio=2"])
 def test_restoration_scores_are_of_what_the_model_writes(model, tokenizer, condition):
     rows = [{"context": "A ferry leaves"}, {"context": "7 pens"}]
@@ -436,6 +437,7 @@ def test_rows_say_what_the_conditions_cost(model, tokenizer):
         }
 
 
+@pytest.mark.slow
 def test_every_score_has_an_interval_over_documents_and_retention_one_of_its_own(model, tokenizer):
     rows = [{"context": f"{word} cat", "question": f"Who {n}?"} for word in "abcd" for n in "12"]
     # What is right is what one of the conditions writes, so that each of them is sometimes right.
@@ -587,6 +589,7 @@ def test_documents_that_trained_or_chose_are_refused_by_name_or_named_in_the_rep
     )
 
 
+@pytest.mark.slow
 def test_rows_say_what_kinds_of_answers_score_and_how_slots_compare_with_as_much_text(model, tokenizer):
     rows = [*ROWS, {**ROWS[0], "question": "Where?", "answers": ["Rome"]}]
     report = run(model, tokenizer, rows, tasks=(QA,), alternatives=("cut", "bm25"), num_resamples=200)
@@ -612,6 +615,7 @@ def test_rows_say_what_kinds_of_answers_score_and_how_slots_compare_with_as_much
     assert "cannot be told" in text
 
 
+@pytest.mark.slow
 def test_everything_is_written_as_the_generation_configuration_says(model, tokenizer, monkeypatch):
     report = run(model, tokenizer, tasks=(QA,), ratios=(4,), ratios_only=True, generation={"num_beams": 3})
     assert report.settings["generation"]["num_beams"] == 3

@@ -93,6 +93,7 @@ def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
     assert "--plots draws quality by ratio, and teacher is a plain language model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp_path, capsys):
     output, answers = tmp_path / "results.json", tmp_path / "kept" / "answers.jsonl"
     argv = [str(folders / "tiny-compressor"), "--data-dir", str(tmp_path), "--tasks", QA, "--ratios", "4"]
@@ -185,6 +186,7 @@ def test_generation_settings_come_from_files_and_fields(tmp_path):
             generation_from_arguments([wrong])
 
 
+@pytest.mark.slow
 def test_command_reads_the_full_text_with_an_adapter_of_peft(folders, qa_file, tmp_path, tokenizer):
     base = LlamaForCausalLM.from_pretrained(folders / "base")
     torch.manual_seed(0)

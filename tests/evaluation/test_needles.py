@@ -164,6 +164,7 @@ def test_a_grid_is_saved_printed_and_drawn(grid, tmp_path):
         NeedleGrid.load(tmp_path / "other.json")
 
 
+@pytest.mark.slow
 def test_needles_are_asked_as_any_question(model, tokenizer):
     settings = EvaluationSettings(max_new_tokens={"question_answering": 4, "summarisation": 4}, ratios=(2,))
     seen = []

@@ -43,6 +43,7 @@ def test_every_task_has_its_length_its_answers_and_its_seed(tokenizer):
         assert rows[:1] != made(task, tokenizer, number=1, seed=1), task
 
 
+@pytest.mark.slow
 def test_needles_are_as_many_as_the_task_says_and_no_other_has_their_key(tokenizer):
     for task, num_needles, num_answers in (
         ("niah_single_1", 1, 1),

@@ -9,6 +9,7 @@ from naive_twin import QA, ROWS, run
 from context_compressors.modeling.modeling_snap_kv import SnapKVForCausalLM
 
 
+@pytest.mark.slow
 def test_what_is_selected_of_a_chat_at_ratio_1_answers_as_the_full_context(tokenizer, folders):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (

@@ -99,6 +99,7 @@ def run_snippet(text: str, **names: str) -> dict[str, object]:
     return namespace
 
 
+@pytest.mark.slow
 def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, report: EvaluationReport):
     path = write_card(root / "compressor", [root / "compressor.json"], LIMITS)
     assert path == root / "compressor" / "README.md"
@@ -185,6 +186,7 @@ def test_a_language_models_card_holds_full_and_no_context(root: Path):
     assert ModelCard.load(path).data.datasets == ["org/tales"]
 
 
+@pytest.mark.slow
 def test_the_snippets_of_the_cards_run(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(root)
     text = write_card("compressor", ["compressor.json"], LIMITS).read_text()
@@ -361,6 +363,7 @@ def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_retrieval_checkpoints_card_stands_beside_bm25_and_its_snippet_runs(
     retrieval: Path, monkeypatch: pytest.MonkeyPatch
 ):

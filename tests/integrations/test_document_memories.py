@@ -32,6 +32,7 @@ def count_compressed(memories, monkeypatch):
     return compressed
 
 
+@pytest.mark.slow
 def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_path, monkeypatch):
     place = tmp_path / "s.lance"
     for options in ({}, {"store": place}):
@@ -101,6 +102,7 @@ def test_a_document_is_kept_at_the_ratio_that_it_selects(folder, tmp_path, monke
     assert compressed == []
 
 
+@pytest.mark.slow
 def test_a_stream_gives_the_answer_and_ends_when_nobody_reads_it(folder):
     memories = DocumentMemories(CorpusCompressor(folder, device="cpu").pipe, 4)
     ids = memories.compress(TEXTS)

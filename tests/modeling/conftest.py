@@ -10,7 +10,8 @@ A test asks for what it can fail on by the name of its argument:
 - `case`: on all bases and with all hard settings.
 
 What else differs, as paddings, ratios and types, is looped inside a test. A test of some cases only is marked
-`@pytest.mark.only(condition)`.
+`@pytest.mark.only(condition)`. Of a test that is marked `costly`, the inner loop has one method of each memory form;
+`pytest tests/modeling -k <method>` has all of a method.
 """
 
 import string
@@ -45,14 +46,16 @@ hypothesis.settings.load_profile("no_deadline")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only(condition): of the matrix, the cases that meet it")
+    config.addinivalue_line("markers", "costly: of the matrix, one method of each memory form is not slow")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     conditions = [mark.args[0] for mark in metafunc.definition.iter_markers("only")]
+    is_costly = metafunc.definition.get_closest_marker("costly") is not None
     for name, cases in CASES.items():
         if name in metafunc.fixturenames:
             cases = [case for case in cases if all(condition(case) for condition in conditions)]
-            marks = [() if case.is_quick(name) else pytest.mark.slow for case in cases]
+            marks = [() if case.is_quick(name, is_costly) else pytest.mark.slow for case in cases]
             params = [pytest.param(case, marks=mark, id=str(case)) for case, mark in zip(cases, marks, strict=True)]
             metafunc.parametrize(name, params)
 

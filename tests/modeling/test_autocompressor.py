@@ -98,6 +98,7 @@ def test_the_papers_numbers():
     assert AutoCompressorConfig(decoder_config=base, accumulate_summaries=False).max_context_tokens(31) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "compressor", "reader"),
     [("1B", 3_510_272, 1_703_936), ("135M", 1_872_000, 921_600), ("Llama-2-7B", 16_982_016, 8_388_608)],

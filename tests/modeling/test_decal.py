@@ -270,6 +270,7 @@ def test_without_compression_it_is_the_t5_it_was_made_from(
     torch.testing.assert_close(back(input_ids=ids, attention_mask=mask, labels=labels).logits, theirs.logits)
 
 
+@pytest.mark.slow
 def test_compression_can_start_at_fine_tuning(t5_folder, tmp_path, random_rows):
     """From a plain T5, or from a T5 baseline of this project, the base's buckets stay."""
     baseline = DeCALForConditionalGeneration.from_base(t5_folder, compression="none")

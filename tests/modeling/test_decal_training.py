@@ -17,6 +17,7 @@ from transformers import (
 from context_compressors import DeCALForConditionalGeneration
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", ["decal", *(pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS if name != "decal")]
 )

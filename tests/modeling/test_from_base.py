@@ -59,6 +59,7 @@ def test_the_bases_own_logits_are_there_in_bfloat16_too(backbone_case, base_fold
     assert loaded(text, context_input_ids=text).logits.equal(logits)
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_a_pretrained_base_compresses_saves_and_loads(method_case, pretrained_base, tmp_path):
     method, tokenizer = method_case.method, AutoTokenizer.from_pretrained(pretrained_base)

@@ -292,6 +292,7 @@ def test_the_shared_tests_hold(group, request, monkeypatch):
             monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_calls_of_all_kinds_are_right_in_eight_threads(tiny_tokenizer):
     # It reads with settings of its own for a while.
     assert not test_threads.together(test_threads.calls_of(SNAP_KV.model, tiny_tokenizer))

@@ -232,5 +232,6 @@ def test_heads_that_no_layer_has_are_refused():
             KV_ZIP.config(**fields)
 
 
+@pytest.mark.slow
 def test_calls_of_all_kinds_are_right_in_eight_threads(tiny_tokenizer):
     assert not test_threads.together(test_threads.calls_of(KV_ZIP.model, tiny_tokenizer))

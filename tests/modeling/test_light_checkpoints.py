@@ -110,6 +110,7 @@ def test_the_type_asked_for_is_the_bases_and_what_trains_is_float32(
         assert {n: t.dtype for n, t in stored(tmp_path / "again").items()} == types, asked
 
 
+@pytest.mark.slow
 def test_a_base_started_in_float16_is_found_again(method_cases, tmp_path, local_hub, start_light):
     model = start_light(method_cases["mean_pooling"], local_hub, dtype=torch.float32)
     half = type(model).from_base("me/base", dtype=torch.float16, compression_ratios=[2])
@@ -401,6 +402,7 @@ def test_a_fingerprint_does_not_depend_on_the_type_but_on_every_weight(method_ca
         parameter.data = before
 
 
+@pytest.mark.costly
 def test_a_models_name_tells_any_changed_value(method_case):
     model = method_case.build()
     expected = model.model_id

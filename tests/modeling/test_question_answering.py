@@ -152,6 +152,7 @@ def test_a_backbone_alone_cannot_be_asked(form_case, encoder_decoder, tiny_token
             backbone.question_answering(tiny_tokenizer)
 
 
+@pytest.mark.costly
 def test_many_questions_about_many_documents(pipe_of_each_method):
     pipe = pipe_of_each_method
     expected = [[answer_by_hand(pipe, question, document) for question in QUESTIONS] for document in DOCUMENTS]
@@ -183,6 +184,7 @@ def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
     assert pipe(QUESTIONS[0], context=DOCUMENTS[:1], join=True) == answer_by_hand(pipe, QUESTIONS[0], DOCUMENTS[0])
 
 
+@pytest.mark.costly
 def test_the_checkpoints_own_prompt_and_heading_are_taken(method_case, tiny_tokenizer):
     own = {"prompts": {"question_answering": "Q {question} A"}, "context_prefix": "# Text\n"}
     model = method_case.build(**own)

@@ -69,6 +69,7 @@ def test_a_loaded_model_is_the_saved_one(weights_case, inputs, tmp_path):
     assert 0 <= weights - base_bytes(model) < 20_000
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_one_checkpoint_serves_the_backbone_too(method_case, inputs, tmp_path, slots):
     model = method_case.model
@@ -81,6 +82,7 @@ def test_one_checkpoint_serves_the_backbone_too(method_case, inputs, tmp_path, s
     assert slots(memory).equal(slots(model.compress(inputs["context_input_ids"])))
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_a_loaded_model_saves_and_loads_again(method_case, inputs, tmp_path):
     model = method_case.model
@@ -95,6 +97,7 @@ def test_a_loaded_model_saves_and_loads_again(method_case, inputs, tmp_path):
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_a_saved_backbone_loads_as_a_backbone(method_case, inputs, tmp_path):
     backbone = method_case.model.model
@@ -105,6 +108,7 @@ def test_a_saved_backbone_loads_as_a_backbone(method_case, inputs, tmp_path):
         method_case.method.causal_lm_class.from_pretrained(tmp_path)
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_the_auto_classes_find_the_method(method_case, inputs, tmp_path):
     method, model = method_case.method, method_case.model
@@ -116,6 +120,7 @@ def test_the_auto_classes_find_the_method(method_case, inputs, tmp_path):
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
+@pytest.mark.costly
 def test_a_checkpoint_of_another_method_is_refused(method_case, method_cases, tmp_path):
     method = method_case.method
     other = next(case for name, case in method_cases.items() if name != method.name)

@@ -175,6 +175,7 @@ def test_a_light_run_resumes_from_its_folder_with_the_same_losses(form_case, tmp
     assert losses(stopped) + losses(resumed)[3:] == pytest.approx(losses(whole), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stock_trainer_whose_rows_bring_no_context_warns(form_case, tmp_path, monkeypatch):
     warned = []
     monkeypatch.setattr(compressing.logger, "warning_once", warned.append, raising=False)

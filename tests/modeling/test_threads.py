@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from tiny_models import METHODS, Case
+from tiny_models import METHODS, ON_EVERY_BASE, Case
 from transformers import TextIteratorStreamer
 
 from context_compressors.configuration.configuration_decal import DeCALConfig
@@ -114,7 +114,13 @@ def calls_of(model, tokenizer):
     return {name: torch.no_grad()(call) for name, call in calls.items()}
 
 
-@pytest.mark.parametrize("name", [*(method.name for method in METHODS), "decal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ON_EVERY_BASE else pytest.mark.slow)
+        for name in (*(method.name for method in METHODS), "decal")
+    ],
+)
 def test_calls_of_all_kinds_are_right_in_eight_threads(name, tiny_tokenizer):
     assert not together(calls_of(built(name), tiny_tokenizer))
 

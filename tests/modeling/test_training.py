@@ -184,6 +184,7 @@ def test_a_shared_base_gives_the_gradients_of_two_separate_models(backbone_case,
     assert_same_gradients(found, gradients(model, batch), lambda n: n.replace("encoder_model.", "language_model."))
 
 
+@pytest.mark.costly
 @pytest.mark.only(lambda case: not case.method.windows)
 def test_dropout_of_each_adapter_acts_in_training_only(method_case, batch):
     model = method_case.build(encoder_lora={"rank": 4, "dropout": 0.5}, decoder_lora={"rank": 4, "dropout": 0.5})
@@ -233,6 +234,7 @@ def test_the_loss_is_the_mean_over_labelled_tokens(method_case, batch):
     torch.testing.assert_close(scaled, by_hand * (labels != -100).sum() / 100)
 
 
+@pytest.mark.costly
 def test_a_loss_falls_under_plain_training(method_case, batch):
     model = method_case.build().train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -37,7 +37,13 @@ def loss_and_gradients(model, text, mask, **context):
     return outputs.logits * mask[:, :, None], torch.autograd.grad(outputs.loss, parameters)
 
 
-@pytest.mark.parametrize("base", ["llama-sdpa", "llama-eager", "mistral-sdpa", "gemma2-eager"])
+@pytest.mark.parametrize(
+    "base",
+    [
+        *("llama-sdpa", "gemma2-eager"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-eager", "mistral-sdpa")),
+    ],
+)
 def test_the_masked_pass_is_compressing_and_then_reading_in_values_and_gradients(case_on, base, random_rows, pad_rows):
     ids, mask = pad_rows(random_rows([15, 4, 11]), "left")
     text, text_mask = pad_rows(random_rows([5, 3, 6], seed=1), "right")

@@ -437,15 +437,15 @@ class Case:
                     parameter += 0.15 * torch.randn_like(parameter)
         return cast_frozen(model, dtype).eval()
 
-    def is_quick(self, fixture: str) -> bool:
+    def is_quick(self, fixture: str, is_costly: bool = False) -> bool:
         """Whether it is in a developer's inner loop: one method with most of it, the others as they come.
 
-        These where a test is on methods, and one of each memory form where it is on bases or settings.
+        These where a test is on methods, and one of each memory form where it is costly, or on bases or settings.
         """
         if self.method is METHODS[0] and self.variant in QUICK and self.architecture in ("llama", "gemma2"):
             return True
-        in_the_loop = fixture in ("method_case", "case") or self.method.name in ON_EVERY_BASE
-        return in_the_loop and self == Case(self.method)
+        is_on_methods = fixture in ("method_case", "case") and not is_costly
+        return (is_on_methods or self.method.name in ON_EVERY_BASE) and self == Case(self.method)
 
     @property
     def all_of_its_method(self) -> list["Case"]:
