@@ -46,6 +46,7 @@ def test_the_code_beside_published_weights_is_the_code_of_the_package(folder: Pa
     assert saved == files(tmp_path), "write it again: remote_code.write_code(model_class, config_class, FOLDER)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_published_checkpoint_is_small_and_fit_for_the_hub(folder: Path, tmp_path: Path):
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= set(files(folder))

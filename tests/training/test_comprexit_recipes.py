@@ -209,6 +209,7 @@ def test_prompt_tuning_is_scored_with_its_tokens_in_front_of_the_context(small, 
         assert not set(whole[0, 21:].tolist()) & set(learned)
 
 
+@pytest.mark.slow
 def test_prompt_tuning_trains_tokens_in_front_of_the_whole_context(small, tmp_path):
     files = [*PROMPT_TUNING, small["bound"], "--max_context_tokens", "120"]
     trainer = build_trainer(*parse_recipe([*files, "--output_dir", str(tmp_path / "out")]))

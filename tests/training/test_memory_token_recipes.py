@@ -130,6 +130,7 @@ def test_bounds_train_the_task_tokens_only(bound, base, tmp_path):
     assert (args.objective, args.context_mode, model.base) == ("compression", bound, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "base"), list(itertools.product(CLASSES, ("llama3.2_1b", "llama3.2_3b"))))
 def test_comprexit_baselines_hold_its_table_8(method, base, tmp_path):
     files = [f"comprexit_baselines/{method}.yaml", f"comprexit/bases/{base}.yaml"]

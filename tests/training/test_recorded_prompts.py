@@ -44,6 +44,7 @@ def trained(base_folder, tmp_path):
     return MeanPoolingForCausalLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_prompts_of_the_recipe_are_in_the_checkpoint_and_are_taken(trained):
     model, tokenizer = trained
     config = model.config
@@ -57,6 +58,7 @@ def test_prompts_of_the_recipe_are_in_the_checkpoint_and_are_taken(trained):
     assert document_ids(config, tokenizer, "Nora.") == [start, *heading, *encode(tokenizer, "Nora.")]
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_them_too_and_says_so(trained):
     from context_compressors import evaluate_model
     from context_compressors.evaluation.data_sets import load_datasets

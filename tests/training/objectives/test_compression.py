@@ -152,6 +152,7 @@ def test_muon_trains_the_adapters(make_trainer):
     assert all(not torch.equal(p.detach(), before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 def test_adafactor_trains_the_adapters_at_the_rate_that_is_asked_for(make_trainer):
     trainer = make_trainer(config={"optimizer": "adafactor", "max_grad_norm": 0, "lr_scheduler_type": "constant"})
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -279,6 +280,7 @@ def test_evaluation_gives_a_loss_for_each_ratio(make_trainer, dataset):
     assert entry["eval_loss_mean_over_ratios"] == entry["eval_loss"] / 2 == pytest.approx(mean, rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_log_of_a_single_ratio_has_its_loss_alone(make_trainer):
     trainer = make_trainer(config={"ratio_mode": "random", "max_steps": 1})
     trainer.train()
@@ -316,6 +318,7 @@ def test_nan_loss_stops_with_step_and_ids_and_the_last_checkpoint_stays(make_tra
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_never_saved(make_trainer, tmp_path):
     trainer = make_trainer(config={"save_strategy": "steps", "save_steps": 1, "max_steps": 1})
     name, parameter = next((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad)

@@ -185,6 +185,7 @@ def test_accumulated_batches_equal_one_big_batch(make_trainer, build, dataset, t
     torch.testing.assert_close(sum(losses), whole.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["icae_enhanced", "500x_enhanced", "without_task_tokens"])
 def test_training_moves_exactly_the_trainable_parameters(make_trainer, build, name):
     data_steps = {"gradient_accumulation_steps": 2, "max_steps": 3, "include_num_input_tokens_seen": True}
