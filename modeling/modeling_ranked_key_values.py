@@ -188,7 +188,8 @@ class RankedKeyValuesModel(HeadwiseModel):
             raise ValueError("`batches` have no token: give a few hundred contexts")
         diagonal = squares.diagonal(dim1=1, dim2=2)[:, :-1]
         diagonal += ridge * diagonal.mean(dim=1, keepdim=True)
-        for scorer, solution in zip(self.scorers, torch.linalg.solve(squares, products), strict=True):
+        scorers: Any = self.scorers
+        for scorer, solution in zip(scorers, torch.linalg.solve(squares, products), strict=True):
             scorer.weight.copy_(solution[:-1].T)
             scorer.bias.copy_(solution[-1])
 

@@ -34,6 +34,6 @@ def fit_scorers(trainer: Any, num_contexts: int) -> None:
         for index in tqdm(indices, desc="fit scorers", unit="context"):
             batch = collate([dataset[index]])
             names = ("context_input_ids", "context_attention_mask")
-            yield tuple(batch[name].to(model.device) for name in names)  # type: ignore[misc]
+            yield tuple(batch[name].to(model.device) for name in names)
 
     model.fit_scorers(batches())
