@@ -140,6 +140,7 @@ def test_the_command_fills_a_store_goes_on_with_it_and_lists_what_failed(collect
     assert (len(made), made.texts()["pages.parquet:0"]) == (7, None)
 
 
+@pytest.mark.slow
 def test_an_id_that_comes_again_is_kept_once_and_named(model, tmp_path):
     lines = [json.dumps({"text": f"text {i}", "key": key}) for i, key in enumerate("abcab")]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")

@@ -287,6 +287,7 @@ def test_the_log_of_a_single_ratio_has_its_loss_alone(make_trainer):
     assert not {"num_ratios_summed", "loss_mean_over_ratios"} & set(trainer.state.log_history[0])
 
 
+@pytest.mark.slow
 def test_teacher_is_trained_on_full_contexts(dataset, tokenizer, language_model, make_config):
     before = {name: p.detach().clone() for name, p in language_model.named_parameters()}
     trainer = TeacherTrainer(
