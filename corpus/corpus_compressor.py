@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Tokens that a model reads at once: a CPU is fastest while a layer's states stay in its cache.
 BATCH_TOKENS = {"cpu": 512, "accelerator": 16_384}
+# Columns that have a list for each slot.
+_VECTORS = ("slots", "scales", "key_scales", "head_ids")
 
 
 class CorpusCompressor:
@@ -124,9 +126,9 @@ class CorpusCompressor:
 
         Returns:
             The columns of the batch, and beside them, in the order of its rows: `slots`, for each row an array
-            `(num_slots, values of a slot)`, with `scales` (and `key_scales` of key/values) where they are quantised;
-            `position_ids`, `num_tokens`, `ratio` and `model_id`; and `error`, "" for a row that was compressed. A row
-            that was not has no slots, and the reason.
+            `(num_slots, values of a slot)`, with `scales` (and `key_scales` of key/values) where they are quantised,
+            and `head_ids` where heads keep unlike numbers of key/values; `position_ids`, `num_tokens`, `ratio` and
+            `model_id`; and `error`, "" for a row that was compressed. A row that was not has no slots, and the reason.
 
         Raises:
             ValueError: no such column, or one that has a name of the new ones.
@@ -197,7 +199,7 @@ class CorpusCompressor:
     def _empty_columns(self, num_rows: int) -> dict[str, list[Any]]:
         schema = self.form.schema
         nothing: dict[str, Any] = {}
-        for name in ("slots", "scales", "key_scales"):
+        for name in _VECTORS:
             if name in schema.names:
                 vectors = schema.field(name).type.value_type
                 nothing[name] = np.empty((0, vectors.list_size), vectors.value_type.to_pandas_dtype())
@@ -225,7 +227,7 @@ class CorpusCompressor:
 
 def _row_values(name: str, column: pyarrow.Array) -> list[Any]:
     """An array for each row of a column of vectors, without copies; Python's values of another one."""
-    if name not in ("slots", "scales", "key_scales"):
+    if name not in _VECTORS:
         return [
             None if value is None else np.asarray(value, np.int32) if name == "position_ids" else value
             for value in column.to_pylist()

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers.utils import logging
 
-from context_compressors import CorpusCompressor
+from context_compressors import CorpusCompressor, KVZipForCausalLM
 from context_compressors.modeling.parts.length_batches import length_batches
 
 RANDOM = random.Random(0)
@@ -71,6 +71,16 @@ def check_columns(folder, pipe, memory_dtype):
             slots = slots * scales.float()
         # Beside others and alone the last digits differ, which may round to a neighbour.
         torch.testing.assert_close(slots.float(), alone.dequantize().embeddings[0], atol=0.02, rtol=0.01)
+
+
+def test_heads_that_keep_unlike_numbers_of_key_values_keep_their_names(folder, pipe):
+    model = KVZipForCausalLM.from_base(folder.parent / "base").eval()
+    zipping = model.question_answering(pipe.tokenizer)
+    columns = CorpusCompressor(zipping, 2, device="cpu", memory_dtype="float16")({"text": TEXTS})
+    for row, text in enumerate(TEXTS):
+        alone = zipping.compress(text, ratio=2)
+        assert columns["head_ids"][row].tolist() == alone.head_ids[0].tolist()
+        assert columns["slots"][row].shape[0] == int(alone.num_slots)
 
 
 def test_the_pipeline_returns_rows_in_order_from_batches_of_any_size(pipe, capfd):

@@ -17,11 +17,13 @@ from context_compressors.configuration.configuration_five_hundred_x import FiveH
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.configuration.configuration_ranked_key_values import RankedKeyValuesConfig
 from context_compressors.configuration.configuration_snap_kv import SnapKVConfig
 from context_compressors.configuration.configuration_streaming_llm import StreamingLLMConfig
 from context_compressors.data.prompts import format_prompt
 from context_compressors.evaluation.analysis.attention import attention_by_head, memory_attention
 from context_compressors.evaluation.analysis.information_flow import information_flow
+from context_compressors.evaluation.analysis.one_chunk import one_chunk
 from context_compressors.evaluation.analysis.pictures import (
     plot_allocation,
     plot_layer_weights,
@@ -44,6 +46,7 @@ from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXFor
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.modeling.modeling_ranked_key_values import RankedKeyValuesForCausalLM
 from context_compressors.modeling.modeling_snap_kv import SnapKVForCausalLM
 from context_compressors.modeling.modeling_streaming_llm import StreamingLLMForCausalLM
 
@@ -279,6 +282,19 @@ def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer, c
             torch.testing.assert_close(origins.chunks[0] @ values, kept)
         with pytest.raises(ValueError, match="cannot reconstruct"):
             reconstruction(model, tokenizer, ids, model.compress(rows))
+
+    # Heads that keep unlike numbers of them: pairs of a layer's places may be another layer's.
+    ranked = build(RankedKeyValuesForCausalLM, RankedKeyValuesConfig(decoder_config=llama, compression_ratios=(4,)))
+    origins, memory = slot_origins(ranked, ids), ranked.compress(rows)
+    assert (origins.kind, origins.chunks[0].shape) == ("kept", (25, 98))
+    chunks, _ = one_chunk(ranked.model, rows, None, 4, "")
+    tokens = torch.cat(list(ranked.model.kept_tokens(chunks, 4)), dim=1)[0]
+    whole = ranked.compress(rows, ratio=1, allow_untrained_ratio=True)
+    values, of_all = (torch.cat([pair[1] for pair in found.key_values], dim=1)[0] for found in (memory, whole))
+    torch.testing.assert_close(of_all[memory.head_ids[0].T.long(), tokens], values)
+    torch.testing.assert_close(
+        origins.chunks[0].sum(dim=0) * len(tokens), torch.bincount(tokens.flatten(), minlength=98).float()
+    )
 
     # A method that says nothing of all this has no origins.
     pooling.model.pools_windows = False
