@@ -40,8 +40,8 @@ def header(name: str, facts: Sequence[str]) -> str:
     """The top of the page: what it does, and of which checkpoint."""
     items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
     return (
-        '<header class="cc-header"><h1>Read once, answer from a few vectors</h1>'
-        "<p>A compressor turns a document into slots, vectors that stand in for its tokens. The same language model "
+        '<header class="cc-header"><h1>Read once, answer from a few slots</h1>'
+        "<p>A compressor turns a document into slots, which stand in for its tokens. The same language model "
         "answers your question from the full text and from the slots.</p>"
         f'<ul class="cc-facts" aria-label="Checkpoint"><li><strong>{escape(name)}</strong></li>{items}</ul></header>'
     )

@@ -92,7 +92,7 @@ class RankedKeyValuesModel(HeadwiseModel):
             found = [scorer(state) for scorer, state in zip(self.scorers, states, strict=True)]
         else:
             key_values, found = self._read(chunks, lambda layer, states: self.scorers[layer](states))
-        scores = torch.stack([of_layer.transpose(1, 2) for of_layer in found], dim=1).flatten(1, 2)
+        scores = _by_head(found)
         if self.training:
             # 3. What s_l learns: the logarithm of the highest attention that a second reading pays to a token; and
             # while they learn it, that itself ranks.
@@ -111,6 +111,27 @@ class RankedKeyValuesModel(HeadwiseModel):
                 pairs = _moved(pairs, moves[span], inverse_frequencies(self.encoder_backbone))
             memories.append((pairs, head_ids))
         return memories
+
+    @torch.no_grad()
+    def kept_tokens(self, chunks: Chunks, ratio: int | Tensor) -> Sequence[Tensor]:
+        """Tokens whose keys and values stay.
+
+        Args:
+            chunks: contexts without pads.
+            ratio: context tokens per slot.
+
+        Returns:
+            For each layer `(num_chunks, num_heads, num_slots)`: of the pairs that stand there in the memory, which may
+            be those of another layer's head, the places in the chunk.
+        """
+        key_values, found = self._read(chunks, lambda layer, states: self.scorers[layer](states))
+        scores, counts = _by_head(found), slot_counts(self.config, chunks.lengths, ratio)
+        num_kept = torch.tensor(counts, device=scores.device) * scores.shape[1]
+        places = torch.arange(scores.shape[2], device=scores.device)[:, None]
+        places = places.expand(*key_values[0][0].shape[:2], -1, -1)
+        is_kept = highest(scores, chunks.attention_mask, num_kept)
+        pairs, _ = gather_pairs(((places, places),) * len(key_values), is_kept, counts)
+        return [of_layer[..., 0] for of_layer, _ in pairs]
 
     def _read(
         self, chunks: Chunks, take: Callable[[int, Tensor], Tensor] | None = None
@@ -290,6 +311,12 @@ def _moved(key_values: KeyValues, moves: Tensor, frequencies: Tensor | None) -> 
         return key_values
     tables = rotation(moves, frequencies, key_values[0][0])
     return tuple((rotated(keys, tables), values) for keys, values in key_values)
+
+
+def _by_head(scores: Sequence[Tensor]) -> Tensor:
+    """Scores of all layers, `(num_chunks, num_layers * num_heads, num_tokens)`; of each `(num_chunks, num_tokens,
+    num_heads)`."""
+    return torch.stack([of_layer.transpose(1, 2) for of_layer in scores], dim=1).flatten(1, 2)
 
 
 class _WithLoss(torch.autograd.Function):
