@@ -104,19 +104,18 @@ def test_nothing_but_the_register_knows_the_names_of_methods():
     own = re.compile(rf"(configuration|modeling)_({'|'.join(METHODS)})")
     names = {name for method, classes in METHODS.items() for name in (method, f"{method}_compressor", *classes)}
     files = {
-        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        str(path.relative_to(ROOT)): names_in(path.read_text(encoding="utf-8"))
         for folder in FOLDERS.values()
         for path in (ROOT / folder).rglob("*.py")
         if not own.match(path.stem)
     }
     assert len(files) > 100
-    modules = {name for text in files.values() for name in names_in(text) if own.fullmatch(name)}
+    modules = {name for found in files.values() for name in found if own.fullmatch(name)}
     assert modules == set()
-    found = {name: names & names_in(text) for name, text in files.items()}
-    assert {name for name, known in found.items() if known} == {"configuration/methods.py"}
+    assert {name for name, found in files.items() if names & found} == {"configuration/methods.py"}
     # Texts may give examples; what lists most methods would have to grow with them.
     lists = re.compile(rf"\b({'|'.join(METHODS)})\b")
-    most = {name for name, text in files.items() for part in names_in(text) if len(set(lists.findall(part))) > 4}
+    most = {name for name, found in files.items() for part in found if len(set(lists.findall(part))) > 4}
     assert most == set()
 
 
@@ -140,7 +139,7 @@ def test_the_method_passes_the_shared_tests_and_its_own(copied: Path):
     # The page runs them all; these are of every kind.
     names = ("errors", "generation", "padding", "positions_and_chunks", "question_answering", "saving", "training")
     files = [f"tests/modeling/test_{name}.py" for name in (*names, "window_end")]
-    options = ("-q", "-n0", "-p", "no:cacheprovider", "-k", "window_end", "-m", "not slow")
+    options = ("-q", "-n0", "-p", "no:cacheprovider", "-k", "window_end", "-m", "not slow or costly")
     output = run(copied, "-m", "pytest", *options, *files)
     passed = int(re.search(r"(\d+) passed", output)[1])
     assert passed > 40, output
@@ -151,14 +150,17 @@ def test_the_method_trains_answers_and_gets_its_card(copied: Path):
     (copied / "report.txt").write_text("Nora Lind wrote this report on bees.", encoding="utf-8")
     torch.manual_seed(0)
     assert [command[0] for command in commands()] == ["train", "evaluate", "ask", "card"]
-    for command in commands():
-        run(copied, "-m", "context_compressors.cli", *[part.strip('"') for part in command])
+    train, *later = [[part.strip('"') for part in command] for command in commands()]
+    run(copied, "-m", "context_compressors.cli", *train)
+    # In one process, which does not know the method from its training.
+    later.append(["flops", "llama-2-7b", "--ratios", "4"])
+    lines = ["from context_compressors.cli import main", f"for command in {later}:", "    print(*command)"]
+    rows = run(copied, "-c", "\n".join([*lines, "    assert not main(command), command"])).partition("\nflops ")[2]
     folder = copied / "outputs" / "window_end"
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "Window ends. A causal language model" in card
     assert "It was trained for three steps." in card
     assert "| Learned map behind the encoder | True |" in card
     assert (folder / "modeling_window_end.py").is_file()
-    rows = run(copied, "-m", "context_compressors.cli", "flops", "llama-2-7b", "--ratios", "4")
     assert "| window_end" in rows
     assert "| window ends, a toy |" in (copied / "README.md").read_text(encoding="utf-8")

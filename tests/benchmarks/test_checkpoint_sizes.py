@@ -29,17 +29,25 @@ def sizes(script):
     return script("checkpoint_sizes.measure")
 
 
+@pytest.fixture(scope="module")
+def tiny_base(tmp_path_factory):
+    """A base of that shape, and its folder."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{k: v for k, v in TINY.items() if k != "model_type"}))
+    folder = tmp_path_factory.mktemp("base")
+    model.save_pretrained(folder)
+    return model, folder
+
+
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "decal"])
-def test_the_counts_are_those_of_saved_checkpoints(sizes, monkeypatch, tmp_path, method):
+def test_the_counts_are_those_of_saved_checkpoints(sizes, tiny_base, monkeypatch, tmp_path, method):
     monkeypatch.setitem(model_shapes._SHAPES, "tiny", TINY)
     row = sizes.row_of(method, "tiny", [4, 16])
-    base = AutoModelForCausalLM.from_config(LlamaConfig(**{k: v for k, v in TINY.items() if k != "model_type"}))
-    base.save_pretrained(tmp_path / "base")
+    base, folder = tiny_base
     config = method_config(method, model_shapes.named_config("tiny"), [4, 16])
     names = ("compression_ratios", "encoder_lora", "decoder_lora", "encoder_layers", "chunk_size", "memory_tokens")
     fields = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
     model_class = type(sizes.on_meta(method, config))
-    model = model_class.from_base(tmp_path / "base", **fields)
+    model = model_class.from_base(folder, **fields)
     for form, include_base in (("own_parameters", False), ("parameters", True)):
         model.save_pretrained(tmp_path / form, include_base=include_base, save_dtype="bfloat16")
         file = tmp_path / form / "model.safetensors"
