@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from context_compressors.cli.loading import load_compressor
+from context_compressors.configuration.nearest_names import check_choice
 from context_compressors.data.document_ids import TrainingDocuments
 from context_compressors.evaluation.answers_file import AnswersFile, read_answers
 from context_compressors.evaluation.data_sets import load_datasets
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("checkpoint", help="Hub id or folder of a checkpoint of ranked key/values")
     add("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="other checkpoints")
+    add("--variants", nargs="*", metavar="NAME", help="which parts are taken out (default: each)")
     add("--data", required=True, metavar="SOURCE", help="questions, as `evaluate` takes them")
     add("--ratios", nargs="+", type=int, default=[4, 8, 16], metavar="R", help="default: 4 8 16")
     add("--dtype", default="auto", help="default: as saved")
@@ -128,8 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     found = {}
     model, tokenizer = load_compressor(arguments.checkpoint, dtype=arguments.dtype)
-    for name, patched in variants(model).items():
-        with patched(), torch.no_grad():
+    known = variants(model)
+    chosen = list(known) if arguments.variants is None else [WHOLE, *arguments.variants]
+    for name in chosen:
+        check_choice("variant", name, known)
+        with known[name](), torch.no_grad():
             found[name] = answers(name, arguments.checkpoint, model, tokenizer)
     for entry in arguments.also:
         name, _, folder = entry.rpartition("=")
