@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .command import PROMPTS, argument, command, positive_int, positive_int_or_auto
 from .compress import MEMORY_SUFFIX, MODEL, READING, compress_all, load_pipeline, report_cut
 from .documents import Document, read_documents
+from .loading import set_ratio_scale
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
@@ -73,6 +74,7 @@ def main(arguments: argparse.Namespace) -> None:
     }
     prompt = _prompt(arguments.prompts)
     pipe = load_pipeline(arguments)
+    set_ratio_scale(pipe.model, arguments.ratio_scale)
     if pipe.model.config.compresses_questions:
         read = _documents_alone(pipe, documents, arguments)
     else:

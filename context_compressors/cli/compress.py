@@ -56,7 +56,6 @@ def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline
         arguments.dtype,
         arguments.base_model,
     )
-    set_ratio_scale(model, arguments.ratio_scale)
     return model.question_answering(tokenizer)
 
 
@@ -106,6 +105,7 @@ def main(arguments: argparse.Namespace) -> None:
     ratios = list(dict.fromkeys(arguments.ratio or []))
     paths = _memory_paths(documents, ratios, Path(arguments.output), arguments.force)
     pipe = load_pipeline(arguments)
+    set_ratio_scale(pipe.model, arguments.ratio_scale)
     pipe.check_serves_memories("a memory file without one answers nothing: `ask` about the document itself")
     ratios = ratios or [pipe.model.config.default_ratio]
     num_tokens = num_slots = num_bytes = 0

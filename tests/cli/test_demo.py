@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +197,17 @@ def test_the_summary_counts_right_answers_of_all_pages_for_each_way_of_reading()
 
 
 # --- the command ---
+
+
+@pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
+def test_with_a_checkpoint_the_demo_opens_its_page(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    page = SimpleNamespace(open=lambda host, port: f"{host}:{port}", blocks=SimpleNamespace(block_thread=lambda: None))
+    monkeypatch.setattr("context_compressors.serving.page.import_gradio", lambda: None)
+    monkeypatch.setattr("context_compressors.serving.page.Page", lambda reader, name, facts, examples: page)
+    assert cli.main(["demo", str(checkpoint), "--port", "7900"]) == 0
+    assert "open 127.0.0.1:7900 in a browser" in capsys.readouterr().out
 
 
 def test_without_a_checkpoint_the_demo_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
