@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU
 from torchmetrics.functional.text import rouge_score, squad
 
@@ -105,6 +104,9 @@ def rouge_lsum(predictions: Sequence[str], references: Sequence[Sequence[str]]) 
 
     Source: ROUGE (Lin, 2004), section 3.2; T5's evaluation reports it as ROUGE-L.
     """
+    # With NLTK, scikit-learn and pandas behind it, half the time in which a command starts.
+    from rouge_score.rouge_scorer import RougeScorer
+
     check_references(predictions, references)
     scorer = RougeScorer(["rougeLsum"])
     total = 0.0
