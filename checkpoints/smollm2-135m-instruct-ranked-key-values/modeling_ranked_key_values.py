@@ -7,6 +7,8 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,18 +67,26 @@ class RankedKeyValuesModel(HeadwiseModel):
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
         num_chunks = len(chunks.lengths)
         at_once = num_chunks if self.training else max(1, _TOKENS_AT_ONCE // chunks.input_ids.shape[1])
-        parts = [
-            self._encode_some(chunks, counts, slice(start, start + at_once)) for start in range(0, num_chunks, at_once)
-        ]
-        by_ratio = list(zip(*parts, strict=True))
-        chunks.head_ids = [torch.cat([head_ids for _, head_ids in found]) for found in by_ratio]
-        return [
-            tuple(
-                (torch.cat([keys for keys, _ in layer]), torch.cat([values for _, values in layer]))
-                for layer in zip(*(pairs for pairs, _ in found), strict=True)
-            )
-            for found in by_ratio
-        ]
+        if at_once >= num_chunks:
+            found = self._encode_some(chunks, counts, slice(num_chunks))
+        else:
+            # Made first: what stays must not lie between what is dropped, whose place is used again.
+            found = [self._room(num_chunks, max(of_all)) for of_all in counts]
+            for start in range(0, num_chunks, at_once):
+                span = slice(start, start + at_once)
+                for room, part in zip(found, self._encode_some(chunks, counts, span), strict=True):
+                    for whole, tensor in zip(_tensors(*room), _tensors(*part), strict=True):
+                        whole[span] = tensor
+        chunks.head_ids = [head_ids for _, head_ids in found]
+        return [pairs for pairs, _ in found]
+
+    def _room(self, num_chunks: int, num_slots: int) -> tuple[KeyValues, Tensor]:
+        """Pairs and the heads that they are of, of any values."""
+        layers, heads, head_dim = key_value_shape(self.config.decoder_config)
+        empty = partial(torch.empty, device=self.device)
+        shape = (num_chunks, heads, num_slots, head_dim)
+        pairs = tuple((empty(shape, dtype=self.dtype), empty(shape, dtype=self.dtype)) for _ in range(layers))
+        return pairs, empty((num_chunks, num_slots, layers * heads), dtype=torch.int16)
 
     def _encode_some(
         self, chunks: Chunks, counts: Sequence[Sequence[int]], span: slice
@@ -303,6 +313,10 @@ class RankedKeyValuesModel(HeadwiseModel):
         loss = (scores - attention)[real].square().mean()
         (keys, values), *others = key_values
         return ((_WithLoss.apply(keys, loss), values), *others)
+
+
+def _tensors(pairs: KeyValues, head_ids: Tensor) -> list[Tensor]:
+    return [*chain.from_iterable(pairs), head_ids]
 
 
 def _moved(key_values: KeyValues, moves: Tensor, frequencies: Tensor | None) -> KeyValues:
