@@ -29,27 +29,15 @@ class MemoryRows:
     """A batch of `[pads, context, memory tokens]` rows, ready for the encoder.
 
     Args:
-        inputs_embeds: `(num_chunks, num_places, hidden_size)`.
-        attention_mask: what the encoder takes: `(num_chunks, num_places)`, or one value for each pair of places.
-        position_ids: `(num_chunks, num_places)`.
+        inputs: what the encoder takes: `inputs_embeds` `(num_chunks, num_places, hidden_size)`, `position_ids` and an
+            `attention_mask` `(num_chunks, num_places)`, which may also have one value for each pair of places.
         places: `(num_chunks, num_memory_tokens)`, where the memory tokens stand.
         groups: for each ratio, its first column in `places`, and the mask `(num_chunks, num_slots)` of its tokens.
     """
 
-    inputs_embeds: Tensor
-    attention_mask: Tensor | dict[str, Tensor]
-    position_ids: Tensor
+    inputs: dict[str, Any]
     places: Tensor
     groups: list[tuple[int, Tensor]]
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """What the encoder reads."""
-        return {
-            "inputs_embeds": self.inputs_embeds,
-            "attention_mask": self.attention_mask,
-            "position_ids": self.position_ids,
-        }
 
     def read(self, states: Tensor) -> list[Tensor]:
         """The memory tokens' states of each ratio, `(num_chunks, num_slots, hidden_size)`; zeros for none."""
@@ -248,19 +236,14 @@ class MemoryTokenModel(CompressorModel):
         if context is None:
             context = self.encoder_backbone.get_input_embeddings()(chunks.input_ids)
         tokens = torch.cat([self.memory_vectors(width) for width in widths]).to(context.dtype)
-        mask: Tensor | dict[str, Tensor] = sequence.attention_mask
-        if len(blocks) > 1 or self.has_bidirectional_memory:
-            mask = _block_mask(config, sequence, lengths, widths, self.has_bidirectional_memory, context.dtype)
-        firsts = [0] * len(counts) if are_nested else [sum(widths[:i]) for i in range(len(widths))]
         joined = torch.cat([context, tokens.expand(len(lengths), -1, -1)], dim=1)
-        positions = sequence.arrange(torch.cat([chunks.position_ids, *memory_ids], dim=1))
-        return MemoryRows(
-            inputs_embeds=sequence.arrange(joined),
-            attention_mask=mask,
-            position_ids=positions * sequence.attention_mask,
-            places=sequence.text_places,
-            groups=[(first, first_places(count, device)) for first, count in zip(firsts, counts, strict=True)],
-        )
+        inputs: dict[str, Any] = sequence.inputs(joined, torch.cat([chunks.position_ids, *memory_ids], dim=1))
+        if len(blocks) > 1 or self.has_bidirectional_memory:
+            seen = (widths, self.has_bidirectional_memory, context.dtype)
+            inputs["attention_mask"] = _block_mask(config, sequence, lengths, *seen)
+        firsts = [0] * len(counts) if are_nested else [sum(widths[:i]) for i in range(len(widths))]
+        groups = [(first, first_places(count, device)) for first, count in zip(firsts, counts, strict=True)]
+        return MemoryRows(inputs, sequence.text_places, groups)
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> Sequence[Slots]:
         return [slots for rows in self.memory_rows(chunks, ratios) for slots in self.read_memory(rows)]
