@@ -97,6 +97,7 @@ def test_medians_are_taken_of_what_people_wait_for(script):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
 def test_every_length_has_a_row_for_the_text_and_each_ratio_and_too_long_a_page_is_cut(
     script, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

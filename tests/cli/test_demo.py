@@ -125,6 +125,7 @@ def test_what_rows_share_leaves_something_of_each_to_read():
         assert demo.num_shared(rows) == count, rows
 
 
+@pytest.mark.slow
 def test_answers_from_the_text_that_is_read_once_are_those_from_the_text_read_anew(checkpoint: Path):
     pipe = demo.load(checkpoint, dtype=torch.float32)
     model, tokenizer, page = pipe.model, pipe.tokenizer, PAGES[0]

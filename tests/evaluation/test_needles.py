@@ -191,6 +191,7 @@ def test_needles_are_asked_as_any_question(model, tokenizer):
         evaluate_needles(model, tokenizer, TEXTS, lengths=(100, 100))
 
 
+@pytest.mark.slow
 def test_a_killed_grid_goes_on_inside_a_length(model, tokenizer, tmp_path, monkeypatch):
     settings = EvaluationSettings(
         max_new_tokens={"question_answering": 2, "summarisation": 2}, ratios=(2,), batch_size=2

@@ -74,6 +74,7 @@ def rounded_copy(model, change, folder):
     return model
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_a_rounded_base_is_used_with_one_warning_that_names_the_error(light, local_hub, tmp_path, warnings, name):

@@ -40,6 +40,7 @@ BASES = sorted(path.stem for path in (RECIPES / "mean_pooling" / "bases").glob("
 EMBEDDED = sorted(path.stem for path in (RECIPES / "embedded").glob("*.yaml"))
 
 
+@pytest.mark.slow
 def test_paper_recipes_hold_table_6(tmp_path):
     for setting, base in itertools.product(SETTINGS, BASES):
         first = ["mean_pooling/multi_ratio.yaml", *(f"mean_pooling/{name}.yaml" for name in setting)]
