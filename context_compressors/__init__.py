@@ -20,6 +20,7 @@ _MODULE_OF = {
     "CompressorForCausalLM": "modeling.compressor.causal_lm",
     **{name: "modeling" for names in METHODS.values() for name in names[1:]},
     "CompressedContext": "modeling.memory.compressed_context",
+    "mixed_memory": "modeling.memory.mixed_memory",
     "ContextCompressionQAPipeline": "modeling.compressor.context_compression_qa",
     "CorpusCompressor": "corpus.corpus_compressor",
     "MemoryStore": "corpus.memory_store",
