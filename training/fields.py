@@ -264,7 +264,7 @@ class TrainingFields:
         context_mode: how the objectives compression and joint give the context: compressed, or for the bounds as
             full_context in front of the text, or no_context.
         contrastive_temperature: scores of the objective retrieval are divided by it.
-        fit_scorers: of ranked_key_values, behind the last step its scorers are fitted to the contexts of so many
+        fit_scorers: of ranked_key_values, before the first step its scorers are fitted to the contexts of so many
             examples of the training, taken evenly.
         sample_answers_steps: the log shows answers to the first questions of `eval_sources` every so many steps, and
             before the first; never with 0.
@@ -287,7 +287,7 @@ class TrainingFields:
     random_segments: bool = field(default=True, metadata={"help": "whether lengths of segments are drawn"})
     context_mode: str = field(default="compressed", metadata={"help": ", ".join(CONTEXT_MODES)})
     contrastive_temperature: float = field(default=1.0, metadata={"help": "what scores of retrieval are divided by"})
-    fit_scorers: int = field(default=0, metadata={"help": "contexts that scorers are fitted to at the end"})
+    fit_scorers: int = field(default=0, metadata={"help": "contexts that scorers are fitted to at first"})
     sample_answers_steps: int = field(default=0, metadata={"help": "steps between answers in the log; 0 for none"})
 
     def check_fields(self) -> None:

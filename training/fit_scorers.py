@@ -23,7 +23,7 @@ def fit_scorers(trainer: Any, num_contexts: int) -> None:
     """Fit them by least squares as `RankedKeyValuesModel.fit_scorers` does; every process makes the same.
 
     Args:
-        trainer: of a compressor with scorers, when it has trained.
+        trainer: of a compressor with scorers.
         num_contexts: of its examples, taken evenly; all of them where it has fewer.
     """
     model = trainer.accelerator.unwrap_model(trainer.model).base_model

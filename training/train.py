@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         resume = latest_checkpoint(args.output_dir)
     if resume is not None:
         check_resumed(trainer.model, resume)
-    trainer.train(resume_from_checkpoint=resume)
-    if args.fit_scorers:
+    elif args.fit_scorers:
         fit_scorers(trainer, args.fit_scorers)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         # The Trainer's arguments are a pickle, which has no place in a folder that people share.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranked key/values from a reader of full texts: its adapter, scorers fitted at the end, and what cannot be."""
+"""Ranked key/values from a reader of full texts: its adapter, scorers fitted to it, and what cannot be."""
 
 import json
 import shutil

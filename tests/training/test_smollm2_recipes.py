@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes on SmolLM2-135M-Instruct: compressor, reader and the end of a training, in the chat template."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import context_compressors.training
@@ -27,7 +29,6 @@ SMALL = {
     "task_schedule": None,
     "length_schedule": None,
     "max_context_tokens": 96,
-    "max_steps": 2,
     "save_steps": 1,
     "save_strategy": "steps",
     "bf16": False,
@@ -49,9 +50,9 @@ def chat_base(base_folder, tmp_path):
     return str(folder)
 
 
-def run(*arguments, base, folder):
+def run(*arguments, base, folder, max_steps=2):
     small = folder / "small.yaml"
-    small.write_text(yaml.safe_dump(SMALL))
+    small.write_text(yaml.safe_dump({**SMALL, "max_steps": max_steps}))
     names = [f"smollm2/{name}.yaml" for name in arguments if not name.startswith("--")]
     options = [argument for argument in arguments if argument.startswith("--")]
     options = [part for option in options for part in option.split("=", 1)]
@@ -109,13 +110,25 @@ def test_the_reader_goes_on_as_ranked_key_values(chat_base, tmp_path):
     reader, out = tmp_path / "reader", tmp_path / "out"
     run("reader", "data", "cpu", f"--output_dir={reader}", base=chat_base, folder=tmp_path)
     options = [f"--adapter={reader}", "--fit_scorers=2", f"--output_dir={out}"]
-    run("data", "ranked_key_values", "cpu", *options, base=chat_base, folder=tmp_path)
+    run("data", "ranked_key_values", "cpu", *options, base=chat_base, folder=tmp_path, max_steps=-1)
+    summary = json.loads((out / "training_summary.json").read_text())
+    assert (summary["steps"], summary["input_tokens"]) == (0, 0)
     model, tokenizer = RankedKeyValuesForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     opening = opening_ids(tokenizer)
     assert model.config.slots_after_ids == opening
     assert model.config.opening_ids[-len(opening) :] == opening
+    weights = load_file(reader / "adapter_model.safetensors")
+    adapter = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    assert len(adapter) == len(weights)
+    stored = {
+        name.replace("base_model.model.", "").replace(".weight", ".shared.weight"): w for name, w in weights.items()
+    }
+    assert all(
+        adapter[name.replace("model.", "model.language_model.", 1)].equal(w.bfloat16().float())
+        for name, w in stored.items()
+    )
     pipe = ContextCompressionQAPipeline(model=model, tokenizer=tokenizer, device="cpu", max_new_tokens=3)
-    assert isinstance(pipe("Who?", context="Nora keeps bees.", ratio=32)["answer"], str)
+    assert isinstance(pipe("Who?", context="Nora keeps bees.", ratio=16)["answer"], str)
 
 
 @pytest.mark.slow
