@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.common.tools import positive_int
 from context_compressors.cli.loading import load_compressor
 from context_compressors.configuration.nearest_names import check_choice
 from context_compressors.data.document_ids import TrainingDocuments
@@ -96,19 +97,24 @@ def variants(model: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Ask all variants; returns the exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """What the command line takes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flagship.ablations", description=__doc__)
     add = parser.add_argument
     add("checkpoint", help="Hub id or folder of a checkpoint of ranked key/values")
     add("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="other checkpoints")
     add("--variants", nargs="*", metavar="NAME", help="which parts are taken out (default: each)")
     add("--data", required=True, metavar="SOURCE", help="questions, as `evaluate` takes them")
-    add("--ratios", nargs="+", type=int, default=[4, 8, 16], metavar="R", help="default: 4 8 16")
+    add("--ratios", nargs="+", type=positive_int, default=[4, 8, 16], metavar="R", help="default: 4 8 16")
     add("--dtype", default="auto", help="default: as saved")
     add("--seed", type=int, default=0, help="draws questions and resamples (default: 0)")
     add("--output", required=True, metavar="FILE", help="where the JSON goes; what was asked goes beside it")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask all variants; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
     output = Path(arguments.output)
     settings = EvaluationSettings(
         tasks=("question_answering",),
