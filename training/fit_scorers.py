@@ -22,6 +22,8 @@ def check_fits_scorers(trainer: Any) -> None:
 def fit_scorers(trainer: Any, num_contexts: int) -> None:
     """Fit them by least squares as `RankedKeyValuesModel.fit_scorers` does; every process makes the same.
 
+    The documents count as trained on.
+
     Args:
         trainer: of a compressor with scorers.
         num_contexts: of its examples, taken evenly; all of them where it has fewer.
@@ -33,6 +35,7 @@ def fit_scorers(trainer: Any, num_contexts: int) -> None:
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for index in tqdm(indices, desc="fit scorers", unit="context"):
             batch = collate([dataset[index]])
+            trainer.documents.trained.update(batch.get("documents", ()))
             names = ("context_input_ids", "context_attention_mask")
             yield tuple(batch[name].to(model.device) for name in names)
 
