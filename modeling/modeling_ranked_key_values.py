@@ -25,7 +25,7 @@ from .compressor.headwise_reading import HeadwiseModel, highest
 from .compressor.input_checks import check_context_length
 from .compressor.token_rows import TokenRows, check_together
 from .memory.compressed_context import CompressedContext, KeyValues
-from .memory.headwise_memory import InputRecorder, gather_pairs, squeezed_starts
+from .memory.headwise_memory import InputRecorder, gather_pairs, same_starts
 from .memory.key_value_memory import inverse_frequencies, key_value_shape
 from .parts.float32_layers import Float32Linear
 from .parts.packing import PackedSequence, text_positions
@@ -275,7 +275,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         is_short = isinstance(memory.ratio, int) and num_slots * memory.ratio <= self._most_positions
         if is_short or not num_slots or memory.inverse_frequencies is None:
             return starts, lengths
-        return squeezed_starts(memory, lengths > self._most_positions, self.config.long_context_positions or 0)
+        return same_starts(memory, lengths > self._most_positions)
 
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:
         starts, _ = self._starts_and_lengths(memory)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.modeling import modeling_ranked_key_values
 from context_compressors.modeling.compressor.context_compression_qa import padded
 from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.memory.headwise_memory import same_starts
 from context_compressors.modeling.parts.prompting import encode, question_ids
 from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import write_results
@@ -83,8 +85,17 @@ def drawn(
 # --- places ---
 
 
+def squeezed_starts(memory: CompressedContext, is_long: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+    """As `same_starts`, but where chunks start is squeezed together evenly, into so many positions."""
+    same, longest = same_starts(memory, is_long)
+    starts, lengths = memory.position_ids, memory.num_context_tokens
+    taken = longest.clamp(min=num_positions).where(is_long, lengths)
+    squeezed = (starts - 1) * (taken - longest)[:, None] // (lengths - longest).clamp(min=1)[:, None] + 1
+    return squeezed.where(same != starts, starts), taken
+
+
 def wrapped_starts(memory: CompressedContext, is_long: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-    """As `squeezed_starts`, but chunks start at their own places again and again from the first one on."""
+    """As `same_starts`, but chunks start at their own places again and again from the first one on."""
     is_moved = is_long[:, None] & memory.attention_mask.bool()
     starts = ((memory.position_ids - 1) % num_positions + 1).where(is_moved, memory.position_ids)
     return starts, memory.num_context_tokens.clamp(max=num_positions).where(is_long, memory.num_context_tokens)
@@ -94,22 +105,18 @@ def wrapped_starts(memory: CompressedContext, is_long: Tensor, num_positions: in
 def placed(model: PreTrainedModel, row: str) -> Iterator[None]:
     """Read memories as a row says: "the same", "their own", "squeezed N" or "wrapped N"."""
     module: Any = modeling_ranked_key_values
-    base, before, squeezed = (
-        model.config.decoder_config,
-        model.config.decoder_config.max_position_embeddings,
-        module.squeezed_starts,
-    )
+    base, before = model.config.decoder_config, model.config.decoder_config.max_position_embeddings
     kind, _, number = row.partition(" ")
     if row not in (_OWN, _FULL, _NONE):
         # To the model its base then has just enough positions for one chunk.
         base.max_position_embeddings = model.config.chunk_size + len(model.config.opening_ids)
-        model.config.long_context_positions = int(number) if number.isdigit() else None
-        module.squeezed_starts = wrapped_starts if kind == "wrapped" else squeezed
+        if number.isdigit():
+            starts = {"wrapped": wrapped_starts, "squeezed": squeezed_starts}[kind]
+            module.same_starts = partial(starts, num_positions=int(number))
     try:
         yield
     finally:
-        base.max_position_embeddings, module.squeezed_starts = before, squeezed
-        model.config.long_context_positions = None
+        base.max_position_embeddings, module.same_starts = before, same_starts
 
 
 def compressed(

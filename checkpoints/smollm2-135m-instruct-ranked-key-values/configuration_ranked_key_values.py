@@ -31,12 +31,9 @@ class RankedKeyValuesConfig(CompressorConfig):
             In training, tokens that are read again in one pass, to see which keys and values the scorers should have
             ranked first.
         position_layout (`str`, defaults to `"enhanced"`):
-            The only one: keys keep their places, and the text goes on behind the context.
-        long_context_positions (`int`, *optional*):
-            Positions of a context that has more tokens than the base has positions. Each of its chunks is read right
-            behind the opening, and where they start is squeezed together evenly, so that they overlap; the text stands
-            behind all of them. `None`: as many as the longest chunk has tokens, so that all chunks stand at the same
-            positions (Parallel Context Windows, https://arxiv.org/abs/2212.10947).
+            The only one: keys keep their places, and the text goes on behind the context. Of a context that has more
+            tokens than the base has positions, the chunks stand at the same ones, with the text behind them (Parallel
+            Context Windows, https://arxiv.org/abs/2212.10947).
         kwargs: fields of [`CompressorConfig`], without an encoder of its own.
     """
 
@@ -51,14 +48,10 @@ class RankedKeyValuesConfig(CompressorConfig):
         opening_ids: list[int] | tuple[int, ...] = (),
         repeat_size: int = 2048,
         position_layout: str = "enhanced",
-        long_context_positions: int | None = None,
         **kwargs: Any,
     ):
         self.opening_ids = token_id_list("opening_ids", opening_ids)
         self.repeat_size = int_between("repeat_size", repeat_size, 16)
-        if long_context_positions is not None:
-            int_between("long_context_positions", long_context_positions, 1)
-        self.long_context_positions = long_context_positions
         has_adapter = encoder_lora is not None
         if shared_adapter not in (None, has_adapter):
             raise ValueError(

@@ -131,24 +131,21 @@ def spread_pairs(memory: CompressedContext, is_uniform: bool = False) -> tuple[K
     return tuple(spread), masks
 
 
-def squeezed_starts(memory: CompressedContext, is_long: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Where the chunks of long contexts start once they stand in fewer positions: evenly squeezed together, while
-    tokens of one chunk keep their distances.
+def same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the chunks of long contexts start once all of them stand at the same positions (Parallel Context Windows).
 
     Args:
         memory: whose `position_ids` are the first positions of the slots' chunks, counted from 1.
-        is_long: `(batch_size,)` bool, the rows that are squeezed.
-        num_positions: what each of them takes then, if its longest chunk takes no more.
+        is_long: `(batch_size,)` bool, the rows whose chunks do.
 
     Returns:
-        `position_ids` `(batch_size, num_slots)` as above, and the positions that each row takes, `(batch_size,)`.
+        `position_ids` `(batch_size, num_slots)` as above, and the positions that each row takes, `(batch_size,)`: of
+        these rows as many as their longest chunk has tokens.
     """
     starts, lengths, is_real = memory.position_ids, memory.num_context_tokens, memory.attention_mask.bool()
     ends = pad(starts, (0, 1))[:, 1:].where(pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
     longest = (ends - starts).masked_fill(~is_real, 0).amax(dim=1)
-    taken = longest.clamp(min=num_positions)
-    squeezed = (starts - 1) * (taken - longest)[:, None] // (lengths - longest).clamp(min=1)[:, None] + 1
-    return squeezed.where(is_long[:, None] & is_real, starts), taken.where(is_long, lengths)
+    return starts.masked_fill(is_long[:, None] & is_real, 1), longest.where(is_long, lengths)
 
 
 def _sorted_pairs(memory: CompressedContext) -> tuple[Tensor, Tensor]:

@@ -192,29 +192,20 @@ def test_chunks_are_ranked_each_by_itself_in_training_too(ranked):
             torch.testing.assert_close(pair, other, atol=1e-4, rtol=1e-4)
 
 
-def turned(keys, distance, frequencies):
-    """Keys so many positions farther on, as complex numbers."""
-    real, imaginary = keys.chunk(2, dim=-1)
-    numbers = torch.complex(real, imaginary) * torch.polar(torch.ones_like(frequencies), distance * frequencies)
-    return torch.cat([numbers.real, numbers.imag], dim=-1)
-
-
-def naive_logits(plain, row, rest, num_positions):
-    """Of a text behind the opening and a context, chunk by chunk."""
+def naive_logits(plain, row, rest):
+    """Of a text behind the opening and a context, chunk by chunk; those of a long one all at the same place."""
     opening, size = FEW_POSITIONS["opening_ids"], FEW_POSITIONS["chunk_size"]
     is_long = len(opening) + len(row) > 40
-    taken = max(size, num_positions or 0) if is_long else len(row)
+    taken = size if is_long else len(row)
     first = plain(behind(opening, row[:0]), use_cache=True)
     pairs = [[(layer.keys, layer.values)] for layer in first.past_key_values.layers]
     for start in range(0, len(row), size):
         chunk = row[start : start + size]
-        read_at, place = (0, start * (taken - size) // (len(row) - size)) if is_long else (start, start)
-        positions = torch.cat([torch.arange(4), 4 + read_at + torch.arange(len(chunk))])[None]
+        positions = torch.cat([torch.arange(4), 4 + (0 if is_long else start) + torch.arange(len(chunk))])[None]
         mask = torch.ones_like(positions)
         read = plain(behind(opening, chunk), attention_mask=mask, position_ids=positions, use_cache=True)
         for of_layer, layer in zip(pairs, read.past_key_values.layers, strict=True):
-            keys = turned(layer.keys[:, :, 4:], place - read_at, plain.model.rotary_emb.inv_freq)
-            of_layer.append((keys, layer.values[:, :, 4:]))
+            of_layer.append((layer.keys[:, :, 4:], layer.values[:, :, 4:]))
     cache = DynamicCache()
     for index, of_layer in enumerate(pairs):
         cache.update(*(torch.cat(states, dim=2) for states in zip(*of_layer, strict=True)), index)
@@ -225,25 +216,17 @@ def naive_logits(plain, row, rest, num_positions):
 
 
 @torch.no_grad()
-def test_chunks_of_a_context_beyond_the_bases_positions_overlap(ranked, random_rows, pad_rows):
-    """Each is read right behind the opening, and where they start is squeezed; shorter contexts stay as they are."""
+def test_chunks_of_a_context_beyond_the_bases_positions_stand_at_the_same(ranked, random_rows, pad_rows):
+    """Each right behind the opening, and the text behind all of them; shorter contexts stay as they are."""
     rows, rest = random_rows([50, 13, 37, 36]), ids_of(5, seed=1)[0]
     text = behind(FEW_POSITIONS["opening_ids"], rest).expand(len(rows), -1)
     for architecture, attention in FAR_APART:
-        found = []
-        for num_positions in (None, 21, 3):
-            model = ranked.on(architecture=architecture, attention=attention).build(
-                **FEW_POSITIONS, long_context_positions=num_positions
-            )
-            plain = reader_of(model)
-            for side in ("left", "right"):
-                memory = model.compress(*pad_rows(rows, side), ratio=1, allow_untrained_ratio=True)
-                found.append(model(text, memory=memory).logits)
-                for row, logits in zip(rows, found[-1], strict=True):
-                    expected = naive_logits(plain, row, rest, num_positions)[0]
-                    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        assert not torch.allclose(found[0][0], found[2][0], atol=1e-2)
-        assert torch.equal(found[0], found[4])
+        model = ranked.on(architecture=architecture, attention=attention).build(**FEW_POSITIONS)
+        plain = reader_of(model)
+        for side in ("left", "right"):
+            memory = model.compress(*pad_rows(rows, side), ratio=1, allow_untrained_ratio=True)
+            for row, logits in zip(rows, model(text, memory=memory).logits, strict=True):
+                torch.testing.assert_close(logits, naive_logits(plain, row, rest)[0], atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match=r"the context needs 54 positions, the encoder has 40 .*: set `chunk_size`"):
         ranked.build(**{**FEW_POSITIONS, "chunk_size": None}).compress(rows[0][None])
     assert model.config.max_context_tokens(2) is None
@@ -253,24 +236,21 @@ def test_chunks_of_a_context_beyond_the_bases_positions_overlap(ranked, random_r
 @torch.no_grad()
 def test_a_long_context_is_read_like_its_chunks_joined_a_loaded_file_and_without_a_cache(ranked, tmp_path):
     ids, text = ids_of(50), behind(FEW_POSITIONS["opening_ids"], ids_of(5, seed=1)[0])
-    for num_positions in (None, 21):
-        model = ranked.build(**FEW_POSITIONS, long_context_positions=num_positions)
-        memory = model.compress(ids, ratio=2)
-        memory.save(tmp_path / "long.safetensors")
-        joined = CompressedContext.concatenate([model.compress(chunk, ratio=2) for chunk in ids.split(8, dim=1)])
-        expected = model(text, memory=memory).logits
-        for other in (joined, CompressedContext.load(tmp_path / "long.safetensors")):
-            torch.testing.assert_close(model(text, memory=other).logits, expected, atol=1e-4, rtol=1e-4)
-        given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-        written = model.generate(text, memory=memory, **given)
-        for _ in range(4):
-            text = torch.cat([text, model(text, memory=joined).logits[:, -1:].argmax(dim=2)], dim=1)
-        assert torch.equal(written, text)
-        text = text[:, :-4]
-        # The opening is in the first piece.
-        assert torch.equal(
-            model.generate(text, context_input_ids=ids, ratio=2, prefill_chunk_size=5, **given), written
-        )
+    model = ranked.build(**FEW_POSITIONS)
+    memory = model.compress(ids, ratio=2)
+    memory.save(tmp_path / "long.safetensors")
+    joined = CompressedContext.concatenate([model.compress(chunk, ratio=2) for chunk in ids.split(8, dim=1)])
+    expected = model(text, memory=memory).logits
+    for other in (joined, CompressedContext.load(tmp_path / "long.safetensors")):
+        torch.testing.assert_close(model(text, memory=other).logits, expected, atol=1e-4, rtol=1e-4)
+    given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    written = model.generate(text, memory=memory, **given)
+    for _ in range(4):
+        text = torch.cat([text, model(text, memory=joined).logits[:, -1:].argmax(dim=2)], dim=1)
+    assert torch.equal(written, text)
+    text = text[:, :-4]
+    # The opening is in the first piece.
+    assert torch.equal(model.generate(text, context_input_ids=ids, ratio=2, prefill_chunk_size=5, **given), written)
 
 
 @torch.no_grad()
@@ -315,7 +295,6 @@ def test_what_cannot_be_is_refused_with_its_name(ranked):
         ),
         ({"shared_adapter": True, "encoder_lora": None}, "`shared_adapter` must be left out: .* got True beside"),
         ({"position_layout": "default"}, r"`position_layout` must be one of \['enhanced'\], got 'default'"),
-        ({"long_context_positions": 0}, "`long_context_positions` must be an int of at least 1, got 0"),
         ({"repeat_size": 8}, "`repeat_size` must be an int of at least 16, got 8"),
         (
             {"encoder_config": {}, "encoder_lora": None},
