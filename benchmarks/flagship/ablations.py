@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One part of ranked key/values taken out at a time, on the same questions.
 
-    python -m benchmarks.flagship.ablations CHECKPOINT --data squad=qa_squad_train.parquet#100 --also "not trained to \
-        read memories=EARLIER" --output ablations.json
+    python -m benchmarks.flagship.ablations CHECKPOINT --output ablations.json --data squad=qa_squad_train.parquet#80
 
 Parts that need no training are taken out of the checkpoint itself; `--also` names other checkpoints. All are asked as
 by `evaluate`; differences are paired by question, with 95 % bootstrap intervals over documents. What has been asked is

@@ -99,7 +99,7 @@ def test_memory_tokens_beyond_the_bases_positions_are_refused(method_case):
         model.compress(torch.full((1, 11), 9))
 
 
-@pytest.mark.only(lambda case: not (case.method.passages or case.method.recurrent))
+@pytest.mark.only(lambda case: not (case.method.passages or case.method.recurrent or case.method.ranks))
 def test_layouts_that_count_on_from_chunk_to_chunk_need_the_positions(method_case):
     settings = {"decoder_config": {"max_position_embeddings": 16}, "chunk_size": 8, "position_layout": "enhanced"}
     model = method_case.build(**settings)
