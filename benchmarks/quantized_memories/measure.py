@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What memories in int8 and int4 lose: answers, and how far the decoder's next tokens move.
 
-    python -m benchmarks.quantized_memories.measure --data qa_squad_dev.parquet
-    python -m benchmarks.quantized_memories.measure --data qa_squad_dev.parquet --key-values snap_kv
+    python -m benchmarks.quantized_memories.measure --data qa_squad_dev.parquet --ratios 2
+    python -m benchmarks.quantized_memories.measure --data qa_squad_dev.parquet --ratios 4 16 --checkpoint CHECKPOINT
 
 Questions on SQuAD, drawn by a seed, one for each context. Each is answered from its memory as it was compressed, and
-from the same memory rounded: by the repository's checkpoint, whose memories are embeddings, or by its base with a
-method of key/values that needs no training. F1 is that of greedy answers; the divergence is that of the next token's
-distribution, in nats, from the exact memory's to the rounded one's, on average over the tokens of an answer up to the
-first that differs. Intervals hold 95 % of 10,000 resamples of the questions; those of differences are of pairs.
+from the same memory rounded; the checkpoint says whether memories are embeddings or keys and values. F1 is that of
+greedy answers; the divergence is that of the next token's distribution, in nats, from the exact memory's to the
+rounded one's, on average over the tokens of an answer up to the first that differs. Intervals hold 95 % of 10,000
+resamples of the questions; those of differences are of pairs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from typing import Any
 import pyarrow.parquet
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, Pipeline
+from transformers import Pipeline
 
 from benchmarks.common.tools import add_place_arguments, device_of, positive_int, save_and_report
-from context_compressors import CorpusCompressor, pretrained_base
+from context_compressors import CorpusCompressor
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
 from context_compressors.evaluation.metrics import squad_scores
-from context_compressors.modeling import model_class
 from context_compressors.modeling.compressor.context_compression_qa import padded
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.memory.memory_quantization import QUANTIZATIONS
 from context_compressors.modeling.parts.prompting import question_ids
 from context_compressors.reporting.tables import markdown_table
 
-CHECKPOINT = Path(__file__).resolve().parents[2] / "checkpoints" / "smollm2-135m-instruct-mean-pooling"
+CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 EXACT = "exact"
 _NUM_RESAMPLES = 10_000
 
@@ -173,7 +172,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--questions", type=positive_int, default=100, help="default: 100")
     add("--seed", type=int, default=0, help="draws the questions (default: 0)")
     add("--ratios", type=positive_int, nargs="+", default=[2], help="default: 2")
-    add("--key-values", metavar="METHOD", help="such as snap_kv, on the checkpoint's base")
+    add(
+        "--checkpoint",
+        default=str(CHECKPOINTS / "smollm2-135m-instruct-mean-pooling"),
+        help="folder or Hub id (default: the repository's of mean pooling)",
+    )
     add("--batch-size", type=positive_int, default=20, help="questions at once (default: 20)")
     add("--new-tokens", type=positive_int, default=16, help="longest answer (default: 16)")
     add_place_arguments(made)
@@ -185,21 +188,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     device = device_of(arguments)
     rows = drawn(arguments.data, arguments.questions, arguments.seed)
-    pipe = CorpusCompressor(CHECKPOINT, device=str(device), dtype="float32").pipe
-    if arguments.key_values is not None:
-        trained = pipe.model.config
-        base = pretrained_base(trained.base_model_name_or_path)
-        # Asked in the same words.
-        same = {name: getattr(trained, name) for name in ("prompts", "prompt_format")}
-        method = model_class(arguments.key_values)
-        model = method.from_base(str(base), compression_ratios=arguments.ratios, dtype=torch.float32, **same)
-        pipe = model.to(device).eval().question_answering(AutoTokenizer.from_pretrained(base))
+    pipe = CorpusCompressor(arguments.checkpoint, device=str(device), dtype="float32").pipe
     results = [
         result
         for ratio in arguments.ratios
         for result in measured(pipe, rows, ratio, arguments.batch_size, arguments.new_tokens)
     ]
-    arguments.data = arguments.data.rpartition("/")[2]
+    for name in ("data", "checkpoint"):
+        setattr(arguments, name, Path(getattr(arguments, name)).name)
     save_and_report(__file__, arguments, results, table(results), results[0]["carrier"])
     return 0
 
