@@ -11,7 +11,9 @@ from tqdm import tqdm
 
 
 def check_fits_scorers(trainer: Any) -> None:
-    """Raise `ValueError` when what trains has no scorers."""
+    """Raise `ValueError` when what trains has no scorers, or reads no contexts that they could be fitted to."""
+    if trainer.args.context_mode != "compressed":
+        raise ValueError(f"fit_scorers goes with context_mode 'compressed', not with {trainer.args.context_mode!r}")
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not hasattr(model.base_model, "fit_scorers"):
         raise ValueError(

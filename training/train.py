@@ -57,6 +57,10 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
         raise ValueError(
             f"teacher goes with the objective distillation, not with {args.objective!r}: leave it out, or distil"
         )
+    if model_args.adapter is not None and args.objective in ("language_modeling", "teacher"):
+        raise ValueError(
+            f"adapter is what a compressor starts from; the objective {args.objective!r} goes on from a checkpoint"
+        )
     set_seed(args.seed)
     objective = importlib.import_module(f".objectives.{_FILES.get(args.objective, args.objective)}", __package__)
     trainer = objective.build(model_args, data_args, args)

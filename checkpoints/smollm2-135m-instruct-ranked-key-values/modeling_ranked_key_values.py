@@ -41,8 +41,16 @@ _TOKENS_AT_ONCE = 8192
 
 class RankedKeyValuesModel(HeadwiseModel):
     r"""
-    Reads a context of n tokens once, scores the keys and values of all layers and heads, and keeps the ceil(n / r) *
-    layers * heads highest of them.
+    Reads a context x of n tokens once, and keeps the key/value pairs of highest score of all L layers and H heads:
+
+        (1)  K_l, V_l = LLM(x)                          one reading, each token at its own position
+        (2)  s_l = W_l norm_l(x_l) + b_l                a score for each key/value head of each token
+        (3)  kept = the ceil(n / r) * L * H highest of all s
+        (4)  P(answer) = LLM([K, V]_kept, question)     the same adapter
+        (5)  a = max(1e-4, the highest attention that a second reading pays to a pair)
+        (6)  loss = -log P(answer) + 0.01 mean (s - log a)^2
+
+    In training (5) ranks in (3). W and b may also be fitted alone, see `fit_scorers`.
 
     Args:
         config ([`RankedKeyValuesConfig`]): the configuration.
@@ -95,8 +103,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         moves = self._moves(chunks)
         names = ("input_ids", "attention_mask", "position_ids", "starts", "lengths")
         chunks = replace(chunks, **{name: getattr(chunks, name)[span] for name in names})
-        # 1. K_l, V_l: the base with the adapter reads the context, each token at its own position.
-        # 2. s_l = W_l norm(x_l) + b_l, one score for each key/value head of each token.
+        # (1), and (2) of what each layer's attention reads, norm_l(x_l).
         if self.training:
             key_values, states = self._read(chunks)
             found = [scorer(state) for scorer, state in zip(self.scorers, states, strict=True)]
@@ -104,14 +111,13 @@ class RankedKeyValuesModel(HeadwiseModel):
             key_values, found = self._read(chunks, lambda layer, states: self.scorers[layer](states))
         scores = _by_head(found)
         if self.training:
-            # 3. What s_l learns: the logarithm of the highest attention that a second reading pays to a token; and
-            # while they learn it, that itself ranks.
+            # (5), which ranks while the scorers learn it by (6).
             attention = self._repeated_attention(key_values, chunks)
             key_values = self._with_loss(key_values, scores, attention, chunks.attention_mask)
             scores = attention
         opening = self.first_slot_position
         key_values = tuple((keys[:, :, opening:], values[:, :, opening:]) for keys, values in key_values)
-        # 4. The pairs of the highest scores in all layers and heads are the memory.
+        # (3) is the memory; (4) is the reading of any memory with `head_ids`.
         memories = []
         for of_all in counts:
             num_kept = torch.tensor(of_all[span], device=scores.device) * scores.shape[1]
@@ -173,7 +179,7 @@ class RankedKeyValuesModel(HeadwiseModel):
         return torch.cat([opening, chunks.attention_mask], dim=1)
 
     def _repeated_attention(self, key_values: KeyValues, chunks: Chunks) -> Tensor:
-        """Logarithms, `(num_chunks, num_layers * num_heads, num_tokens)`."""
+        """log a of (5), `(num_chunks, num_layers * num_heads, num_tokens)`."""
         pairs = tuple((keys.detach(), values.detach()) for keys, values in key_values)
         ends = self.first_slot_position + chunks.position_ids[:, 0] - 1 + chunks.attention_mask.sum(dim=1)
         found = self.repeated_attention(pairs, self._mask(chunks), ends, chunks, self.config.repeat_size)
@@ -182,8 +188,9 @@ class RankedKeyValuesModel(HeadwiseModel):
 
     @torch.no_grad()
     def fit_scorers(self, batches: Iterable[tuple[Tensor, Tensor | None]], ridge: float = 1e-3) -> None:
-        """Fit the scorers by least squares to what a second reading of some contexts attends to, in each layer
-        W, b = argmin sum_i |W norm(x_i) + b - a_i|^2 + ridge |W|^2. Nothing else changes; a few hundred contexts do.
+        """Fit the scorers by least squares to what a second reading of some hundred contexts attends to, a of (5).
+
+        In each layer W, b = argmin sum_i |W norm(x_i) + b - log a_i|^2 + ridge |W|^2; nothing else changes.
 
         Args:
             batches: of contexts, input ids and their mask (`None` where no token is a pad), both
@@ -201,19 +208,21 @@ class RankedKeyValuesModel(HeadwiseModel):
         squares = torch.zeros(layers, width + 1, width + 1, **options)
         products = torch.zeros(layers, width + 1, heads, **options)
         self.eval()
-        for input_ids, mask in batches:
-            rows = self.context_rows(input_ids, mask)
-            check_together(rows)
-            chunks = self.chunks_of(rows)
-            key_values, states = self._read(chunks)
-            attention = self._repeated_attention(key_values, chunks).unflatten(1, (layers, heads))
-            is_real = chunks.attention_mask.bool()
-            targets = attention.permute(1, 0, 3, 2)[:, is_real].double()
-            # The last input is b's.
-            inputs = functional.pad(torch.stack(states)[:, is_real].double(), (0, 1), value=1.0)
-            squares += inputs.mT @ inputs
-            products += inputs.mT @ targets
-        self.train(was_training)
+        try:
+            for input_ids, mask in batches:
+                rows = self.context_rows(input_ids, mask)
+                check_together(rows)
+                chunks = self.chunks_of(rows)
+                key_values, states = self._read(chunks)
+                attention = self._repeated_attention(key_values, chunks).unflatten(1, (layers, heads))
+                is_real = chunks.attention_mask.bool()
+                targets = attention.permute(1, 0, 3, 2)[:, is_real].double()
+                # The last input is b's.
+                inputs = functional.pad(torch.stack(states)[:, is_real].double(), (0, 1), value=1.0)
+                squares += inputs.mT @ inputs
+                products += inputs.mT @ targets
+        finally:
+            self.train(was_training)
         num_tokens = squares[0, -1, -1]
         if not num_tokens:
             raise ValueError("`batches` have no token: give a few hundred contexts")
