@@ -34,7 +34,8 @@ import context_compressors
 from .data.prompts import default_prompts
 from .data.task_tokens import text_starts
 from .evaluation.metrics import normalize_answer
-from .modeling.parts.prompting import context_start_ids, document_ids, full_context_ids
+from .modeling.parts.prompting import document_ids, full_context_ids
+from .modeling.parts.text_ids import context_start_ids
 from .reporting.environment import environment
 from .reporting.tables import markdown_table
 from .training.fields import DataArguments

@@ -109,7 +109,7 @@ class VectorSearch:
         """
         import torch
 
-        from ..modeling.parts.prompting import text_tokenizer
+        from ..modeling.parts.text_ids import text_tokenizer
 
         plain = text_tokenizer(tokenizer)
 

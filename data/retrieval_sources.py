@@ -26,7 +26,7 @@ import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice, nearest
-from ..modeling.parts.prompting import context_end_ids, context_start_ids, encode
+from ..modeling.parts.text_ids import context_end_ids, context_start_ids, encode
 from .files import with_our_columns
 from .rows import check_texts, read_table
 

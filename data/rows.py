@@ -16,7 +16,8 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import nearest
-from ..modeling.parts.prompting import DOCUMENT_END, encode
+from ..modeling.parts.chat_template import DOCUMENT_END
+from ..modeling.parts.text_ids import encode
 from .columns import column_of, complete_rows, kept_rows, with_joined_passages, with_known_columns, with_our_columns
 from .files import read_files
 from .sources import DataSource

@@ -13,7 +13,8 @@ import pyarrow
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
-from ..modeling.parts.prompting import DOCUMENT_END, encode, encode_all
+from ..modeling.parts.chat_template import DOCUMENT_END
+from ..modeling.parts.text_ids import encode, encode_all
 from .document_ids import document_id
 from .rows import PassageText, context_column, is_list, read_rows
 from .sources import DataSource

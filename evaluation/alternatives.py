@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..modeling.parts.prompting import encode
+from ..modeling.parts.text_ids import encode
 from .settings import ALTERNATIVES
 
 CUT, BM25, SELF_INFORMATION = ALTERNATIVES

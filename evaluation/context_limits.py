@@ -9,7 +9,8 @@ from dataclasses import replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ..modeling.parts.prompting import context_opening, context_start_ids
+from ..modeling.parts.prompting import context_opening
+from ..modeling.parts.text_ids import context_start_ids
 from .samples import EvaluationDataset, Sample, SampleBuilder
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from ..data.columns import column_of
 from ..data.rows import PassageText, distinct_texts, is_list, read_rows
 from ..data.sources import COLUMNS, DataSource, parse_sources
 from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document
-from ..modeling.parts.prompting import encode
+from ..modeling.parts.text_ids import encode
 from . import ruler
 from .samples import EvaluationDataset
 

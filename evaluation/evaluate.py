@@ -19,7 +19,7 @@ from ..data.document_ids import TrainingDocuments
 from ..data.prompts import default_prompts
 from ..data.task_tokens import task_start_ids
 from ..modeling.checkpoint.fingerprints import fingerprint
-from ..modeling.parts.prompting import start_token_id, text_tokenizer
+from ..modeling.parts.text_ids import start_token_id, text_tokenizer
 from .bert_score import BertScorer
 from .context_limits import context_limit, within_encoder_tokens
 from .held_out import check_held_out

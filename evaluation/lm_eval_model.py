@@ -34,15 +34,9 @@ from .. import modeling  # noqa: F401  (makes the Auto classes know this package
 from ..configuration.nearest_names import check_choice, nearest
 from ..modeling.checkpoint.fingerprints import fingerprint
 from ..modeling.checkpoint.pretrained_bases import load_from_place
-from ..modeling.parts.prompting import (
-    context_opening,
-    encode,
-    opening_ids,
-    prefix_ids,
-    start_ids,
-    start_token_id,
-    text_tokenizer,
-)
+from ..modeling.parts.chat_template import opening_ids
+from ..modeling.parts.prompting import context_opening, start_ids
+from ..modeling.parts.text_ids import encode, prefix_ids, start_token_id, text_tokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

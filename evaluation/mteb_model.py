@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.retrieval_sources import TextEncoder
 from ..modeling.checkpoint.fingerprints import fingerprint
-from ..modeling.parts.prompting import text_tokenizer
+from ..modeling.parts.text_ids import text_tokenizer
 from .retrieval import TextVectors, encode_texts, score_texts
 
 

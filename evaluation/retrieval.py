@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.retrieval_sources import JudgedQueries, TextEncoder
 from ..modeling.parts.late_interaction import chamfer
-from ..modeling.parts.prompting import text_tokenizer
+from ..modeling.parts.text_ids import text_tokenizer
 from ..reporting.tables import markdown_table
 from .bootstrap import mean_statistic, percentile_interval, resampled_scores
 

@@ -23,7 +23,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
-from ..modeling.parts.prompting import encode
+from ..modeling.parts.text_ids import encode
 from .running_text import hidden_in_text
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

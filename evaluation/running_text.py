@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from ..modeling.parts.prompting import encode
+from ..modeling.parts.text_ids import encode
 from .alternatives import split_sentences
 
 

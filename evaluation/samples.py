@@ -14,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from ..data.document_ids import document_id
 from ..data.prompts import TASKS, format_prompt
 from ..data.rows import answer_text
-from ..modeling.parts.prompting import before_answer, cut_passages, encode, prefix_ids
-from ..modeling.parts.prompting import prompt_ids as make_prompt_ids
+from ..modeling.parts.chat_template import before_answer
+from ..modeling.parts.chat_template import prompt_ids as make_prompt_ids
+from ..modeling.parts.prompting import cut_passages
+from ..modeling.parts.text_ids import encode, prefix_ids
 from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from .rows import DOMAINS
 

@@ -13,7 +13,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..configuration.nearest_names import check_choice
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ..modeling.parts.prompting import context_start_ids, restored_ids
+from ..modeling.parts.prompting import restored_ids
+from ..modeling.parts.text_ids import context_start_ids
 from .alternatives import (
     BM25,
     SELF_INFORMATION,

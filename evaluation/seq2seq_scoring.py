@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..modeling.parts.prompting import context_end_ids, context_start_ids
+from ..modeling.parts.text_ids import context_end_ids, context_start_ids
 from .samples import Sample
 from .scoring import Condition, Scorer
 

@@ -21,7 +21,7 @@ from ..data.prompts import format_prompt
 from ..data.rows import PassageText, check_texts, read_rows
 from ..data.sources import DataSource
 from ..modeling.checkpoint.fingerprints import fingerprint
-from ..modeling.parts.prompting import start_token_id, text_tokenizer
+from ..modeling.parts.text_ids import start_token_id, text_tokenizer
 from ..reporting.environment import environment
 from ..reporting.result_files import write_json
 from .data_sets import data_set_name, load_datasets

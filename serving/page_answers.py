@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from ..evaluation.analysis.slot_origins import can_reconstruct, reconstruction, slot_origins
 from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
-from ..modeling.parts.prompting import context_opening, document_ids, full_context_ids, question_ids, text_tokenizer
+from ..modeling.parts.prompting import context_opening, document_ids, full_context_ids, question_ids
+from ..modeling.parts.text_ids import text_tokenizer
 
 MAX_TOKENS, MAX_NEW_TOKENS = 4096, 64
 _QUESTION_TOKENS = 256

@@ -19,7 +19,7 @@ from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.metrics import normalize_answer
 from context_compressors.evaluation.samples import EvaluationDataset
-from context_compressors.modeling.parts.prompting import encode
+from context_compressors.modeling.parts.text_ids import encode
 
 # Everything is drawn once, whatever the seed of a run: all runs see the same documents.
 _SEED = 0

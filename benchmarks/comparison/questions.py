@@ -14,7 +14,7 @@ import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
-from context_compressors.modeling.parts.prompting import encode
+from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 

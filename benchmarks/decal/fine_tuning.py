@@ -44,7 +44,7 @@ from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.rows import NO_CONTEXT
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.modeling.parts.prompting import context_end_ids
+from context_compressors.modeling.parts.text_ids import context_end_ids
 from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table
 from context_compressors.training.arguments import DataArguments

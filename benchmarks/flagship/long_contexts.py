@@ -38,7 +38,8 @@ from context_compressors.modeling import modeling_ranked_key_values
 from context_compressors.modeling.compressor.context_compression_qa import padded
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.memory.headwise_memory import same_starts
-from context_compressors.modeling.parts.prompting import encode, question_ids
+from context_compressors.modeling.parts.prompting import question_ids
+from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table

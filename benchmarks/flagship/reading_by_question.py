@@ -42,7 +42,9 @@ from context_compressors.modeling.memory.headwise_memory import spread_pairs
 from context_compressors.modeling.memory.key_value_memory import filled_cache
 from context_compressors.modeling.modeling_snap_kv import SnapKVModel
 from context_compressors.modeling.parts.call_views import twin
-from context_compressors.modeling.parts.prompting import encode, prompt_ids, question_ids
+from context_compressors.modeling.parts.chat_template import prompt_ids
+from context_compressors.modeling.parts.prompting import question_ids
+from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table

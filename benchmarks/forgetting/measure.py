@@ -38,7 +38,7 @@ from context_compressors.evaluation.evaluate import can_compress, model_label
 from context_compressors.evaluation.rows import FULL_CONTEXT
 from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
-from context_compressors.modeling.parts.prompting import encode, start_token_id, text_tokenizer
+from context_compressors.modeling.parts.text_ids import encode, start_token_id, text_tokenizer
 from context_compressors.reporting.tables import markdown_table
 
 _GSM8K = "gsm8k=qa_gsm8k_test.parquet"

@@ -55,7 +55,7 @@ from benchmarks.small_scale.scoring import HeldOutCurves, evaluate, held_out, pr
 from context_compressors.data.task_tokens import text_starts
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.modeling.parts.prompting import encode
+from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.reporting.result_files import write_results
 from context_compressors.training.arguments import DataArguments, ModelArguments, TrainingConfig
 from context_compressors.training.loading import load_compressor

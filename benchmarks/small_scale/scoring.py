@@ -19,7 +19,7 @@ from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ratio_
 from context_compressors.evaluation.samples import EvaluationDataset, Sample, SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.modeling.parts.prompting import context_start_ids, start_token_id
+from context_compressors.modeling.parts.text_ids import context_start_ids, start_token_id
 
 # Held-out documents of each data set behind a point of the curves.
 _CURVE_SAMPLES = 8

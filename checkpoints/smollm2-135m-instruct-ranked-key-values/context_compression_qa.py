@@ -16,7 +16,8 @@ from transformers.utils import logging
 from .compressed_context import CompressedContext
 from .memory_validation import is_memory
 from .length_batches import length_batches
-from .prompting import cut_passages, message_ids, passages_ids, question_ids, text_tokenizer
+from .prompting import cut_passages, message_ids, passages_ids, question_ids
+from .text_ids import text_tokenizer
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8

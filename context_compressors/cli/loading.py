@@ -38,7 +38,7 @@ def load_compressor(
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from ..modeling.checkpoint.pretrained_bases import load_from_place
-    from ..modeling.parts.prompting import text_tokenizer
+    from ..modeling.parts.text_ids import text_tokenizer
 
     check_device(device)
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.parts.call_views import twin
-from ...modeling.parts.prompting import document_ids, text_tokenizer
+from ...modeling.parts.prompting import document_ids
+from ...modeling.parts.text_ids import text_tokenizer
 from .one_chunk import one_chunk
 
 

@@ -12,8 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.prompts import default_prompts, format_prompt
 from ...modeling.memory.compressed_context import CompressedContext
+from ...modeling.parts.chat_template import prompt_ids
 from ...modeling.parts.pooling import num_slots
-from ...modeling.parts.prompting import prompt_ids, restored_ids, start_ids, start_token_id
+from ...modeling.parts.prompting import restored_ids, start_ids
+from ...modeling.parts.text_ids import start_token_id
 from .attention import has_memory_tokens, memory_token_shares
 from .information_flow import has_information_flow, information_flow
 from .one_chunk import one_chunk

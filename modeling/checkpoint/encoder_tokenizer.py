@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..parts.prompting import encode
+from ..parts.text_ids import encode
 
 ENCODER_TOKENIZER = "encoder_tokenizer"
 

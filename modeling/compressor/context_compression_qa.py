@@ -16,7 +16,8 @@ from transformers.utils import logging
 from ..memory.compressed_context import CompressedContext
 from ..memory.memory_validation import is_memory
 from ..parts.length_batches import length_batches
-from ..parts.prompting import cut_passages, message_ids, passages_ids, question_ids, text_tokenizer
+from ..parts.prompting import cut_passages, message_ids, passages_ids, question_ids
+from ..parts.text_ids import text_tokenizer
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8

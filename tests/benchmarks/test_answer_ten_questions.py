@@ -12,7 +12,8 @@ from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.demo import decoder_ids, load
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.parts.prompting import full_context_ids, opening_ids, question_ids
+from context_compressors.modeling.parts.chat_template import opening_ids
+from context_compressors.modeling.parts.prompting import full_context_ids, question_ids
 
 CHAT = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"

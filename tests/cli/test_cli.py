@@ -21,7 +21,7 @@ from context_compressors.configuration.configuration_mean_pooling import MeanPoo
 from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.parts.prompting import text_tokenizer
+from context_compressors.modeling.parts.text_ids import text_tokenizer
 from context_compressors.training.arguments import ModelArguments
 from context_compressors.training.loading import load_compressor
 

@@ -21,7 +21,8 @@ from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.evaluation.metrics import normalize_answer
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.parts.prompting import document_ids, full_context_ids, opening_ids
+from context_compressors.modeling.parts.chat_template import opening_ids
+from context_compressors.modeling.parts.prompting import document_ids, full_context_ids
 
 PAGES = demo.read_pages()
 CHAT = (

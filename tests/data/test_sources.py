@@ -12,8 +12,8 @@ import yaml
 from context_compressors.data.rows import distinct_texts, read_rows
 from context_compressors.data.sources import DataSource
 from context_compressors.data.tokenized_rows import TokenizedTexts
-from context_compressors.modeling.parts.prompting import encode
-from context_compressors.modeling.parts.prompting import start_token_id as find_start
+from context_compressors.modeling.parts.text_ids import encode
+from context_compressors.modeling.parts.text_ids import start_token_id as find_start
 from context_compressors.training.tokenizer import train_tokenizer
 
 

@@ -9,7 +9,7 @@ from context_compressors.data.prompts import TASKS
 from context_compressors.data.sources import DataSource
 from context_compressors.data.tokenized_rows import FileSource
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
-from context_compressors.modeling.parts.prompting import encode
+from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 

@@ -34,7 +34,7 @@ from context_compressors.evaluation.scoring import Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.tallies import Tally
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
-from context_compressors.modeling.parts.prompting import text_tokenizer
+from context_compressors.modeling.parts.text_ids import text_tokenizer
 from context_compressors.reporting.result_files import rounded
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 

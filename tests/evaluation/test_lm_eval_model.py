@@ -23,7 +23,8 @@ from context_compressors import (
     StreamingLLMForCausalLM,
 )
 from context_compressors.evaluation.lm_eval_model import CompressorLM
-from context_compressors.modeling.parts.prompting import document_ids, message_ids, opening_ids
+from context_compressors.modeling.parts.chat_template import opening_ids
+from context_compressors.modeling.parts.prompting import document_ids, message_ids
 
 ROWS = [
     {"passage": "Ada keeps a cat named Tom in Rome.", "question": "Who keeps a cat?", "choices": ["Ada", "Tom"]},

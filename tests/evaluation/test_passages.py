@@ -13,7 +13,7 @@ from context_compressors.evaluation.samples import SampleBuilder
 from context_compressors.evaluation.scoring import Condition, Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.teacher_targets import write_targets
-from context_compressors.modeling.parts.prompting import context_start_ids
+from context_compressors.modeling.parts.text_ids import context_start_ids
 
 PASSAGES = ["Berth 4 belongs to Nora.", "Bob keeps eleven bees."]
 

@@ -8,15 +8,9 @@ import torch
 from transformers import AutoTokenizer
 
 from context_compressors import CompressedContext, ContextCompressionQAPipeline, MeanPoolingForCausalLM
-from context_compressors.modeling.parts.prompting import (
-    encode,
-    full_context_ids,
-    message_ids,
-    opening_ids,
-    prompt_ids,
-    question_ids,
-    text_tokenizer,
-)
+from context_compressors.modeling.parts.chat_template import opening_ids, prompt_ids
+from context_compressors.modeling.parts.prompting import full_context_ids, message_ids, question_ids
+from context_compressors.modeling.parts.text_ids import encode, text_tokenizer
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset

@@ -15,7 +15,7 @@ from context_compressors.configuration.configuration_decal import DeCALConfig
 from context_compressors.evaluation.analysis.attention import attention_by_head
 from context_compressors.modeling.modeling_decal import DeCALForConditionalGeneration
 from context_compressors.modeling.parts.lora import use_adapter
-from context_compressors.modeling.parts.prompting import encode
+from context_compressors.modeling.parts.text_ids import encode
 
 THREADS, ROUNDS = 8, 2
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

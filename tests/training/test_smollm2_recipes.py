@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import context_compressors.training
 from context_compressors import ContextCompressionQAPipeline, MeanPoolingForCausalLM, RankedKeyValuesForCausalLM
 from context_compressors.data.sources import DataSource
-from context_compressors.modeling.parts.prompting import opening_ids
+from context_compressors.modeling.parts.chat_template import opening_ids
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.train import main
 

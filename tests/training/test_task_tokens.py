@@ -8,14 +8,8 @@ from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.data.task_tokens import add_task_tokens, check_task_tokens, text_starts
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
-from context_compressors.modeling.parts.prompting import (
-    context_start_ids,
-    encode,
-    leave_out_bos,
-    restored_ids,
-    start_ids,
-    text_tokenizer,
-)
+from context_compressors.modeling.parts.prompting import restored_ids, start_ids
+from context_compressors.modeling.parts.text_ids import context_start_ids, encode, leave_out_bos, text_tokenizer
 from context_compressors.training.arguments import ModelArguments
 from context_compressors.training.loading import load_compressor
 

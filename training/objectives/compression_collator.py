@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...configuration.nearest_names import check_choice
 from ...data.task_tokens import text_starts
 from ...modeling.memory.compressed_context import CompressedContext
-from ...modeling.parts.prompting import context_start_ids as find_context_start_ids
-from ...modeling.parts.prompting import start_token_id as find_start_token_id
+from ...modeling.parts.text_ids import context_start_ids as find_context_start_ids
+from ...modeling.parts.text_ids import start_token_id as find_start_token_id
 from ..fields import CONTEXT_MODES
 from .text_rows import TextRows
 

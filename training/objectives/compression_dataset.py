@@ -18,7 +18,9 @@ from ...data.rows import draw_document
 from ...data.sources import DataSource
 from ...data.tokenized_rows import FileSource
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ...modeling.parts.prompting import DOCUMENT_END, before_answer, cut_passages, encode, prefix_ids, prompt_ids
+from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, prompt_ids
+from ...modeling.parts.prompting import cut_passages
+from ...modeling.parts.text_ids import encode, prefix_ids
 from ..fields import DataArguments
 from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
 

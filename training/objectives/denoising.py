@@ -13,7 +13,7 @@ from ...data.rows import draw_document
 from ...data.sources import DataSource
 from ...data.task_tokens import add_sentinel_tokens
 from ...data.tokenized_rows import FileSource
-from ...modeling.parts.prompting import encode
+from ...modeling.parts.text_ids import encode
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import CompressionCollator

@@ -24,7 +24,7 @@ class Seq2SeqCollator(CompressionCollator):
 
     Args:
         question_placement: "decoder" or "encoder".
-        context_end_ids: ids that a compressed context ends with, see `modeling.parts.prompting.context_end_ids`.
+        context_end_ids: ids that a compressed context ends with, see `modeling.parts.text_ids.context_end_ids`.
         kwargs: as for `CompressionCollator`; `task_start_ids` of the model's configuration name the decoder's start
             token, which in T5 is the pad, and not the tokenizer's BOS or EOS.
     """

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...data.sources import DataSource
 from ...data.synthetic_documents import MAX_TOKENS, generate_document
 from ...data.tokenized_rows import FileSource
-from ...modeling.parts.prompting import context_start_ids, encode
+from ...modeling.parts.text_ids import context_start_ids, encode
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import JOINT_TASKS

@@ -27,7 +27,7 @@ from ...data.rows import distinct_texts, draw_document, read_rows
 from ...data.sources import DataSource
 from ...data.synthetic_documents import MIN_TOKENS
 from ...data.tokenized_rows import TokenizedTexts
-from ...modeling.parts.prompting import encode, start_token_id
+from ...modeling.parts.text_ids import encode, start_token_id
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer
 from ..forward_redirection import redirected_forward

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data.prompts import format_prompt
 from ...data.rows import draw_document
 from ...data.sources import DataSource
-from ...modeling.parts.prompting import encode
+from ...modeling.parts.text_ids import encode
 from ..fields import DataArguments
 from .compression_dataset import CompressionDataset
 

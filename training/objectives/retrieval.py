@@ -19,7 +19,7 @@ from ...configuration.methods import methods_loaded_by
 from ...configuration.nearest_names import check_choice
 from ...data.retrieval_sources import RetrievalCollection, TextEncoder
 from ...modeling.parts.late_interaction import chamfer
-from ...modeling.parts.prompting import text_tokenizer
+from ...modeling.parts.text_ids import text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer, without_metadata
 from ..forward_redirection import redirected_forward

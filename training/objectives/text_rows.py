@@ -9,15 +9,8 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
-from ...modeling.parts.prompting import (
-    DOCUMENT_END,
-    before_answer,
-    chat_ids,
-    encode,
-    prefix_ids,
-    prompt_ids,
-    text_tokenizer,
-)
+from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, chat_ids, prompt_ids
+from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
 
 _FORMS = "`messages`, or `prompt` and `completion`, each a text or messages with `role` and `content`"
 

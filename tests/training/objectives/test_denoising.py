@@ -19,7 +19,7 @@ from context_compressors.data.task_tokens import add_sentinel_tokens
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.modeling.parts.prompting import context_end_ids
+from context_compressors.modeling.parts.text_ids import context_end_ids
 from context_compressors.training.arguments import DataArguments, parse_recipe
 from context_compressors.training.loading import load_compressor, new_encoder_decoder
 from context_compressors.training.objectives.denoising import DenoisingDataset, SpanCorruption, SpanCorruptionCollator

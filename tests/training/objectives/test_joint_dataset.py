@@ -7,7 +7,7 @@ import torch
 from context_compressors.data.synthetic_documents import generate_document
 from context_compressors.modeling.compressor.chunking import cut
 from context_compressors.modeling.parts.position_layout import decoder_position_ids, encoder_position_ids
-from context_compressors.modeling.parts.prompting import encode
+from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.joint_pretraining import JointDataset

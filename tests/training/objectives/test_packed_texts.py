@@ -7,7 +7,7 @@ import yaml
 
 from context_compressors.data.document_ids import document_id
 from context_compressors.data.synthetic_documents import generate_document
-from context_compressors.modeling.parts.prompting import encode
+from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import DataArguments, parse_recipe
 from context_compressors.training.objectives.packed_texts import PackedTexts
 from context_compressors.training.train import build_trainer

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids of plain text, in which special tokens' names are words, and what a tokenizer puts around a text."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Copies = weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
+
+# Copies of tokenizers by whether they split special tokens.
+_COPIES: dict[bool, Copies] = {splits: weakref.WeakKeyDictionary() for splits in (True, False)}
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text, with no special tokens added."""
+    # The wrapper's own overhead is ten times the encoding of a short string; it forgets what an earlier call cut at.
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and fast.truncation is None and fast.padding is None:
+        return fast.encode(text, add_special_tokens=False).ids
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """`encode` of several texts, on all cores where the tokenizer is a fast one."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and fast.truncation is None and fast.padding is None:
+        return [encoding.ids for encoding in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return [encode(tokenizer, text) for text in texts]
+
+
+def start_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that text starts with: BOS, or EOS where the tokenizer has no BOS; `ValueError` when it has neither."""
+    for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ValueError("the tokenizer has neither a BOS nor an EOS token: set one before training")
+
+
+def context_start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What `tokenizer(document)` puts in front of a document: BOS for most tokenizers, nothing for some.
+
+    People compress what their tokenizer gives them, so training and evaluation put the same in front of a context.
+    """
+    return _around_text(tokenizer)[0]
+
+
+def context_end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What `tokenizer(document)` puts behind a document: EOS for T5's tokenizers, nothing for most others."""
+    return _around_text(tokenizer)[1]
+
+
+def _around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    whole, plain = tokenizer("a").input_ids, encode(tokenizer, "a")
+    for start in range(len(whole) - len(plain) + 1):
+        end = start + len(plain)
+        if whole[start:end] == plain:
+            return whole[:start], whole[end:]
+    return [], []
+
+
+def leave_out_bos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a tokenizer put nothing around a text any more, in place; saved and loaded again it does not either."""
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        from tokenizers import processors
+
+        tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
+    tokenizer.add_bos_token = False
+
+
+def text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
+    """A copy for data: where a document says "[AE]" or "</s>", these are characters and not the special token.
+
+    Args:
+        tokenizer: the tokenizer; calls of it with truncation or padding leave the copy as it is.
+        splits: `False` leaves special tokens special.
+    """
+    copied = copy.deepcopy(tokenizer)
+    copied.split_special_tokens = splits
+    backend = getattr(copied, "backend_tokenizer", None)
+    if backend is not None:
+        backend.encode_special_tokens = splits
+        backend.no_truncation()
+        backend.no_padding()
+    return copied
+
+
+def words_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """`encode` of somebody's words, in which special tokens' names are characters, whatever the tokenizer does."""
+    return encode(_kept_copy(tokenizer, True), text)
+
+
+def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
+    """Token ids of what stands in front of every context: special tokens are special in it, unlike in documents.
+
+    Args:
+        tokenizer: of the documents, see `text_tokenizer`.
+        prefix: such as a heading, or the learned tokens of a prompt-tuned bound.
+    """
+    return encode(_kept_copy(tokenizer, False), prefix) if prefix else []
+
+
+def _kept_copy(tokenizer: PreTrainedTokenizerBase, splits: bool) -> PreTrainedTokenizerBase:
+    """`text_tokenizer`, made once: a copy takes a thousand times as long as the encoding of a question."""
+    found = _COPIES[splits].get(tokenizer)
+    if found is None or len(found) != len(tokenizer):
+        found = _COPIES[splits][tokenizer] = text_tokenizer(tokenizer, splits)
+    return found
