@@ -80,11 +80,11 @@ def evaluate_model(
 
     Raises:
         TypeError: the model is neither a compressor nor a causal language model.
-        ValueError: ratios, a teacher or zero shot for a plain language model, a ratio that the checkpoint was not
-            trained for, "auto" without a ratio selector, a task that no data set serves, two data sets of one name, a
-            teacher with another vocabulary, a context that does not fit and may not be cut, documents that trained a
-            model or chose it, generation settings that are not allowed, or a report or file to resume from that is of
-            another evaluation.
+        ValueError: ratios, a memory type, a teacher or zero shot for a plain language model, a ratio that the
+            checkpoint was not trained for, "auto" without a ratio selector, a task that no data set serves, two data
+            sets of one name, a teacher with another vocabulary, a context that does not fit and may not be cut,
+            documents that trained a model or chose it, generation settings that are not allowed, or a report or file
+            to resume from that is of another evaluation.
     """
     settings = settings or EvaluationSettings()
     compresses = can_compress(model)
@@ -133,6 +133,7 @@ def evaluate_model(
         settings.repetition_penalty,
         settings.generation,
         settings.seed,
+        settings.memory_dtype,
     )
     name = model_name or model_label(model.name_or_path or type(model).__name__)
     if records is None:
@@ -207,6 +208,7 @@ def _check_language_model(
         raise TypeError(f"model must be a compressor or a causal language model, got {name}")
     refused = {
         "ratios": settings.ratios,
+        "memory_dtype": settings.memory_dtype,
         "teacher": teacher,
         "zero shot": settings.zero_shot,
         "ratios_only": settings.ratios_only,

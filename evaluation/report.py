@@ -280,6 +280,8 @@ class EvaluationReport:
         if any(row.intervals for row in self.rows):
             parts.append("In brackets: 95 % bootstrap intervals over documents.")
         parts += _held_out_lines(self.held_out)
+        if self.settings.get("memory_dtype"):
+            parts.append(f"Memories are rounded to {self.settings['memory_dtype']}.")
         if self.settings.get("leave_out_long"):
             limit = self.settings["max_context_tokens"]
             counts = "; ".join(f"{number:,} of {name}" for name, number in self.settings["left_out"].items())

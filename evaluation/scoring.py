@@ -96,6 +96,7 @@ class Scorer:
         repetition_penalty: on tokens that were already written, those of the prompt apart; none when `None`.
         generation: what else everything is written with, see `generation_fields`.
         seed: of what is sampled.
+        memory_dtype: "int8" or "int4", which memories are rounded to; as they are when `None`.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Scorer:
         repetition_penalty: float | None = None,
         generation: Mapping[str, Any] | None = None,
         seed: int = 0,
+        memory_dtype: str | None = None,
     ):
         self.compressor = compressor
         self.tokenizer = tokenizer
@@ -120,6 +122,7 @@ class Scorer:
         self.bert_scorer = bert_scorer
         self.repetition_penalty = repetition_penalty
         self.generation, self.seed = generation_fields(generation or {}), seed
+        self.memory_dtype = memory_dtype
         self._information: dict[tuple[int, ...], list[float]] = {}
         eos = tokenizer.eos_token_id
         self.pad_token_id = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -247,6 +250,8 @@ class Scorer:
             return
         began = _now(self.compressor.device)
         memories = self._compress([samples[rows[0]] for rows in group])
+        for ratio in self._ratios if self.memory_dtype is not None else ():
+            memories[ratio] = memories[ratio].quantize(self.memory_dtype)
         seconds = (_now(self.compressor.device) - began) / len(group)
         for part in parts:
             index = [place for place, _ in part]

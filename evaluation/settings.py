@@ -14,6 +14,7 @@ ALTERNATIVES = ("cut", "bm25", "self_information")
 NUM_RESAMPLES = 2000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 TRUNCATION_SIDES = ("right", "left")
+MEMORY_DTYPES = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class EvaluationSettings:
     Args:
         tasks: what to ask of every data set whose columns allow it.
         ratios: compression ratios, and "auto" for a checkpoint with a ratio selector; all of its numbers when `None`.
+        memory_dtype: round memories to "int8" or "int4" before they are read, see `CompressedContext.quantize`; they
+            stay as the compressor makes them when `None`.
         max_samples: samples per data set and task, drawn by the seed; all when `None`. A data set's own number goes
             first.
         batch_size: samples per batch.
@@ -75,6 +78,7 @@ class EvaluationSettings:
 
     tasks: tuple[str, ...] = DEFAULT_TASKS
     ratios: tuple[int | str, ...] | None = None
+    memory_dtype: str | None = None
     max_samples: int | None = None
     batch_size: int = 8
     seed: int = 0
@@ -139,10 +143,13 @@ class EvaluationSettings:
         if self.bounds_only and self.alternatives:
             raise ValueError(f"bounds_only leaves no ratios for the alternatives, got {self.alternatives}")
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
+        if self.memory_dtype is not None:
+            check_choice("memory_dtype", self.memory_dtype, MEMORY_DTYPES)
         if self.ratios_only and (self.bounds_only or self.alternatives or self.zero_shot):
             raise ValueError("ratios_only leaves the ratios alone: no bounds_only, no alternatives, no zero shot")
-        if self.bounds_only and self.ratios is not None:
-            raise ValueError(f"bounds_only compresses nothing: leave out the ratios, got {self.ratios}")
+        for name in ("ratios", "memory_dtype"):
+            if self.bounds_only and getattr(self, name) is not None:
+                raise ValueError(f"bounds_only compresses nothing: leave out the {name}, got {getattr(self, name)!r}")
         lengths = self.restoration_lengths
         if lengths is not None and (not lengths or min(lengths) < 2 or len(set(lengths)) < len(lengths)):
             raise ValueError(f"restoration_lengths must be one or more different numbers of at least 2, got {lengths}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data.prompts import TASKS
-from ..evaluation.settings import DEFAULT_TASKS, NUM_RESAMPLES, EvaluationSettings
+from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, NUM_RESAMPLES, EvaluationSettings
 from .command import (
     BASE_MODEL,
     DEVICE,
@@ -250,6 +250,11 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         help="compression ratios, and auto for a compressor that selects them (default: the checkpoint's own)",
     ),
     RATIO_SCALE,
+    argument(
+        "--memory-dtype",
+        choices=MEMORY_DTYPES,
+        help="round memories to 8 or 4 bits a value (default: as the model makes them)",
+    ),
     TEACHER,
     TEACHER_BASE,
     BASE_MODEL,

@@ -391,6 +391,8 @@ def test_wrong_inputs_are_refused(model, teacher, tokenizer):
         ({"num_resamples": 0}, "num_resamples must be at least 1, got 0"),
         ({"ratios_only": True, "bounds_only": True}, "ratios_only leaves the ratios alone"),
         ({"ratios_only": True, "alternatives": ("cut",)}, "ratios_only leaves the ratios alone"),
+        ({"memory_dtype": "int2"}, "memory_dtype"),
+        ({"bounds_only": True, "memory_dtype": "int4"}, "bounds_only compresses nothing: leave out the memory_dtype"),
         ({"bounds_only": True, "ratios": (4,)}, r"bounds_only compresses nothing: leave out the ratios, got \(4,\)"),
     ],
 )
@@ -435,6 +437,27 @@ def test_rows_say_what_the_conditions_cost(model, tokenizer):
             "memory_bytes": pytest.approx(sum(slots[:3]) / 3 * 32 * 4),
             "decoder_positions": pytest.approx((sum(prompts) + sum(slots)) / 4),
         }
+
+
+@pytest.mark.slow
+def test_rounded_memories_answer_in_place_of_exact_ones(model, tokenizer, monkeypatch):
+    exact, compress = run(model, tokenizer, tasks=(QA,), answer_perplexity=True), model.compress
+    # 32 values of a slot, each in a byte or two in one, and a scale of two bytes.
+    for dtype, slot_bytes in (("int8", 34), ("int4", 18)):
+        report = run(model, tokenizer, tasks=(QA,), answer_perplexity=True, memory_dtype=dtype)
+
+        def rounding(*args, dtype=dtype, **options):
+            return [memory.quantize(dtype) for memory in compress(*args, **options)]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "compress", rounding)
+            expected = run(model, tokenizer, tasks=(QA,), answer_perplexity=True)
+        for row, twin, whole in zip(report.rows, expected.rows, exact.rows, strict=True):
+            assert (row.metrics, row.costs) == (twin.metrics, twin.costs)
+            assert (row.metrics == whole.metrics) == (row.condition in ("no_context", "full_context"))
+            if "slots" in row.costs:
+                assert row.costs["memory_bytes"] == pytest.approx(row.costs["slots"] * slot_bytes)
+        assert f"rounded to {dtype}" in report.to_markdown()
 
 
 @pytest.mark.slow

@@ -38,11 +38,12 @@ def test_command_writes_report_table_and_plots(folders, qa_file, tmp_path, capsy
     argv += ["--documents", "2", "--document-tokens", "150", "--max-new-tokens", "3", "--batch-size", "2"]
     argv += ["--context-tokens", "8", "--continuation-tokens", "4", "--device", "cpu"]
     argv += ["--teacher", str(folders / "teacher"), "--output", str(output), "--plots", str(plots), "--seed", "5"]
+    argv += ["--memory-dtype", "int8"]
     assert main(argv) == 0
     content = json.loads(output.read_text())
     assert content["model"] == "tiny-compressor"
     assert content["bounds"] == "teacher"
-    assert content["settings"]["seed"] == 5
+    assert (content["settings"]["seed"], content["settings"]["memory_dtype"]) == (5, "int8")
     assert content["settings"]["document_tokens"] == 150
     rows = {(row["dataset"], row["domain"], row["task"], row["condition"]) for row in content["rows"]}
     assert len(rows) == 2 * 2 * 4
