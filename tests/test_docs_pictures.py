@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/images/methods/: the pictures of the methods are those that docs/method_pictures.py draws."""
+"""docs/images/methods/: the pictures of the methods are those that docs/method_pictures draws."""
 
 import re
 import runpy
@@ -13,11 +13,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_every_method_has_the_picture_that_the_script_draws_which_stands_alone_and_says_what_it_shows():
-    drawn = runpy.run_path(str(DOCS / "method_pictures.py"))["files"]()
+    drawn = runpy.run_path(str(DOCS / "method_pictures"))["files"]()
     assert sorted(path.stem for path in drawn) == sorted(METHODS)
     assert sorted((DOCS / "images" / "methods").iterdir()) == sorted(drawn)
     for path, text in drawn.items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.name} is old: `python docs/method_pictures.py`"
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is old: `python docs/method_pictures`"
         assert len(text.encode()) < 12_000, path.name
         root = ElementTree.fromstring(text)
         assert [element.tag for element in root[:2]] == [f"{SVG}title", f"{SVG}desc"], path.name
