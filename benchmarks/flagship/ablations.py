@@ -46,10 +46,19 @@ def each_head(scores: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
 def _shared(scores: Tensor, mask: Tensor, num_kept: Tensor, heads: int) -> Tensor:
     """As `highest`, the same number in every group of so many heads."""
     num_groups = scores.shape[1] // heads
-    groups = scores.unflatten(1, (num_groups, heads)).flatten(0, 1)
-    is_kept = _HIGHEST(
-        groups, mask.repeat_interleave(num_groups, dim=0), (num_kept // num_groups).repeat_interleave(num_groups)
-    )
+    return highest_of_groups(scores, mask, (num_kept // num_groups)[:, None].expand(-1, num_groups))
+
+
+def highest_of_groups(scores: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
+    """As `highest`, in each group of heads a number of its own.
+
+    Args:
+        scores, mask: as of `highest`.
+        num_kept: `(batch_size, num_groups)`; groups are of equal size, in the order of the heads.
+    """
+    num_groups = num_kept.shape[1]
+    groups = scores.unflatten(1, (num_groups, -1)).flatten(0, 1)
+    is_kept = _HIGHEST(groups, mask.repeat_interleave(num_groups, dim=0), num_kept.flatten())
     return is_kept.view_as(scores)
 
 
