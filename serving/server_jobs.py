@@ -63,7 +63,7 @@ class ServedModel:
         with self._lock:
             read = self.pipe.preprocess(inputs)
         # The memory of some methods holds what opens the text.
-        opening = read["document_ids"][0] if config.opens_context and not has_memory else []
+        opening = read["document_ids"][0][0] if config.opens_context and not has_memory else []
         return [*opening, *read["question_ids"][0]]
 
     @property

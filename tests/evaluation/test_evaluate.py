@@ -12,7 +12,6 @@ from naive_twin import (
     QA,
     RECONSTRUCTION,
     ROWS,
-    SUMMARISATION,
     encode,
     make_base,
     make_tokenizer,
@@ -21,21 +20,13 @@ from naive_twin import (
     naive_scores,
     run,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.task_tokens import add_task_tokens, task_start_ids
-from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.paired import paired_difference
-from context_compressors.evaluation.report import EvaluationReport
-from context_compressors.evaluation.samples import EvaluationDataset
-from context_compressors.evaluation.scoring import Scorer
-from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.tallies import Tally
-from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.text_ids import text_tokenizer
-from context_compressors.reporting.result_files import rounded
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 
 TOKEN_TEMPLATE = "\n### Question:\n{}\n### Answer:\n"
@@ -115,20 +106,6 @@ def test_a_plain_language_model_has_full_and_no_context(teacher, tokenizer):
     assert report.num_parameters == teacher.num_parameters()
     assert report.settings["ratios"] == []
     assert "| full_context" in report.to_markdown()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ratios": (4,)}, "LlamaForCausalLM is a plain language model, .*: it takes no ratios"),
-        ({"zero_shot": True, "ratios": (2,)}, "takes no ratios and no zero shot"),
-    ],
-)
-def test_a_plain_language_model_refuses_what_a_compressor_takes(teacher, tokenizer, options, message):
-    with pytest.raises(ValueError, match=message):
-        run(teacher, tokenizer, **options)
-    with pytest.raises(ValueError, match="it takes no teacher"):
-        run(teacher, tokenizer, teacher=teacher)
 
 
 def test_zero_shot_is_the_base_with_the_adapters_off(model, tokenizer, folders):
@@ -281,13 +258,6 @@ def test_bounds_whose_task_tokens_were_trained_read_what_training_reads(token_mo
     assert report.score("tiny", RECONSTRUCTION, mode, "perplexity") == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-def test_task_tokens_in_bounds_need_a_model_that_has_them(model, token_model, tokenizer):
-    message = "task_tokens_in_bounds .* is for a compressor with task tokens, without a teacher"
-    for teacher, reader in ((None, model), (make_base(tokenizer, 1), token_model), (None, make_base(tokenizer, 1))):
-        with pytest.raises(ValueError, match=message):
-            run(reader, tokenizer, teacher=teacher, tasks=(RECONSTRUCTION,), task_tokens_in_bounds=True)
-
-
 def test_learned_tokens_of_a_prefix_reach_the_full_context_and_documents_have_none(token_model, monkeypatch):
     tokenizer = make_tokenizer()
     ae, lm = add_task_tokens(tokenizer).values()
@@ -310,37 +280,6 @@ def test_learned_tokens_of_a_prefix_reach_the_full_context_and_documents_have_no
         run(token_model, tokenizer, rows, make_base(tokenizer, 1).eval(), **options, bounds_only=True)
 
 
-def test_prompts_can_be_named(model, token_model, tokenizer):
-    report = run(token_model, tokenizer, tasks=(RECONSTRUCTION,), prompts="default")
-    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
-    start = token_model.config.reconstruction_token_id
-    expected = naive_scores(token_model, tokenizer, "ratio=2", triples, start=start)["perplexity"]
-    assert report.score("tiny", RECONSTRUCTION, "ratio=2", "perplexity") == pytest.approx(expected, rel=1e-4)
-    assert run(model, tokenizer, tasks=(RECONSTRUCTION,)).settings["prompts"] is None
-    with pytest.raises(ValueError, match=r"no prompts 'memory_token'.*did you mean 'memory_tokens'"):
-        run(model, tokenizer, tasks=(RECONSTRUCTION,), prompts="memory_token")
-
-
-def test_a_task_runs_on_the_data_sets_that_have_its_columns(model, tokenizer):
-    datasets = [EvaluationDataset("qa", ROWS), EvaluationDataset("text", [{"text": "plain text"}], "out")]
-    settings = EvaluationSettings(tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,))
-    report = evaluate_model(model, tokenizer, datasets, settings, progress=False)
-    assert report.datasets(QA) == ["qa"]
-    assert report.datasets(RECONSTRUCTION) == ["qa", "text"]
-    assert report.datasets(RECONSTRUCTION, "out") == ["text"]
-    assert report.ratios(QA) == [4]
-
-
-def test_settings_model_and_hardware_are_in_the_report(model, tokenizer):
-    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), seed=3)
-    assert report.model == "tiny-compressor"
-    assert report.settings["ratios"] == [2, 4]
-    assert report.settings["seed"] == 3
-    assert {row.seed for row in report.rows} == {3}
-    assert report.num_parameters == model.num_parameters()
-    assert report.environment["versions"]["torch"] == torch.__version__
-
-
 def test_model_is_left_in_the_mode_it_was_in(model, tokenizer):
     try:
         model.train()
@@ -348,57 +287,6 @@ def test_model_is_left_in_the_mode_it_was_in(model, tokenizer):
         assert model.training
     finally:
         model.eval()
-
-
-def test_untrained_ratios_are_refused_unless_allowed(model, tokenizer):
-    with pytest.raises(ValueError, match=r"not trained for the ratios \[3\], only for \[2, 4\]"):
-        run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios=(2, 3))
-    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios=(2, 3), allow_untrained_ratio=True)
-    assert report.ratios(RECONSTRUCTION) == [2, 3]
-
-
-def test_wrong_inputs_are_refused(model, teacher, tokenizer):
-    with pytest.raises(TypeError, match="must be a compressor or a causal language model, got LlamaModel"):
-        run(teacher.model, tokenizer)
-    with pytest.raises(ValueError, match="no data set has the columns for"):
-        run(model, tokenizer, [{"text": "text"}], tasks=(QA,))
-    with pytest.raises(ValueError, match="nothing to evaluate on"):
-        evaluate_model(model, tokenizer, [])
-    with pytest.raises(ValueError, match=r"\['same'\] more than once"):
-        evaluate_model(model, tokenizer, [EvaluationDataset("same", ROWS), EvaluationDataset("same", ROWS)])
-    config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ValueError, match="teacher's vocabulary of 10 tokens"):
-        run(model, tokenizer, teacher=LlamaForCausalLM(config))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tasks": ("reconstrution",)}, "did you mean 'reconstruction'"),
-        ({"tasks": ()}, "tasks must be one or more"),
-        ({"ratios": (0,)}, "ratios must be"),
-        ({"ratios": (4, 4)}, "ratios must be"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
-        ({"context_tokens": 0}, "context_tokens must be at least 1, got 0"),
-        ({"max_new_tokens": {}}, "max_new_tokens must be at least 1"),
-        ({"restoration_lengths": (1,)}, "restoration_lengths must be one or more different numbers of at least 2"),
-        ({"bert_score_layer": 3}, "bert_score_layer needs a bert_score_model, got layer 3"),
-        ({"max_context_tokens": 0}, "max_context_tokens must be at least 1, got 0"),
-        ({"truncation_side": "lef"}, "did you mean 'left'"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number above 0, got 0.0"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty must be a finite number above 0, got nan"),
-        ({"num_resamples": 0}, "num_resamples must be at least 1, got 0"),
-        ({"ratios_only": True, "bounds_only": True}, "ratios_only leaves the ratios alone"),
-        ({"ratios_only": True, "alternatives": ("cut",)}, "ratios_only leaves the ratios alone"),
-        ({"memory_dtype": "int2"}, "memory_dtype"),
-        ({"bounds_only": True, "memory_dtype": "int4"}, "bounds_only compresses nothing: leave out the memory_dtype"),
-        ({"bounds_only": True, "ratios": (4,)}, r"bounds_only compresses nothing: leave out the ratios, got \(4,\)"),
-    ],
-)
-def test_settings_refuse_impossible_values(options, message):
-    with pytest.raises(ValueError, match=message):
-        EvaluationSettings(**options)
 
 
 @pytest.mark.slow
@@ -508,110 +396,6 @@ def test_one_document_has_no_interval(model, tokenizer):
     assert all(math.isnan(end) for row in report.rows for ends in row.intervals.values() for end in ends)
 
 
-def comparable(report):
-    """A report but for the seconds that it took."""
-    content = rounded(report.to_dict())
-    for row in content["rows"]:
-        assert row.pop("seconds")
-    return content
-
-
-def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
-    datasets = [EvaluationDataset("qa", ROWS), EvaluationDataset("text", [{"text": "plain text"}, {"text": "more"}])]
-    settings = EvaluationSettings(tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,))
-    whole = evaluate_model(model, tokenizer, datasets, settings, progress=False)
-
-    def stop(report):
-        report.save(tmp_path / "report.json")
-        if len(report.rows) == 6:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_model(model, tokenizer, datasets, settings, progress=False, on_result=stop)
-    earlier = EvaluationReport.load(tmp_path / "report.json")
-    assert [(row.dataset, row.task) for row in earlier.rows[::3]] == [("qa", QA), ("qa", RECONSTRUCTION)]
-    scored = []
-    again = evaluate_model(
-        model,
-        tokenizer,
-        datasets,
-        settings,
-        progress=False,
-        resume_from=earlier,
-        on_result=lambda report: scored.append((report.rows[-1].dataset, report.rows[-1].task)),
-    )
-    assert scored == [("text", RECONSTRUCTION)]
-    assert comparable(again) == comparable(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", [QA, RECONSTRUCTION])
-def test_an_evaluation_goes_on_inside_a_data_set(model, tokenizer, tmp_path, monkeypatch, task):
-    rows = [{**ROWS[number % 3], "question": f"{number}?"} for number in range(7)]
-    datasets = [EvaluationDataset("tiny", rows)]
-    options = {"tasks": (task,), "max_new_tokens": {QA: 3, SUMMARISATION: 3}, "batch_size": 2}
-    settings = EvaluationSettings(**options, reconstruction_bleu=True, alternatives=("cut",))
-    whole = evaluate_model(model, tokenizer, datasets, settings, progress=False)
-    path, prompts, write = tmp_path / "out.progress", [], Scorer._write
-
-    def counted(self, model, batch, *others):
-        if len(prompts) == limit:
-            raise KeyboardInterrupt
-        prompts.append(len(batch))
-        return write(self, model, batch, *others)
-
-    monkeypatch.setattr(Scorer, "_write", counted)
-    conditions = 6 if task == QA else 4
-    limit = conditions + 1
-    for _ in range(3):
-        # A batch is done under all conditions or not at all.
-        with pytest.raises(KeyboardInterrupt):
-            evaluate_model(model, tokenizer, datasets, settings, progress=False, progress_file=path)
-        done = len(path.read_text().splitlines()) - 1
-        limit += conditions
-        if done == 2 or (task == RECONSTRUCTION and done == 1):
-            break
-    path.write_text(path.read_text() + '{"of": "half a li')
-    limit, before = 1000, len(prompts)
-    again = evaluate_model(model, tokenizer, datasets, settings, progress=False, progress_file=path)
-    assert comparable(again) == comparable(whole)
-    assert [sample.answers for sample in again.answers] == [sample.answers for sample in whole.answers]
-    batches = 4 if task == QA else 2
-    assert len(prompts) - before == (batches - done) * conditions
-    assert not path.exists()
-    path.write_text('{"evaluation": "another"}\n')
-    with pytest.raises(ValueError, match="cannot be gone on with: it is of another evaluation; delete it"):
-        evaluate_model(model, tokenizer, datasets, settings, progress=False, progress_file=path)
-
-
-def test_documents_that_trained_or_chose_are_refused_by_name_or_named_in_the_report(model, tokenizer):
-    rows = [{**ROWS[number % 3], "id": f"q{number}", "question": f"{number}?"} for number in range(6)]
-    datasets, seen = [EvaluationDataset("tiny", rows)], [document_id(row["context"].upper()) for row in ROWS[:2]]
-    records = {"ours": TrainingDocuments(trained={*seen, "0" * 12}, chose=set(seen[:1])), "reader": None}
-
-    def evaluate(**options):
-        settings = EvaluationSettings(tasks=(RECONSTRUCTION,), ratios=(4,), **options)
-        return evaluate_model(model, tokenizer, datasets, settings, progress=False, records=records)
-
-    # A window of a text is of the text.
-    with pytest.raises(
-        ValueError, match=r"2 of 3 documents of 'tiny' trained ours \(samples q0, q1\); 1 of 3 .* chose"
-    ):
-        evaluate(context_tokens=5)
-    report = evaluate(allow_trained_documents=True)
-    shared = {"tiny": {"trained": 2, "chose": 1}}
-    assert report.held_out["ours"] == {"record": "whole", "trained": 3, "chose": 1, "shared": shared}
-    text = report.to_markdown()
-    assert "**Not held out**" in text
-    assert "2 of tiny trained, 1 of tiny chose" in text
-    assert "Whether reader was trained on these documents is unknown" in text
-    assert set(report.documents["tiny"].split()) == {document_id(row["context"]) for row in ROWS}
-    records = {"ours": TrainingDocuments({"0" * 12}, is_whole=False)}
-    assert (
-        "no document here is among the 1 that trained ours and the 0 that chose it, as far" in evaluate().to_markdown()
-    )
-
-
 @pytest.mark.slow
 def test_rows_say_what_kinds_of_answers_score_and_how_slots_compare_with_as_much_text(model, tokenizer):
     rows = [*ROWS, {**ROWS[0], "question": "Where?", "answers": ["Rome"]}]
@@ -663,23 +447,6 @@ def test_everything_is_written_as_the_generation_configuration_says(model, token
     ):
         with pytest.raises(ValueError, match=message):
             run(model, tokenizer, tasks=(QA,), generation=fields)
-
-
-def test_another_evaluation_is_not_gone_on_with(model, tokenizer, folders):
-    options = {"tasks": (RECONSTRUCTION,), "ratios": (4,)}
-    report = run(model, tokenizer, **options)
-    other = MeanPoolingForCausalLM.from_base(str(folders / "teacher"), compression_ratios=(2, 4))
-    for changed, rows, change, message in (
-        (model, ROWS, {"seed": 1}, "seed"),
-        (model, ROWS, {"ratios": (2,)}, "ratios"),
-        (model, ROWS, {"batch_size": 3}, "batch_size"),
-        (model, ROWS[:2], {}, "tiny, reconstruction"),
-        (other, ROWS, {}, "(num_parameters, )?weights"),
-    ):
-        given = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARISATION: 6}, **options, **change}
-        data, settings = [EvaluationDataset("tiny", rows)], EvaluationSettings(**given)
-        with pytest.raises(ValueError, match=f"is of another evaluation; it differs in {message}"):
-            evaluate_model(changed, tokenizer, data, settings, resume_from=report, model_name=report.model)
 
 
 def test_ratios_alone_are_the_ratios(model, tokenizer):

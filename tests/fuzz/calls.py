@@ -10,7 +10,8 @@ import decal_models
 import pytest
 import torch
 from hypothesis import strategies as st
-from tiny_models import METHOD_CASES, PAD, TRAINING_FREE_CASES
+from tiny_bases import PAD
+from tiny_models import METHOD_CASES, TRAINING_FREE_CASES
 from torch import Tensor
 
 VOCAB_SIZE = decal_models.VOCAB_SIZE

@@ -11,7 +11,8 @@ import pytest
 from budget import fuzz
 from calls import assert_refused, result_or_refusal
 from hypothesis import strategies as st
-from tiny_models import METHOD_CASES, TRAINING_FREE_CASES, base_config
+from tiny_bases import base_config
+from tiny_models import METHOD_CASES, TRAINING_FREE_CASES
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 from context_compressors import CompressorConfig, DeCALForConditionalGeneration

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests against other packages share."""
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -8,11 +9,14 @@ import runpy
 import socket
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).parent))
 
 _TRACKIO = tempfile.TemporaryDirectory(prefix="trackio-")
 # Read when these packages are imported: nothing is reported to anybody, and runs are kept in a folder of the tests.
@@ -74,3 +78,46 @@ def run_example(small_checkpoints, memories, tmp_path, monkeypatch, capsys):
             assert f"{question} | {answer}\n" in printed
 
     return run
+
+
+@pytest.fixture
+def serve():
+    """`serve(models, settings, grace)`: servers that run until the test ends."""
+    from running_server import Running, server
+
+    with contextlib.ExitStack() as stack:
+
+        def start(models, settings=None, grace=10, **fields):
+            running = Running(server.create_app(models, settings, **fields), grace)
+            stack.callback(running.stop)
+            return running
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def pipe(small_checkpoints):
+    """A small compressor's pipeline."""
+    from context_compressors import MeanPoolingForCausalLM
+
+    folder = small_checkpoints / "mean_pooling"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return MeanPoolingForCausalLM.from_pretrained(folder).eval().question_answering(tokenizer)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """While it is closed (`clear`), batches wait for their turn; `batches` tells how many requests each had."""
+    from running_server import server_jobs
+
+    event, original = threading.Event(), server_jobs.AnswerJob.run.__func__
+    event.set()
+    event.batches = []
+
+    def run(cls, jobs):
+        assert event.wait(60)
+        event.batches.append(len(jobs))
+        original(cls, jobs)
+
+    monkeypatch.setattr(server_jobs.AnswerJob, "run", classmethod(run))
+    return event

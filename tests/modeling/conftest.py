@@ -32,7 +32,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 # Tests import the helper modules beside them by name.
 sys.path.append(str(Path(__file__).parent))
 
-from tiny_models import BOS, CASES, METHOD_CASES, PAD, VOCAB_SIZE, Case, base_config
+from tiny_bases import BOS, PAD, VOCAB_SIZE, base_config
+from tiny_models import CASES, METHOD_CASES, Case
 
 # Its assertions show their values, as those of tests do.
 pytest.register_assert_rewrite("random_memories")
@@ -123,6 +124,12 @@ def random_rows():
 def pad_rows():
     """`pad_rows(rows, side, value)`: their ids and mask, padded on a side."""
     return _pad_rows
+
+
+@pytest.fixture
+def inputs():
+    """A question and a context of one row."""
+    return {"input_ids": torch.tensor([[1, 9, 40, 7]]), "context_input_ids": torch.arange(5, 18)[None]}
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from tiny_models import EOS, HIDDEN_SIZE, base_config, ids_of
+from tiny_bases import EOS, HIDDEN_SIZE, base_config, ids_of
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 

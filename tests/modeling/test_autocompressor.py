@@ -5,7 +5,8 @@ import copy
 
 import pytest
 import torch
-from tiny_models import MEMORY_LORA, SMALL_LORA, ids_of
+from tiny_bases import ids_of
+from tiny_models import MEMORY_LORA, SMALL_LORA
 from transformers import LlamaConfig
 
 from context_compressors import AutoCompressorConfig, AutoCompressorForCausalLM, ICAEForCausalLM

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from comprexit_parts import random_like, transmission
-from tiny_models import ids_of
+from tiny_bases import ids_of
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.modeling.modeling_comprexit import ComprExITModel

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from tiny_models import ids_of
+from tiny_bases import ids_of
 from transformers import LlamaConfig
 
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from gmsa_cases import TEXT, both, on_every_base, trainable
-from tiny_models import ids_of
+from tiny_bases import ids_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast

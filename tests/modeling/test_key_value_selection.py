@@ -6,14 +6,15 @@ import inspect
 import pytest
 import test_device_waits
 import test_generation
-import test_light_checkpoints
+import test_model_names
 import test_padding
 import test_positions_and_chunks
 import test_saving
 import test_threads
 import torch
 from test_chat_prompts import DOCUMENT, ONE_TURN, TEMPLATE, WITH_SYSTEM, templated
-from tiny_models import AE, FAR_APART, TRAINING_FREE, TRAINING_FREE_CASES, Case, ids_of
+from tiny_bases import AE, FAR_APART, ids_of
+from tiny_models import TRAINING_FREE, TRAINING_FREE_CASES, Case
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from context_compressors import CompressedContext, SnapKVForCausalLM, StreamingLLMForCausalLM
@@ -247,11 +248,6 @@ def texts(random_rows, pad_rows):
     return {"input_ids": input_ids, "attention_mask": attention_mask, **context}
 
 
-@pytest.fixture
-def inputs():
-    return {"input_ids": torch.tensor([[1, 9, 40, 7]]), "context_input_ids": torch.arange(5, 18)[None]}
-
-
 SHARED = {
     "places": [
         test_padding.test_slots_and_logits_do_not_depend_on_the_batch_or_its_padding,
@@ -277,7 +273,7 @@ SHARED = {
         test_saving.test_one_checkpoint_serves_the_backbone_too,
         test_saving.test_a_loaded_model_saves_and_loads_again,
         test_saving.test_the_auto_classes_find_the_method,
-        test_light_checkpoints.test_a_models_name_tells_every_setting_that_changes_slots_or_reading,
+        test_model_names.test_a_models_name_tells_every_setting_that_changes_slots_or_reading,
     ],
 }
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import test_threads
 import torch
-from tiny_models import FAR_APART, TRAINING_FREE, Case, ids_of
+from tiny_bases import FAR_APART, ids_of
+from tiny_models import TRAINING_FREE, Case
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from context_compressors import CompressedContext

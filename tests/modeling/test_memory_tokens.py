@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import AE, BOS, ids_of
+from tiny_bases import AE, BOS, ids_of
 from torch.nn import functional
 from transformers import DynamicCache
 

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_models import AE, BOS, LM, ids_of
+from tiny_bases import AE, BOS, LM, ids_of
 from transformers import DynamicCache
 
 

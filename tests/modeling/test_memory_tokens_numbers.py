@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import AE, BOS, LM, ids_of
+from tiny_bases import AE, BOS, LM, ids_of
 
 from context_compressors.configuration.configuration_compression_tokens import CompressionTokensConfig
 from context_compressors.configuration.configuration_five_hundred_x import FiveHundredXConfig

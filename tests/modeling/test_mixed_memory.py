@@ -4,7 +4,7 @@
 import pytest
 import torch
 from random_memories import assert_same, make_memory
-from tiny_models import ids_of
+from tiny_bases import ids_of
 
 from context_compressors import CompressedContext, mixed_memory
 

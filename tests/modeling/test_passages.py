@@ -4,7 +4,8 @@
 import pytest
 import torch
 from decal_models import build
-from tiny_models import TRAINING_FREE_CASES, ids_of
+from tiny_bases import ids_of
+from tiny_models import TRAINING_FREE_CASES
 
 from context_compressors import CompressedContext
 

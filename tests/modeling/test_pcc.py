@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from tiny_models import AE, BOS, base_config, ids_of
+from tiny_bases import AE, BOS, base_config, ids_of
 from torch.nn import functional
 from transformers import AutoModel, GPT2Config, LlamaConfig, LlamaForCausalLM
 

@@ -13,11 +13,6 @@ GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 pytestmark = pytest.mark.filterwarnings("ignore:.*with PEFT for a second time", "ignore:.*config")
 
 
-@pytest.fixture
-def inputs():
-    return {"input_ids": torch.tensor([[1, 9, 40, 7]]), "context_input_ids": torch.arange(5, 18)[None]}
-
-
 def wrap(model, **settings):
     settings = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings}
     return peft.get_peft_model(model, peft.LoraConfig(**settings))

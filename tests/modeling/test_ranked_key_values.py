@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_kv_zip import highest, naive_attention, pairs_of, plain_model
-from tiny_models import FAR_APART, TASK_TOKENS, ids_of
+from tiny_bases import FAR_APART, TASK_TOKENS, ids_of
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig
 

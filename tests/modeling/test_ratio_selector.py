@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tiny_models import EOS, ids_of
+from tiny_bases import EOS, ids_of
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -26,11 +26,6 @@ def question():
     return torch.tensor([[1, 9, 40, 7]])
 
 
-@pytest.fixture
-def inputs(question):
-    return {"input_ids": question, "context_input_ids": torch.arange(5, 18)[None]}
-
-
 def trainable(model, prefix=""):
     return {name.removeprefix(prefix) for name, parameter in model.named_parameters() if parameter.requires_grad}
 

@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from tiny_models import SMALL_LORA, ids_of
+from tiny_bases import ids_of
+from tiny_models import SMALL_LORA
 from transformers import LlamaConfig
 
 from context_compressors import (

@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from tiny_models import SMALL_LORA, base_config, ids_of
+from tiny_bases import base_config, ids_of
+from tiny_models import SMALL_LORA
 from transformers import LlamaConfig
 
 from context_compressors import CompressedContext, VoCoConfig, VoCoForCausalLM, VoCoModel

@@ -4,7 +4,8 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import BOS, SMALL_LORA, base_config, ids_of
+from tiny_bases import BOS, base_config, ids_of
+from tiny_models import SMALL_LORA
 from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from tiny_models import VOCAB_SIZE, base_config, ids_of
+from tiny_bases import VOCAB_SIZE, base_config, ids_of
 from torch.nn import functional
 from transformers import AutoModel, BertConfig, BertTokenizer, LlamaForCausalLM, MistralConfig
 

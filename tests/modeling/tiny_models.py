@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of all methods and of the bases they are tried on: a new method joins by one entry in `METHODS`."""
+"""The table of all methods, and the cases that tests try them in: a new method joins by one entry in `METHODS`."""
 
 import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from tiny_bases import BACKBONES, BASES, FAR_APART, TASK_TOKENS, base_config
 
 import context_compressors
 from context_compressors.configuration.methods import METHODS as REGISTER
 
-VOCAB_SIZE, HIDDEN_SIZE = 128, 32
-PAD, BOS, EOS = 0, 1, 2
-AE, LM = VOCAB_SIZE, VOCAB_SIZE + 1
-TASK_TOKENS = {"[AE]": AE, "[LM]": LM}
 SMALL_LORA = {"rank": 4, "alpha": 8.0}
 MEMORY_LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
 
@@ -343,48 +339,6 @@ TRAINING_FREE = [
     ),
 ]
 
-# Sliding windows are shorter than the tests' sequences; the logits' caps are low enough to bend them.
-BASES: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, {}),
-    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "qwen3": (Qwen3Config, {"head_dim": 12}),
-    "mistral": (MistralConfig, {"sliding_window": 8}),
-    "gemma2": (
-        Gemma2Config,
-        {"sliding_window": 8, "head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": 2.0},
-    ),
-}
-# transformers has no sdpa for Gemma 2, whose attention scores are capped.
-BACKBONES = [
-    (name, attention) for name in BASES for attention in ("eager", "sdpa") if (name, attention) != ("gemma2", "sdpa")
-]
-# The two that differ most: masks, windows, norms, caps, scaled embeddings.
-FAR_APART = [("llama", "sdpa"), ("gemma2", "eager")]
-
-
-def base_config(architecture: str = "llama", **fields: Any) -> Any:
-    """Configuration of a tiny language model."""
-    config_class, own_fields = BASES[architecture]
-    return config_class(
-        **{
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": HIDDEN_SIZE,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "pad_token_id": PAD,
-            "bos_token_id": BOS,
-            "eos_token_id": EOS,
-            "tie_word_embeddings": False,
-            # Far from zero, so that positions, masks and adapters matter.
-            "initializer_range": 0.3,
-            **own_fields,
-            **fields,
-        }
-    )
-
 
 @functools.cache
 def _cached_model(case: "Case") -> Any:
@@ -521,8 +475,3 @@ CASES = {
     "adapter_case": METHOD_CASES + [case for case in VARIANT_CASES if case.changes(ADAPTER_FIELDS)],
     "case": BACKBONE_CASES + VARIANT_CASES,
 }
-
-
-def ids_of(length: int, seed: int = 0, most: int = VOCAB_SIZE) -> torch.Tensor:
-    """A row of ordinary token ids, (1, length)."""
-    return torch.randint(5, most, (1, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an evaluation takes and refuses, and what its report says of how it was made."""
+
+import pytest
+import torch
+from naive_twin import (
+    QA,
+    RECONSTRUCTION,
+    ROWS,
+    SUMMARISATION,
+    make_base,
+    naive_scores,
+    run,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from context_compressors.data.document_ids import TrainingDocuments, document_id
+from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.samples import EvaluationDataset
+from context_compressors.evaluation.settings import EvaluationSettings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratios": (4,)}, "LlamaForCausalLM is a plain language model, .*: it takes no ratios"),
+        ({"zero_shot": True, "ratios": (2,)}, "takes no ratios and no zero shot"),
+    ],
+)
+def test_a_plain_language_model_refuses_what_a_compressor_takes(teacher, tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(teacher, tokenizer, **options)
+    with pytest.raises(ValueError, match="it takes no teacher"):
+        run(teacher, tokenizer, teacher=teacher)
+
+
+def test_task_tokens_in_bounds_need_a_model_that_has_them(model, token_model, tokenizer):
+    message = "task_tokens_in_bounds .* is for a compressor with task tokens, without a teacher"
+    for teacher, reader in ((None, model), (make_base(tokenizer, 1), token_model), (None, make_base(tokenizer, 1))):
+        with pytest.raises(ValueError, match=message):
+            run(reader, tokenizer, teacher=teacher, tasks=(RECONSTRUCTION,), task_tokens_in_bounds=True)
+
+
+def test_prompts_can_be_named(model, token_model, tokenizer):
+    report = run(token_model, tokenizer, tasks=(RECONSTRUCTION,), prompts="default")
+    triples = [(row["context"], "\nRepeat the text above:", row["context"]) for row in ROWS]
+    start = token_model.config.reconstruction_token_id
+    expected = naive_scores(token_model, tokenizer, "ratio=2", triples, start=start)["perplexity"]
+    assert report.score("tiny", RECONSTRUCTION, "ratio=2", "perplexity") == pytest.approx(expected, rel=1e-4)
+    assert run(model, tokenizer, tasks=(RECONSTRUCTION,)).settings["prompts"] is None
+    with pytest.raises(ValueError, match=r"no prompts 'memory_token'.*did you mean 'memory_tokens'"):
+        run(model, tokenizer, tasks=(RECONSTRUCTION,), prompts="memory_token")
+
+
+def test_a_task_runs_on_the_data_sets_that_have_its_columns(model, tokenizer):
+    datasets = [EvaluationDataset("qa", ROWS), EvaluationDataset("text", [{"text": "plain text"}], "out")]
+    settings = EvaluationSettings(tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,))
+    report = evaluate_model(model, tokenizer, datasets, settings, progress=False)
+    assert report.datasets(QA) == ["qa"]
+    assert report.datasets(RECONSTRUCTION) == ["qa", "text"]
+    assert report.datasets(RECONSTRUCTION, "out") == ["text"]
+    assert report.ratios(QA) == [4]
+
+
+def test_settings_model_and_hardware_are_in_the_report(model, tokenizer):
+    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), seed=3)
+    assert report.model == "tiny-compressor"
+    assert report.settings["ratios"] == [2, 4]
+    assert report.settings["seed"] == 3
+    assert {row.seed for row in report.rows} == {3}
+    assert report.num_parameters == model.num_parameters()
+    assert report.environment["versions"]["torch"] == torch.__version__
+
+
+def test_untrained_ratios_are_refused_unless_allowed(model, tokenizer):
+    with pytest.raises(ValueError, match=r"not trained for the ratios \[3\], only for \[2, 4\]"):
+        run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios=(2, 3))
+    report = run(model, tokenizer, tasks=(RECONSTRUCTION,), ratios=(2, 3), allow_untrained_ratio=True)
+    assert report.ratios(RECONSTRUCTION) == [2, 3]
+
+
+def test_wrong_inputs_are_refused(model, teacher, tokenizer):
+    with pytest.raises(TypeError, match="must be a compressor or a causal language model, got LlamaModel"):
+        run(teacher.model, tokenizer)
+    with pytest.raises(ValueError, match="no data set has the columns for"):
+        run(model, tokenizer, [{"text": "text"}], tasks=(QA,))
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        evaluate_model(model, tokenizer, [])
+    with pytest.raises(ValueError, match=r"\['same'\] more than once"):
+        evaluate_model(model, tokenizer, [EvaluationDataset("same", ROWS), EvaluationDataset("same", ROWS)])
+    config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(ValueError, match="teacher's vocabulary of 10 tokens"):
+        run(model, tokenizer, teacher=LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("reconstrution",)}, "did you mean 'reconstruction'"),
+        ({"tasks": ()}, "tasks must be one or more"),
+        ({"ratios": (0,)}, "ratios must be"),
+        ({"ratios": (4, 4)}, "ratios must be"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
+        ({"context_tokens": 0}, "context_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": {}}, "max_new_tokens must be at least 1"),
+        ({"restoration_lengths": (1,)}, "restoration_lengths must be one or more different numbers of at least 2"),
+        ({"bert_score_layer": 3}, "bert_score_layer needs a bert_score_model, got layer 3"),
+        ({"max_context_tokens": 0}, "max_context_tokens must be at least 1, got 0"),
+        ({"truncation_side": "lef"}, "did you mean 'left'"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number above 0, got 0.0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty must be a finite number above 0, got nan"),
+        ({"num_resamples": 0}, "num_resamples must be at least 1, got 0"),
+        ({"ratios_only": True, "bounds_only": True}, "ratios_only leaves the ratios alone"),
+        ({"ratios_only": True, "alternatives": ("cut",)}, "ratios_only leaves the ratios alone"),
+        ({"memory_dtype": "int2"}, "memory_dtype"),
+        ({"bounds_only": True, "memory_dtype": "int4"}, "bounds_only compresses nothing: leave out the memory_dtype"),
+        ({"bounds_only": True, "ratios": (4,)}, r"bounds_only compresses nothing: leave out the ratios, got \(4,\)"),
+    ],
+)
+def test_settings_refuse_impossible_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvaluationSettings(**options)
+
+
+def test_documents_that_trained_or_chose_are_refused_by_name_or_named_in_the_report(model, tokenizer):
+    rows = [{**ROWS[number % 3], "id": f"q{number}", "question": f"{number}?"} for number in range(6)]
+    datasets, seen = [EvaluationDataset("tiny", rows)], [document_id(row["context"].upper()) for row in ROWS[:2]]
+    records = {"ours": TrainingDocuments(trained={*seen, "0" * 12}, chose=set(seen[:1])), "reader": None}
+
+    def evaluate(**options):
+        settings = EvaluationSettings(tasks=(RECONSTRUCTION,), ratios=(4,), **options)
+        return evaluate_model(model, tokenizer, datasets, settings, progress=False, records=records)
+
+    # A window of a text is of the text.
+    with pytest.raises(
+        ValueError, match=r"2 of 3 documents of 'tiny' trained ours \(samples q0, q1\); 1 of 3 .* chose"
+    ):
+        evaluate(context_tokens=5)
+    report = evaluate(allow_trained_documents=True)
+    shared = {"tiny": {"trained": 2, "chose": 1}}
+    assert report.held_out["ours"] == {"record": "whole", "trained": 3, "chose": 1, "shared": shared}
+    text = report.to_markdown()
+    assert "**Not held out**" in text
+    assert "2 of tiny trained, 1 of tiny chose" in text
+    assert "Whether reader was trained on these documents is unknown" in text
+    assert set(report.documents["tiny"].split()) == {document_id(row["context"]) for row in ROWS}
+    records = {"ours": TrainingDocuments({"0" * 12}, is_whole=False)}
+    assert (
+        "no document here is among the 1 that trained ours and the 0 that chose it, as far" in evaluate().to_markdown()
+    )

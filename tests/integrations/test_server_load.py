@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many clients of the server at once: answers in batches, limits, who goes away and what stops."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from running_server import (
+    NAMES,
+    QUESTION,
+    TEXTS,
+    ServerSettings,
+    about,
+    httpx,
+    openai,
+    server,
+    server_jobs,
+    text_of,
+    together,
+)
+
+
+@pytest.fixture
+def slow(monkeypatch, pipe):
+    """Tokens, which are listed, come every 50 ms, and no answer ends by itself."""
+    taken, original = [], server_jobs.AnswerJob.take
+    monkeypatch.setattr(pipe.model.generation_config, "eos_token_id", None)
+
+    def take(job, token):
+        time.sleep(0.05)
+        taken.append(token)
+        original(job, token)
+
+    monkeypatch.setattr(server_jobs.AnswerJob, "take", take)
+    return taken
+
+
+def test_64_clients_get_the_answers_of_their_own_memories_and_none_is_lost(serve, pipe):
+    texts = [
+        f"{NAMES[i % 8]} of house {i} keeps {i * 7 % 90} {['bees', 'owls', 'cats', 'dogs'][i // 8 % 4]}."
+        for i in range(64)
+    ]
+    questions = [QUESTION if i % 2 else f"What does {NAMES[i % 8]} keep?" for i in range(64)]
+    singly = [pipe(questions[i], context=texts[i], ratio=2, max_new_tokens=8 + i % 5)["answer"] for i in range(64)]
+    assert len(set(singly)) > 32, "answers that are all alike would not tell whose they are"
+    running = serve({"m": pipe}, ServerSettings(batch_size=16))
+
+    async def one(client, i):
+        memories = await client.post("/memories", body={"text": texts[i], "ratio": 2}, cast_to=object)
+        request = {"model": "m", "messages": about([memories["data"][0]["id"]], questions[i]), "max_tokens": 8 + i % 5}
+        found = []
+        for round_number in range(3):
+            if (i + round_number) % 3:
+                whole = await client.chat.completions.create(**request)
+                found.append(whole.choices[0].message.content)
+            else:
+                stream = await client.chat.completions.create(**request, stream=True)
+                found.append("".join([chunk.choices[0].delta.content or "" async for chunk in stream]))
+        return found
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(**running.options) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(64)))
+
+    answers = asyncio.run(all_of_them())
+    assert answers == [[answer] * 3 for answer in singly]
+    assert running.metric('requests_total{path="/v1/chat/completions",status="200"}') == 3 * 64
+
+
+def test_a_request_that_fails_in_a_batch_fails_alone(serve, pipe, gate, monkeypatch):
+    running = serve({"m": pipe})
+    ids = running.compress(TEXTS[:4], ratio=2)
+    wanted = [running.chat([name]).choices[0].message.content for name in ids]
+    place = next(iter(running.server.config.app.user_middleware)).kwargs["server"].places[0]
+    broken = place.get(ids[1])
+    place._memories[ids[1]] = replace(broken, check=False, embeddings=broken.embeddings * float("nan"))
+    found = [None] * 4
+
+    def ask(i):
+        try:
+            # One of them is streamed.
+            answer = running.chat([ids[i]], stream=i == 2)
+            found[i] = text_of(answer)[0] if i == 2 else answer.choices[0].message.content
+        except openai.APIStatusError as error:
+            found[i] = error.status_code
+
+    gate.clear()
+    gate.batches.clear()
+    together([lambda i=i: ask(i) for i in (0, 1, 2, 3)], gate, running)
+    assert found == [wanted[0], 400, wanted[2], wanted[3]]
+    assert gate.batches == [1, 3, 1, 1, 1]
+    # So do texts: an empty one has no token here.
+    results = {}
+
+    def compress(name, text):
+        results[name] = running.ask("POST", "/v1/memories", {"text": text, "ratio": 2})
+
+    original, entered, goes_on = server_jobs.CompressionJob.run.__func__, threading.Event(), threading.Event()
+
+    def run(cls, jobs):
+        entered.set()
+        assert goes_on.wait(60)
+        if any("broken" in text for job in jobs for text in job.texts):
+            raise RuntimeError("a secret")
+        original(cls, jobs)
+
+    monkeypatch.setattr(server_jobs.CompressionJob, "run", classmethod(run))
+    threads = [threading.Thread(target=compress, args=(i, text)) for i, text in enumerate(["a", "b", "broken", "c"])]
+    threads[0].start()
+    assert entered.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    running.until(lambda: running.metric("waiting_requests") == 3)
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert [results[i][0] for i in range(4)] == [200, 200, 500, 200]
+    assert results[2][1]["error"]["type"] == "server_error"
+    assert "secret" not in results[2][1]["error"]["message"]
+    # A failure in the middle of a stream is told in it, and the server goes on.
+    take = server_jobs.AnswerJob.take
+
+    def fail(job, token):
+        if len(job._tokens) == 2:
+            raise RuntimeError("a secret")
+        take(job, token)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server_jobs.AnswerJob, "take", fail)
+        with pytest.raises(openai.APIError, match="the server failed at this request"):
+            text_of(running.chat([ids[0]], stream=True))
+        running.until(lambda: running.metric("running_requests") == 0)
+    assert running.chat([ids[0]]).choices[0].message.content == wanted[0]
+
+
+def test_limits_are_refusals_that_say_what_is_allowed(serve, pipe, gate):
+    size = pipe.compress(TEXTS[0], ratio=2).nbytes
+    settings = ServerSettings(
+        api_key="k", max_waiting=1, max_tokens=100, max_body_bytes=2000, timeout=6, max_memory_bytes=int(2.5 * size)
+    )
+    running = serve({"m": pipe}, settings)
+    key, chat = {"Authorization": "Bearer k"}, "/v1/chat/completions"
+    for wrong in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Bearer kk"}, {"Authorization": "k"}):
+        error = running.refusal(401, "GET", "/v1/models", headers=wrong)
+        assert (error["type"], error["code"]) == ("authentication_error", "wrong_api_key")
+    assert running.ask("GET", "/health")[0] == running.ask("GET", "/metrics")[0] == 200
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(**{**running.options, "api_key": "no"}).models.list()
+    post = running.client.post
+    ids = [post("/memories", body={"text": TEXTS[0], "ratio": 2}, cast_to=object)["data"][0]["id"] for _ in range(3)]
+    # There is room for two: the first has gone.
+    error = running.refusal(404, "GET", f"/v1/memories/{ids[0]}", headers=key)
+    assert f"oldest when the {int(2.5 * size):,} bytes" in error["message"]
+    assert running.metric("memory_bytes") == 2 * size
+    user = [{"role": "user", "content": "Who?"}]
+    part = {"type": "memory", "memory_id": ids[2]}
+    for body, status, message, param in (
+        (b"{no", 400, "the body is no JSON", None),
+        (b"x" * 3000, 413, "more than 2,000 bytes", None),
+        ({}, 400, "messages: Field required", "messages"),
+        ({"messages": []}, 400, "at least 1 item", "messages"),
+        ({"messages": user, "n": 2}, 400, "n: Input should be 1, got 2", "n"),
+        ({"messages": user, "tools": []}, 400, "tools: is no field of this request, got []", "tools"),
+        ({"messages": user, "temperature": 3}, 400, "less than or equal to 2, got 3", "temperature"),
+        ({"messages": user, "max_tokens": 99}, 400, "at most 100 are allowed", "messages"),
+        ({"messages": user, "model": "x"}, 404, "no model 'x'; this server has 'm'", "model"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "'system', 'user' or 'assistant'", "messages.0.role"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "must be the user's, who asks", None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'text', 'memory'", None),
+        ({"messages": [*user, {"role": "user", "content": [part]}]}, 400, "name all of them there", None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]},
+            400,
+            "must stand before",
+            None,
+        ),
+        ({"messages": [*user, *user]}, 400, "the tokenizer has no chat template for 2 messages", None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "", None),
+    ):
+        error = running.refusal(status, "POST", chat, body, key)
+        assert message in error["message"], error
+        assert param in (None, error["param"]), error
+    for body, message in (
+        ({"text": TEXTS[0], "ratio": 5}, "it has [2, 4, 8, 16]"),
+        ({"text": TEXTS[0] * 20}, "at most 100 are allowed"),
+        ({"text": TEXTS[0] * 4}, f"this server keeps {int(2.5 * size):,} in all"),
+        ({"text": []}, "at least 1 item"),
+        ({"text": [""]}, "at least 1 character"),
+    ):
+        assert message in running.refusal(400, "POST", "/v1/memories", body, key)["message"]
+    # One runs and does not end, one waits, a third finds no room; the first two are told that it took too long.
+    gate.clear()
+    statuses = []
+
+    def ask():
+        statuses.append(running.refusal(504, "POST", chat, {"messages": user}, key)["message"])
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    threads[0].start()
+    running.until(lambda: running.metric("running_requests"))
+    threads[1].start()
+    running.until(lambda: running.metric("waiting_requests"))
+    error = running.refusal(429, "POST", chat, {"messages": user, "stream": True}, key)
+    assert error["type"] == "rate_limit_error"
+    assert "1 requests wait" in error["message"]
+    for thread in threads:
+        thread.join()
+    assert statuses == ["not answered within 6 seconds (--timeout)"] * 2
+    gate.set()
+    running.until(lambda: not running.metric("running_requests"))
+    assert gate.batches == [1], "what waited had no turn after its time"
+    assert running.ask("POST", chat, {"messages": user}, key)[0] == 200
+    for name in ("batch_size", "timeout"):
+        with pytest.raises(ValueError, match=f"`{name}` must be above 0, got 0"):
+            ServerSettings(**{name: 0})
+    with pytest.raises(ValueError, match="`models` is empty"):
+        server.create_app({})
+
+
+def test_who_goes_away_is_not_computed_for(serve, pipe, slow):
+    running = serve({"m": pipe}, ServerSettings(batch_size=2))
+    ids = running.compress(TEXTS[:2], ratio=2)
+    stream = running.chat(ids[:1], stream=True, max_tokens=500)
+    next(iter(stream))
+    # Waits behind it, with another key; hangs up before its turn.
+    waiting = http.client.HTTPConnection("127.0.0.1", running.port)
+    body = {"messages": about(ids[1:]), "temperature": 1, "max_tokens": 500}
+    waiting.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    running.until(lambda: running.metric("waiting_requests") == 1)
+    waiting.close()
+    running.until(lambda: running.metric("waiting_requests") == 0)
+    assert running.metric("running_requests") == 1
+    stream.close()
+    running.until(lambda: running.metric("running_requests") == 0)
+    assert len(slow) < 200
+    assert running.metric('requests_total{path="/v1/chat/completions",status="499"}') == 1
+    # One of a batch: the other gets all of its tokens.
+    results = {}
+
+    def ask(place):
+        results[place] = running.chat(ids[1:], max_tokens=20).usage.completion_tokens
+
+    stream = running.chat(ids[:1], stream=True, max_tokens=10)
+    next(iter(stream))
+    thread = threading.Thread(target=ask, args=(0,))
+    thread.start()
+    gone = running.chat(ids[:1], stream=True, max_tokens=500)
+    next(iter(gone))
+    gone.close()
+    thread.join()
+    assert results == {0: 20}
+    running.until(lambda: running.metric("running_requests") == 0)
+    assert len(slow) < 400
+
+
+def test_a_server_that_stops_ends_what_runs_within_its_grace_and_breaks_off_the_rest(serve, pipe, slow):
+    for max_tokens, grace, ending in ((4, 60, ["length"]), (1000, 1, [])):
+        running = serve({"m": pipe}, grace=grace)
+        ids = running.compress(TEXTS[:1], ratio=2)
+        stream = iter(running.chat(ids, stream=True, max_tokens=max_tokens))
+        next(stream)
+        threading.Thread(target=running.stop).start()
+        chunks = []
+        with contextlib.suppress(openai.APIError, httpx.HTTPError):
+            chunks += stream
+        assert [reason for chunk in chunks if (reason := chunk.choices[0].finish_reason)] == ending
+        running.thread.join(60)
+        assert not running.thread.is_alive()
+    assert len(slow) < 500

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiny language models that methods are tried on, and token ids for them."""
+
+from typing import Any
+
+import torch
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+VOCAB_SIZE, HIDDEN_SIZE = 128, 32
+PAD, BOS, EOS = 0, 1, 2
+AE, LM = VOCAB_SIZE, VOCAB_SIZE + 1
+TASK_TOKENS = {"[AE]": AE, "[LM]": LM}
+
+# Sliding windows are shorter than the tests' sequences; the logits' caps are low enough to bend them.
+BASES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": (Qwen3Config, {"head_dim": 12}),
+    "mistral": (MistralConfig, {"sliding_window": 8}),
+    "gemma2": (
+        Gemma2Config,
+        {"sliding_window": 8, "head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": 2.0},
+    ),
+}
+# transformers has no sdpa for Gemma 2, whose attention scores are capped.
+BACKBONES = [
+    (name, attention) for name in BASES for attention in ("eager", "sdpa") if (name, attention) != ("gemma2", "sdpa")
+]
+# The two that differ most: masks, windows, norms, caps, scaled embeddings.
+FAR_APART = [("llama", "sdpa"), ("gemma2", "eager")]
+
+
+def base_config(architecture: str = "llama", **fields: Any) -> Any:
+    """Configuration of a tiny language model."""
+    config_class, own_fields = BASES[architecture]
+    return config_class(
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": HIDDEN_SIZE,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "pad_token_id": PAD,
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+            "tie_word_embeddings": False,
+            # Far from zero, so that positions, masks and adapters matter.
+            "initializer_range": 0.3,
+            **own_fields,
+            **fields,
+        }
+    )
+
+
+def ids_of(length: int, seed: int = 0, most: int = VOCAB_SIZE) -> torch.Tensor:
+    """A row of ordinary token ids, (1, length)."""
+    return torch.randint(5, most, (1, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recipes and the command line may say, alone and together, and what is refused."""
+
+import dataclasses
+
+import pytest
+import yaml
+from small_recipes import GENERATED, new_model, write_recipe
+
+from context_compressors.cli import train as train_command
+from context_compressors.data.prompts import TASKS
+from context_compressors.data.sources import DataSource
+from context_compressors.training.arguments import parse_recipe, recorded_recipe
+from context_compressors.training.fields import DataArguments, ModelArguments, TrainingFields
+from context_compressors.training.train import build_trainer, main
+
+
+def test_the_command_line_wins_over_recipes_and_a_later_recipe_over_an_earlier(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text(f"learning_rate: 1.0e-3\nmax_steps: 5\nsources: {GENERATED}\n")
+    second.write_text("max_steps: 7\n")
+    argv = [
+        str(first),
+        str(second),
+        "--warmup-steps",
+        "3",
+        "--output_dir",
+        str(tmp_path),
+        "--row_mixture",
+        "{copy: 2}",
+    ]
+    _, data, args = parse_recipe([*argv, "--use_cpu", "true", "--bf16", "false"])
+    assert (args.learning_rate, args.max_steps, args.warmup_steps) == (1e-3, 7, 3)
+    assert data.row_mixture == {"copy": 2}
+    assert data.parsed_sources() == [DataSource.from_mapping(yaml.safe_load(GENERATED)[0])]
+
+
+def test_method_config_of_several_recipes_is_put_together(tmp_path):
+    files = [tmp_path / f"{name}.yaml" for name in "abc"]
+    files[0].write_text("method_config: {chunk_size: 16, compression_ratios: [5]}\n")
+    files[1].write_text("method_config: {position_layout: uniform, compression_ratios: [4]}\n")
+    files[2].write_text("method_config: null\n")
+    rest = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
+    model, *_ = parse_recipe([*map(str, files[:2]), *rest])
+    assert model.method_config == {"chunk_size": 16, "compression_ratios": [4], "position_layout": "uniform"}
+    assert parse_recipe([*map(str, files), *rest])[0].method_config is None
+    model, *_ = parse_recipe([*map(str, files[:2]), *rest, "--method_config", "{chunk_size: 8}"])
+    assert model.method_config == {"chunk_size": 8}
+
+
+def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_folder):
+    recipe = write_recipe(
+        tmp_path,
+        base="b",
+        encoder="e",
+        teacher="t",
+        tokenizer=str(base_folder),
+        data_dir="d",
+        prompts="gmsa",
+        context_prefix="### ",
+        save_dtype="bfloat16",
+    )
+    argv = ["--base", "null", "--encoder", "None", "--teacher", "NULL", "--data_dir=null", "--prompts", "none"]
+    argv += ["--context_prefix", "null", "--save_dtype", "null", "--max_target_tokens", "null"]
+    model, data, args = parse_recipe([recipe, *argv, "--checkpoint", "c"])
+    assert (data.context_prefix, data.max_target_tokens, args.save_dtype) == ("", 256, None)
+    assert (model.base, model.encoder, model.teacher, model.checkpoint) == (None, None, None, "c")
+    assert (data.data_dir, data.prompts, model.tokenizer) == (None, None, str(base_folder))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "message"),
+    [
+        ({"alpha": 1.5}, [], "alpha must be from 0 to 1, got 1.5"),
+        ({"context_mode": "compresed"}, [], "did you mean 'compressed'"),
+        ({"context_mode": "no_context", "objective": "distillation"}, [], "goes with the objectives compression and"),
+        ({"max_document_tokens": 0}, [], "max_document_tokens must be at least 1, got 0"),
+        ({"learning_rte": 1}, [], "unknown field 'learning_rte' in the recipe; did you mean 'learning_rate'"),
+        ({}, ["--max_step", "3"], "unknown field '--max_step'; did you mean 'max_steps'"),
+        ({"objective": "distilation"}, [], "did you mean 'distillation'"),
+        ({"optimizer": "muun", "objective": "language_modeling"}, [], "did you mean 'muon'"),
+        ({"ratio_mode": "al"}, [], "did you mean 'all'"),
+        ({"ratio_schedule": [[0.5, [2]]]}, [], "ratio_schedule must be a list of .* the first fraction 0"),
+        ({"ratio_schedule": [[0.0, [0]]]}, [], "ratios at least 1, got"),
+        ({"ratio_schedule": [[0.0, [2]], [1.0, [4]]]}, [], "all below 1"),
+        ({"ratio_schedule": 2}, [], "ratio_schedule must be a list"),
+        ({"task_schedule": [[0.0, ["repeat"]]]}, [], "task_schedule must be a list of .* got"),
+        ({"ratio_schedule": [[0.0, [2]]], "ratio_mode": "per_sample"}, [], "got ratio_mode 'per_sample'"),
+        ({"dtype": "bfloat"}, [], "did you mean 'bfloat16'"),
+        ({"max_questions": 0}, [], "max_questions must be at least 1, got 0"),
+        ({"min_context_tokens": 2000}, [], r"min_context_tokens must be 1 to max_context_tokens \(60\)"),
+        ({"sources": "text"}, [], "sources must be a list"),
+        ({"model_config": [1]}, [], "model_config must be a mapping"),
+        ({}, ["--method_config", "{compression_ratios: [4"], "method_config is not valid YAML: line 1, column 24: "),
+        ({"distillation_chunk_size": 0}, [], "distillation_chunk_size must be at least 1"),
+        ({"max_steps": 1.5}, [], r"max_steps must be a whole number, got 1\.5"),
+        ({"max_context_tokens": True}, [], "max_context_tokens must be a whole number, got True"),
+        ({"questions_per_example": 1.5}, [], r"questions_per_example must be a whole number, got 1\.5"),
+        ({"learning_rate": [1]}, [], r"learning_rate must be a number, such as .*, got \[1\]"),
+        ({"prompts": ["a"]}, [], r"prompts must be a text, got \['a'\]"),
+        ({"canonical_prompts": 1}, [], "canonical_prompts must be true or false, got 1"),
+    ],
+)
+def test_wrong_fields_and_values_are_refused(tmp_path, recipe, argv, message):
+    with pytest.raises(ValueError, match=message):
+        parse_recipe([write_recipe(tmp_path, **recipe), *argv])
+
+
+def test_wrong_recipes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no recipe 'embeded/base.yaml'; did you mean 'embedded/base.yaml'"):
+        parse_recipe(["embeded/base.yaml"])
+    with pytest.raises(ValueError, match="the first argument is the recipe"):
+        parse_recipe(["--max_steps", "3"])
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="must hold fields and values"):
+        parse_recipe([str(tmp_path / "list.yaml")])
+    (tmp_path / "open.yaml").write_text("method: icae\nbase: [1\n")
+    with pytest.raises(ValueError, match=r"open.yaml is not valid YAML: line 3, column 1: expected ',' or '\]'"):
+        parse_recipe([str(tmp_path / "open.yaml")])
+    (tmp_path / "latin.yaml").write_bytes("title: Århus\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.yaml is not in UTF-8"):
+        parse_recipe([str(tmp_path / "latin.yaml")])
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["embedded/base.yaml", "-h"], ["--help-all"]])
+def test_help_shows_examples_and_our_own_fields_and_those_of_trl_when_all_are_asked_for(argv, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        train_command.main(argv)
+    assert exit_info.value.code == 0
+    output = capsys.readouterr().out
+    assert "examples:" in output
+    for group in (ModelArguments, DataArguments, TrainingFields):
+        assert all(f"--{entry.name} " in output for entry in dataclasses.fields(group))
+    assert ("--learning_rate" in output) == ("--help-all" in argv)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"objective": "language_modeling"}, "needs either model_config .* or base"),
+        ({**new_model(), "max_steps": -1}, "needs max_steps"),
+        ({**new_model(), "model_config": {"hidden_size": 8}}, "needs a model_type"),
+        ({**new_model(), "train_tokenizer": {"vocab_size": 10}}, "vocab_size must be at least 259"),
+        ({"objective": "compression", "tokenizer": "BASE"}, "give either base .* or checkpoint"),
+        ({"objective": "compression", "base": "BASE", "method": "mean_poling"}, "did you mean 'mean_pooling'"),
+        (
+            {"objective": "compression", "base": "BASE", "method_config": {"compression_ratio": 2}},
+            "compression_ratios",
+        ),
+        ({"objective": "compression", "base": "BASE", "sources": []}, "there are no sources"),
+        ({"objective": "teacher", "base": "BASE", "teacher_lora": {"rnk": 2}}, "did you mean 'rank'"),
+        (
+            {"objective": "teacher", "base": "BASE", "teacher_lora": {"rank": "8"}},
+            "rank of teacher_lora must be a whol",
+        ),
+        ({"objective": "teacher", "base": "BASE", "teacher_lora": {"dropout": 2}}, "dropout of teacher_lora must be"),
+        ({**new_model(), "train_tokenizer": {"vocab": 300}}, "did you mean 'vocab_size'"),
+        (
+            {**new_model(), "train_tokenizer": {"num_texts": "many"}},
+            "num_texts of train_tokenizer must be a whole num",
+        ),
+        ({**new_model(), "prompts": "nonexistent.yaml"}, "there are no prompts 'nonexistent.yaml'"),
+        ({**new_model(), "eval_sources": yaml.safe_load(GENERATED)}, "eval_sources .* not to language_modeling"),
+        ({**new_model(), "ratio_schedule": [[0.0, [2]]]}, "ratio_schedule .* not to language_modeling: leave it out"),
+        (
+            {"objective": "denoising", "method": "decal", "length_schedule": [[0.0, 40]]},
+            "length_schedule .* not to denoising: leave it out",
+        ),
+        ({"objective": "teacher", "tokenizer": "BASE"}, "give a base"),
+        ({**new_model(), "train_tokenizer": {"seed": -1}}, "seed of train_tokenizer must be a whole number from 0 on"),
+        ({"objective": "teacher"}, "give a tokenizer, a base, a checkpoint"),
+        ({"objective": "denoising", "base": "BASE"}, "objective of a decoder-only compressor: 'denoising'; allowed"),
+        ({"objective": "compression", "base": "BASE", "teacher": "BASE"}, "teacher goes with the objective distil"),
+        ({**new_model(), "teacher": "BASE"}, "teacher goes with the objective distillation, not with 'language_mod"),
+        (
+            {**new_model(), "task_schedule": [[0.0, ["continuation"]]]},
+            "not to language_modeling: leave it out",
+        ),
+        (
+            {"method": "mean_pooling", "base": "BASE", "max_steps": -1, "length_schedule": [[0, 60]]},
+            "each of the 3 epo",
+        ),
+        (
+            {"method": "mean_pooling", "base": "BASE", "max_steps": -1, "task_schedule": [[0, ["reconstruction"]]]},
+            "task_schedule is told by the share of one pass .* give max_steps, or num_train_epochs 1",
+        ),
+        ({"objective": "compression", "checkpoint": "BASE", "encoder": "BASE"}, "encoder goes with base .* beside"),
+        ({"objective": "compression", "checkpoint": "BASE", "encoder_revision": "v1"}, "encoder_revision goes with b"),
+        ({"objective": "compression", "checkpoint": "BASE", "base_revision": "v1"}, "base_revision goes with base"),
+        (
+            {"method": "decal", "model_config": {}, "tokenizer": "BASE", "base_revision": "v1"},
+            "base_revision goes with base .* beside model_config",
+        ),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused(tmp_path, base_folder, fields, message):
+    fields = {name: str(base_folder) if value == "BASE" else value for name, value in fields.items()}
+    with pytest.raises(ValueError, match=message):
+        main([write_recipe(tmp_path, **fields)])
+
+
+def test_whole_numbers_may_be_written_as_yaml_reads_them(tmp_path):
+    recipe = write_recipe(tmp_path, max_steps=1.0e3, max_context_tokens=64.0, learning_rate=1, max_target_tokens=None)
+    _, data, args = parse_recipe([recipe])
+    assert (args.max_steps, data.max_context_tokens, args.learning_rate, data.max_target_tokens) == (1000, 64, 1, 256)
+    assert {type(args.max_steps), type(data.max_context_tokens)} == {int}
+
+
+def test_fields_of_the_library_may_be_more_than_texts(tmp_path):
+    recipe = write_recipe(tmp_path, run_name=2024, eval_sources=[], length_schedule=[], **new_model())
+    argv = [recipe, "--fsdp"]
+    arguments = parse_recipe(argv)
+    assert (arguments[2].fsdp, str(arguments[2].run_name)) == (True, "2024")
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(recorded_recipe(argv, arguments)))
+    assert parse_recipe([str(tmp_path / "again.yaml")])[2].fsdp is True
+
+
+def test_what_is_empty_is_no_setting(tmp_path):
+    fields = {**new_model(), "train_tokenizer": {"vocab_size": 300.0, "num_texts": 2.0e1}, "max_steps": 1}
+    assert main([write_recipe(tmp_path, eval_sources=[], length_schedule=[], **fields)]) == 0
+
+
+def test_language_modelling_puts_its_questions_in_the_recipes_words(tmp_path):
+    words = {task: ["\nASKED {question}\nSAID" if task == "question_answering" else "\nGO"] for task in TASKS}
+    (tmp_path / "words.yaml").write_text(yaml.safe_dump(words))
+    fields = {**new_model(), "prompts": str(tmp_path / "words.yaml"), "row_mixture": {"generated": 1}}
+    trainer = build_trainer(*parse_recipe([write_recipe(tmp_path, **fields)]))
+    text = trainer.processing_class.decode(trainer.train_dataset[0][0][0])
+    assert "\nASKED " in text
+    assert "Question" not in text
