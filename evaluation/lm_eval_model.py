@@ -171,11 +171,9 @@ class CompressorLM(TemplateLM):
             ids = self.tok_encode(request.args[0])
             config = self.model.config.get_text_config(decoder=True)
             taken = 0
-            if document is not None:
-                memory = self._compress([document])
-                # Where slots keep the places of their tokens, the text stands behind all of these.
-                places = memory.num_context_tokens if memory.position_layout == "enhanced" else memory.num_slots
-                taken = int(places.max())
+            if document is not None and not self.model.config.is_encoder_decoder:
+                memory, ids_in_front = self._compress([document]), torch.tensor([first], device=self._device)
+                taken = int(self.model.model.text_position_offset(memory, ids_in_front, None))
             room = getattr(config, "max_position_embeddings", taken + len(first) + len(ids)) - taken - len(first)
             if room < 1:
                 raise ValueError(f"slots in {taken} places leave none for a text behind them: take a higher ratio")
