@@ -11,6 +11,7 @@ import numpy as np
 
 from ..configuration.nearest_names import check_choice
 from ..modeling.compressor.context_compression_qa import check_texts
+from ..modeling.memory.carriers import PAIR_FIELDS
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.memory.memory_quantization import QUANTIZATIONS
 from ..modeling.parts.length_batches import length_batches
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 # Tokens that a model reads at once: a CPU is fastest while a layer's states stay in its cache.
 BATCH_TOKENS = {"cpu": 512, "accelerator": 16_384}
 # Columns that have a list for each slot.
-_VECTORS = ("slots", "scales", "key_scales", "head_ids")
+_VECTORS = ("slots", "scales", "key_scales", *PAIR_FIELDS)
 
 
 class CorpusCompressor:
@@ -127,8 +128,9 @@ class CorpusCompressor:
         Returns:
             The columns of the batch, and beside them, in the order of its rows: `slots`, for each row an array
             `(num_slots, values of a slot)`, with `scales` (and `key_scales` of key/values) where they are quantised,
-            and `head_ids` where heads keep unlike numbers of key/values; `position_ids`, `num_tokens`, `ratio` and
-            `model_id`; and `error`, "" for a row that was compressed. A row that was not has no slots, and the reason.
+            and `head_ids` and `coarsest_ratios` where heads keep unlike numbers of key/values; `position_ids`,
+            `num_tokens`, `ratio` and `model_id`; and `error`, "" for a row that was compressed. A row that was not has
+            no slots, and the reason.
 
         Raises:
             ValueError: no such column, or one that has a name of the new ones.

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ..configuration.nearest_names import check_choice
+from ..modeling.memory.carriers import PAIR_FIELDS
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.memory.memory_quantization import QUANTIZATIONS
 
 STORE_DTYPES = (*QUANTIZATIONS, "float16")
 # Slots as they lie in a column; a byte of "int4" holds two values.
 _ARROW_TYPES = {"int8": pyarrow.int8(), "int4": pyarrow.uint8(), "float16": pyarrow.float16()}
-# Where the columns of a row begin and end: slots, or the groups of slots that share a key's scale.
-_SLOT_COLUMNS = ("slots", "scales")
+_PAIR_TYPES = {"head_ids": pyarrow.int16(), "coarsest_ratios": pyarrow.uint8()}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class MemoryForm:
         position_layout: "default", "uniform" or "enhanced".
         inverse_frequencies: rotation frequencies of the keys, `(head_dim / 2,)`, or nothing.
         has_head_ids: whether heads keep unlike numbers of key/values.
+        has_coarsest_ratios: whether it is known which of these coarser ratios keep.
     """
 
     model_id: str
@@ -42,6 +43,7 @@ class MemoryForm:
     position_layout: str
     inverse_frequencies: tuple[float, ...] = ()
     has_head_ids: bool = False
+    has_coarsest_ratios: bool = False
 
     @classmethod
     def of(cls, memory: CompressedContext, dtype: str) -> MemoryForm:
@@ -62,7 +64,8 @@ class MemoryForm:
             shape = (len(layers), 2, keys.shape[1], keys.shape[3] * pairs)
         frequencies = memory.inverse_frequencies
         numbers = () if frequencies is None else tuple(frequencies.double().tolist())
-        return cls(memory.model_id, dtype, shape, memory.position_layout, numbers, memory.head_ids is not None)
+        has = {f"has_{name}": getattr(memory, name) is not None for name in PAIR_FIELDS}
+        return cls(memory.model_id, dtype, shape, memory.position_layout, numbers, **has)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> MemoryForm:
@@ -79,13 +82,20 @@ class MemoryForm:
         """Refuse memories of another form.
 
         Raises:
-            ValueError: another model, width or layout.
+            ValueError: another model, width or layout, or without what the store keeps of each pair.
         """
         for name in ("model_id", "shape", "position_layout"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 what = {"model_id": "the model", "shape": "slots of shape", "position_layout": "the layout"}[name]
                 raise ValueError(f"the store holds memories of {what} {ours!r}, not of {theirs!r}")
+        if missing := [name for name in self.pair_fields if name not in other.pair_fields]:
+            raise ValueError(f"the store holds memories with {missing}, these have none: compress them anew")
+
+    @property
+    def pair_fields(self) -> list[str]:
+        """Fields of its memories with an entry for each pair of key and value."""
+        return [name for name in PAIR_FIELDS if getattr(self, f"has_{name}")]
 
     @property
     def schema(self) -> pyarrow.Schema:
@@ -109,8 +119,7 @@ class MemoryForm:
             fields.append(pyarrow.field("scales", column(half, layers * heads * groups)))
         if quantized and is_key_values:
             fields.append(pyarrow.field("key_scales", column(half, layers * heads * head_dim)))
-        if self.has_head_ids:
-            fields.append(pyarrow.field("head_ids", column(pyarrow.int16(), layers * heads)))
+        fields += [pyarrow.field(name, column(_PAIR_TYPES[name], layers * heads)) for name in self.pair_fields]
         fields += [
             # Nothing where they are 0, 1, 2, ...
             pyarrow.field("position_ids", pyarrow.list_(pyarrow.int32())),
@@ -149,8 +158,7 @@ def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pya
         keys = _joined([keys for keys, _ in memory.scales])
         groups = -(-counts // 32) if form.dtype == "int4" else np.minimum(counts, 1)
         columns["key_scales"] = _lists(keys, groups, schema.field("key_scales").type)
-    if memory.head_ids is not None:
-        columns["head_ids"] = _lists(memory.head_ids, counts, schema.field("head_ids").type)
+    columns |= {name: _lists(getattr(memory, name), counts, schema.field(name).type) for name in form.pair_fields}
     places, mask = memory.position_ids.numpy(), memory.attention_mask.bool().numpy()
     rows = [row[real] for row, real in zip(places, mask, strict=True)]
     given = [None if np.array_equal(row, np.arange(len(row))) else row for row in rows]
@@ -168,7 +176,7 @@ def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pya
 
 def memory_of_columns(table: pyarrow.Table, form: MemoryForm) -> CompressedContext:
     """The memory that `memory_columns` made columns of, rows in the table's order, in the form's type."""
-    slots, counts = _padded(table["slots"])
+    slots, counts = _padded(table["slots"], 0x88 if form.dtype == "int4" else 0)
     mask = torch.arange(slots.shape[1]) < counts[:, None]
     positions = torch.arange(slots.shape[1]).where(mask, 0)
     for row, places in enumerate(table["position_ids"].to_pylist()):
@@ -186,8 +194,7 @@ def memory_of_columns(table: pyarrow.Table, form: MemoryForm) -> CompressedConte
             by_slot = scales.unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
             by_channel = _padded(table["key_scales"])[0].unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
             carrier["scales"] = tuple(zip(by_channel, by_slot, strict=True))
-    if form.has_head_ids:
-        carrier["head_ids"] = _padded(table["head_ids"])[0]
+    carrier |= {name: _padded(table[name])[0] for name in form.pair_fields}
     asked, ratios = table["question_fingerprint"], _integers(table["ratio"])
     ratio: Any = int(ratios[0]) if len(ratios.unique()) == 1 else ratios
     return CompressedContext(
@@ -226,15 +233,14 @@ def _lists(states: Tensor, counts: np.ndarray, kind: pyarrow.DataType) -> pyarro
     return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), vectors, type=kind)
 
 
-def _padded(column: pyarrow.ChunkedArray) -> tuple[Tensor, Tensor]:
-    """Lists of vectors as `(rows, longest, vector_size)` with zeros behind the shorter ones, and their lengths."""
+def _padded(column: pyarrow.ChunkedArray, zero: int = 0) -> tuple[Tensor, Tensor]:
+    """Lists of vectors as `(rows, longest, vector_size)` with zeros behind the shorter ones, and their lengths; a byte
+    of "int4" has two zeros in it."""
     lists = column.combine_chunks()
     lengths = torch.from_numpy(np.diff(lists.offsets.to_numpy()).astype(np.int64))
     vectors = lists.flatten()
     size = column.type.value_type.list_size
     flat = torch.from_numpy(vectors.flatten().to_numpy(zero_copy_only=False).copy()).view(len(vectors), size)
-    # A byte of "int4" with two zeros in it.
-    zero = 0x88 if flat.dtype == torch.uint8 else 0
     rows = flat.new_full((len(lists), int(lengths.max()) if len(lengths) else 0, size), zero)
     rows[torch.arange(rows.shape[1]) < lengths[:, None]] = flat
     return rows, lengths

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from ..configuration.configuration_kv_zip import KVZipConfig
 from .compressor.backbone import slot_counts
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
-from .compressor.headwise_reading import HeadwiseModel, highest
+from .compressor.headwise_reading import HeadwiseModel
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
 from .compressor.token_rows import TokenRows
-from .memory.compressed_context import KeyValues
-from .memory.headwise_memory import gather_pairs
+from .memory.compressed_context import CompressedContext, KeyValues
+from .memory.headwise_pairs import HeadwisePairs, kept_pairs
 
 
 class KVZipModel(KeyValueSelectionModel, HeadwiseModel):
@@ -47,16 +48,12 @@ class KVZipModel(KeyValueSelectionModel, HeadwiseModel):
         return read.scores
 
     @torch.no_grad()
-    def encode(
-        self, chunks: Chunks, ratios: Sequence[int | Tensor], question: TokenRows | None = None
-    ) -> list[KeyValues]:
+    def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor], question: TokenRows | None = None) -> list[Any]:
         if self.config.head_budgets == "uniform":
             return super().encode(chunks, ratios, question)
         # Non-uniform budgets: the pairs of the highest scores stay, whatever layer and head they are of.
         read = self._read(chunks, question)
-        found = [self._shared(read, read.key_values, chunks, ratio) for ratio in ratios]
-        chunks.head_ids = [head_ids for _, head_ids in found]
-        return [pairs for pairs, _ in found]
+        return [self._shared(read, read.key_values, chunks, ratio) for ratio in ratios]
 
     @torch.no_grad()
     def kept_tokens(self, chunks: Chunks, ratio: int | Tensor) -> Sequence[Tensor]:
@@ -66,17 +63,19 @@ class KVZipModel(KeyValueSelectionModel, HeadwiseModel):
             return super().kept_tokens(chunks, ratio)
         read = self._read(chunks, None)
         tokens = [read.position_ids[:, None, :, None].expand(*keys.shape[:3], 1) for keys, _ in read.key_values]
-        pairs, _ = self._shared(read, tuple(zip(tokens, tokens, strict=True)), chunks, ratio)
-        return [of_layer[..., 0] for of_layer, _ in pairs]
+        kept = self._shared(read, tuple(zip(tokens, tokens, strict=True)), chunks, ratio)
+        return [of_layer[..., 0] for of_layer, _ in kept.key_values]
 
-    def _shared(
-        self, read: ReadContext, key_values: KeyValues, chunks: Chunks, ratio: int | Tensor
-    ) -> tuple[KeyValues, Tensor]:
-        """Of `key_values` what stays, see `gather_pairs`."""
+    def slot_position_ids(self, memory: CompressedContext) -> Tensor:
+        if memory.head_ids is None:
+            return super().slot_position_ids(memory)
+        # That of the first token: which tokens the pairs of a slot are of, their heads settle.
+        return torch.zeros_like(memory.position_ids)
+
+    def _shared(self, read: ReadContext, key_values: KeyValues, chunks: Chunks, ratio: int | Tensor) -> HeadwisePairs:
+        """Of `key_values` what stays."""
         scores = torch.stack(read.scores, dim=1).flatten(1, 2)
-        counts = slot_counts(self.config, chunks.lengths, ratio)
-        num_kept = torch.tensor(counts, device=scores.device) * scores.shape[1]
-        return gather_pairs(key_values, highest(scores, read.is_context, num_kept), counts)
+        return kept_pairs(key_values, scores, read.is_context, slot_counts(self.config, chunks.lengths, ratio))
 
 
 class KVZipForCausalLM(CompressorForCausalLM):

@@ -45,12 +45,13 @@ def cache_values(base: PreTrainedConfig) -> int:
     return layers * 2 * heads * (head_dim or base.hidden_size // base.num_attention_heads)
 
 
-def slot_values(model: PreTrainedModel, base: PreTrainedConfig) -> int:
-    """Numbers in one slot: a vector, or keys and values of every layer and, where these are named, their heads."""
+def slot_bytes(model: PreTrainedModel, base: PreTrainedConfig) -> int:
+    """Bytes of one slot: a vector, or keys and values of every layer; of each pair that may be of any head two for the
+    head and one for the coarsest ratio that keeps it."""
     if model.config.carrier != "key_values":
-        return base.hidden_size
+        return BYTES * base.hidden_size
     layers, heads, _ = key_value_shape(base)
-    return cache_values(base) + layers * heads * isinstance(model.base_model, HeadwiseModel)
+    return BYTES * cache_values(base) + 3 * layers * heads * isinstance(model.base_model, HeadwiseModel)
 
 
 def row_of(method: str, base_shape: str, ratios: Sequence[int]) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def row_of(method: str, base_shape: str, ratios: Sequence[int]) -> dict[str, Any
         "base": base_shape,
         "own_parameters": own,
         "parameters": total,
-        "slot_bytes": BYTES * slot_values(model, base),
+        "slot_bytes": slot_bytes(model, base),
         "base_bytes_per_token": BYTES * cache_values(base),
     }
 

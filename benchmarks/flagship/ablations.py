@@ -30,7 +30,8 @@ from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.paired import paired_difference, seed_average
 from context_compressors.evaluation.settings import EvaluationSettings
-from context_compressors.modeling import modeling_ranked_key_values as ranked
+from context_compressors.modeling.memory import headwise_pairs
+from context_compressors.modeling.modeling_ranked_key_values import RankedKeyValuesModel
 from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table
@@ -62,8 +63,8 @@ def highest_of_groups(scores: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
     return is_kept.view_as(scores)
 
 
-_HIGHEST = ranked.highest
-_ENCODE = ranked.RankedKeyValuesModel.encode
+_HIGHEST = headwise_pairs.highest
+_ENCODE = RankedKeyValuesModel.encode
 
 
 def _second_reading(self: Any, *args: Any) -> Any:
@@ -95,12 +96,10 @@ def variants(model: Any) -> dict[str, Callable[[], Any]]:
         return _shared(scores, mask, num_kept, heads)
 
     return {
-        WHOLE: lambda: _patched(ranked, "highest", _HIGHEST),
-        "a second reading in place of the scorers": lambda: _patched(
-            ranked.RankedKeyValuesModel, "encode", _second_reading
-        ),
-        "one budget for each layer": lambda: _patched(ranked, "highest", each_layer),
-        "one budget for each head": lambda: _patched(ranked, "highest", each_head),
+        WHOLE: lambda: _patched(headwise_pairs, "highest", _HIGHEST),
+        "a second reading in place of the scorers": lambda: _patched(RankedKeyValuesModel, "encode", _second_reading),
+        "one budget for each layer": lambda: _patched(headwise_pairs, "highest", each_layer),
+        "one budget for each head": lambda: _patched(headwise_pairs, "highest", each_head),
         "read in front of the chat's opening": lambda: _without_opening(model.config),
     }
 

@@ -35,9 +35,10 @@ from benchmarks.flagship.reading_by_question import Document, drawn, written
 from context_compressors import RankedKeyValuesForCausalLM
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
 from context_compressors.evaluation.metrics import squad_scores
-from context_compressors.modeling import modeling_ranked_key_values as ranked
 from context_compressors.modeling.compressor.context_compression_qa import padded
+from context_compressors.modeling.memory import headwise_pairs
 from context_compressors.modeling.memory.compressed_context import CompressedContext, KeyValues
+from context_compressors.modeling.memory.headwise_pairs import HeadwisePairs
 from context_compressors.modeling.parts.prompting import question_ids
 from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import write_results
@@ -52,9 +53,9 @@ SHARES, HEADS, CHUNKS = "shares", "heads", "chunks of "
 
 # What is kept, and how it becomes a memory.
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
-Budget = tuple[Rule, Callable[..., tuple[KeyValues, Tensor]]]
+Budget = tuple[Rule, Callable[..., HeadwisePairs]]
 
-_HIGHEST, _GATHER = ranked.highest, ranked.gather_pairs
+_HIGHEST, _GATHER = headwise_pairs.highest, headwise_pairs.gather_pairs
 _SHIPPED: Budget = (_HIGHEST, _GATHER)
 
 
@@ -96,17 +97,18 @@ def of_all_chunks(scores: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
 
 
 def gathered_of_all(
-    key_values: KeyValues, is_kept: Tensor, counts: Sequence[int], num_slots: int
-) -> tuple[KeyValues, Tensor]:
+    key_values: KeyValues, is_kept: Tensor, ratios: Tensor, counts: Sequence[int], num_slots: int
+) -> HeadwisePairs:
     """As `gather_pairs` of one document: its pairs fill the slots of all its chunks, one chunk's after the other's."""
     rows = tuple((one_row(keys), one_row(values)) for keys, values in key_values)
-    pairs, head_ids = _GATHER(rows, one_row(is_kept), [sum(counts)])
+    kept = _GATHER(rows, one_row(is_kept), one_row(ratios), [sum(counts)])
 
     def split(states: Tensor) -> Tensor:
         parts = states[0].split(list(counts), dim=-2)
         return torch.stack([pad(part, (0, 0, 0, num_slots - part.shape[-2])) for part in parts])
 
-    return tuple((split(keys), split(values)) for keys, values in pairs), split(head_ids)
+    pairs = tuple((split(keys), split(values)) for keys, values in kept.key_values)
+    return HeadwisePairs(pairs, split(kept.head_ids), split(kept.coarsest_ratios))
 
 
 @contextmanager
@@ -122,10 +124,10 @@ def ranked_by(budgets: Sequence[Budget]) -> Iterator[list[Tensor]]:
         kept.append(budgets[len(kept) % len(budgets)][0](*args))
         return kept[-1]
 
-    def gather_pairs(*args: Any) -> tuple[KeyValues, Tensor]:
+    def gather_pairs(*args: Any) -> HeadwisePairs:
         return budgets[(len(kept) - 1) % len(budgets)][1](*args)
 
-    with mock.patch.multiple(ranked, highest=highest, gather_pairs=gather_pairs):
+    with mock.patch.multiple(headwise_pairs, highest=highest, gather_pairs=gather_pairs):
         yield kept
 
 

@@ -34,10 +34,10 @@ from benchmarks.common.tools import positive_int
 from context_compressors import RankedKeyValuesForCausalLM
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
 from context_compressors.evaluation.metrics import squad_scores
-from context_compressors.modeling import modeling_ranked_key_values
+from context_compressors.modeling.compressor import opened_contexts
 from context_compressors.modeling.compressor.context_compression_qa import padded
+from context_compressors.modeling.compressor.opened_contexts import same_starts
 from context_compressors.modeling.memory.compressed_context import CompressedContext
-from context_compressors.modeling.memory.headwise_memory import same_starts
 from context_compressors.modeling.parts.prompting import question_ids
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.reporting.environment import environment
@@ -105,7 +105,7 @@ def wrapped_starts(memory: CompressedContext, is_long: Tensor, num_positions: in
 @contextmanager
 def placed(model: PreTrainedModel, row: str) -> Iterator[None]:
     """Read memories as a row says: "the same", "their own", "squeezed N" or "wrapped N"."""
-    module: Any = modeling_ranked_key_values
+    module: Any = opened_contexts
     base, before = model.config.decoder_config, model.config.decoder_config.max_position_embeddings
     kind, _, number = row.partition(" ")
     if row not in (_OWN, _FULL, _NONE):

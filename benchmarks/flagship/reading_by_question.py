@@ -142,7 +142,8 @@ def ask_memories(
     """All rows that read a memory."""
     asked, lengths = Asked(), [len(block) for block in document.blocks]
     questions = [question_ids(model.config, tokenizer, question) for question in document.questions]
-    levels = model.compress(**padded(document.blocks, model.device), ratio=_RATIOS, allow_untrained_ratio=True)
+    finest = model.compress(**padded(document.blocks, model.device), ratio=_RATIOS[0], allow_untrained_ratio=True)
+    levels = [finest.at_ratio(ratio) for ratio in _RATIOS]
     known: dict[tuple, str] = {}
 
     def note(row: str, ratio: int, fine: Sequence[Sequence[int]]) -> None:

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .compressed_context import KeyValues
+from .headwise_pairs import HeadwisePairs
 from .packing import right_padded, take_places
 from .position_layout import decoder_position_ids
 
-Slots = Tensor | KeyValues
+Slots = Tensor | KeyValues | HeadwisePairs
 
 
 @dataclass
@@ -30,8 +32,6 @@ class Chunks:
         inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
             the ids' own embeddings; `None` for these.
         selected_ratios: `(batch_size * chunks_per_row,)`, what a method's `encode` has chosen where a ratio is "auto".
-        head_ids: for each ratio, what a method's `encode` says of heads that keep unlike numbers of key/values,
-            `(batch_size * chunks_per_row, slots_per_chunk, num_layers * num_key_value_heads)`.
     """
 
     input_ids: Tensor
@@ -42,7 +42,6 @@ class Chunks:
     chunks_per_row: int
     inputs_embeds: Tensor | None = None
     selected_ratios: Tensor | None = None
-    head_ids: list[Tensor] = field(default_factory=list)
 
     @property
     def is_full(self) -> bool:
@@ -140,7 +139,17 @@ def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Te
     return joined, totals
 
 
-def join(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[Slots, Tensor]:
+def joined_fields(slots: Slots, counts: Sequence[int], chunks_per_row: int) -> tuple[dict[str, Any], Tensor]:
+    """What `encode` returns as the fields of a `CompressedContext`, and their mask; arguments as of `join`."""
+    if isinstance(slots, HeadwisePairs):
+        fields: dict[str, Any] = vars(slots)
+    else:
+        fields = {"embeddings" if isinstance(slots, Tensor) else "key_values": slots}
+    joined = {name: join(field, counts, chunks_per_row) for name, field in fields.items()}
+    return {name: field for name, (field, _) in joined.items()}, next(iter(joined.values()))[1]
+
+
+def join(slots: Tensor | KeyValues, counts: Sequence[int], chunks_per_row: int) -> tuple[Tensor | KeyValues, Tensor]:
     """Join the chunks' slots row by row, without gaps.
 
     Args:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .nearest_names import check_choice
 from .carriers import (
+    PAIR_FIELDS,
     KeyValues,
     carrier_tensors,
     check_range,
@@ -24,6 +25,7 @@ from .carriers import (
     num_bytes,
     quantized_fields,
 )
+from .headwise_pairs import coarser_memory
 from .memory_concatenation import concatenate_memories, stack_memories
 from .memory_file import fields_of_file, file_parts, read_memory_file, write_memory_file
 from .memory_quantization import QUANTIZATIONS, quantization_of, width_of
@@ -66,6 +68,9 @@ class CompressedContext:
             num_key_value_heads)`: of which head of the base, `layer * num_key_value_heads + head`, the pair in each
             place is. A row with n slots has n pairs for each head on average. `None` where each head has its own
             place.
+        coarsest_ratios: Beside `head_ids`, in uint8 and the same shape: the coarsest ratio at which the pair in each
+            place would stay, 255 for that and all above (see `at_ratio`). Slots of one chunk have the same
+            `position_ids`. `None` where it is not known.
         maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
         check: Whether to check all fields, which waits for the device; a compressor knows what it has made.
 
@@ -87,6 +92,7 @@ class CompressedContext:
     question_fingerprints: Tensor | None = None
     scales: Tensor | KeyValues | None = None
     head_ids: Tensor | None = None
+    coarsest_ratios: Tensor | None = None
     maker: weakref.ref | None = field(default=None, repr=False)
     check: InitVar[bool] = True
 
@@ -182,8 +188,8 @@ class CompressedContext:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots that must be kept: the real slots of all rows, their scales and `head_ids`, no pads,
-        masks or positions."""
+        """Bytes of the slots that must be kept: the real slots of all rows, their scales, `head_ids` and
+        `coarsest_ratios`, no pads, masks or positions."""
         return num_bytes(self)
 
     def quantize(self, quantization: str) -> CompressedContext:
@@ -376,6 +382,27 @@ class CompressedContext:
         fields = map_carrier(self, lambda tensor, slot_dim, span: tensor.repeat_interleave(repeats, dim=0))
         return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
+    def at_ratio(self, ratio: int) -> CompressedContext:
+        """The memory of the same contexts at a coarser ratio, as `compress` would have made it, without a model.
+
+        Ranked key/values, and KVzip's with shared budgets, are ranked by one reading, whatever the ratio is: what a
+        coarse memory keeps is in every finer one. A quantised memory is dequantised, to float32. A part of a joined
+        memory that is coarser already stays as it is, and where that makes a difference each row gets its common
+        ratio, as in `concatenate`.
+
+        Args:
+            ratio: Context tokens per slot, from the memory's own, which gives back the memory itself, to 255.
+
+        Returns:
+            A new memory.
+
+        Raises:
+            TypeError: `ratio` is no int.
+            ValueError: A finer ratio than the memory's in some row, one above 255, or another than its own for a
+                memory without `coarsest_ratios`: of another method, or of an earlier version.
+        """
+        return coarser_memory(self, ratio)
+
     @staticmethod
     def concatenate(memories: Iterable[CompressedContext]) -> CompressedContext:
         """Memories of several documents as one memory, in order, row beside row (EPL, sections 3.1.1 and 3.2.2).
@@ -452,7 +479,7 @@ class CompressedContext:
         """A copy with other `fields`, and with `function` applied to everything that has one entry for each row."""
         names = ["attention_mask", "position_ids", "num_context_tokens"]
         names += ["ratio"] if isinstance(self.ratio, Tensor) else []
-        names += [name for name in ("question_fingerprints", "head_ids") if getattr(self, name) is not None]
+        names += [n for n in ("question_fingerprints", *PAIR_FIELDS) if getattr(self, n) is not None]
         others: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
         # What is taken from a memory is as right as that is.
         return replace(self, check=False, **fields, **others)

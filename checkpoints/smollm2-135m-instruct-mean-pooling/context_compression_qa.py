@@ -99,10 +99,10 @@ class ContextCompressionQAPipeline(Pipeline):
             store: in place of `memory`: a `MemoryStore`, whose memories of `ids` are read.
             ids: names in the store, in the order in which `join=True` joins them.
             kwargs: `join=True` reads all documents together, in order; `ratio`, a single one, and
-                `allow_untrained_ratio` as in `compress`; `prompt`, a text with `{question}` in it, in place of the
-                checkpoint's own; `max_tokens`, keep only so many tokens of each document; `batch_size`, documents or
-                questions at once; everything else is for `generate` (greedily, and at most 64 new tokens if not said
-                otherwise).
+                `allow_untrained_ratio` as in `compress`, and beside memories a `ratio` that these hold (`at_ratio`);
+                `prompt`, a text with `{question}` in it, in place of the checkpoint's own; `max_tokens`, keep only so
+                many tokens of each document; `batch_size`, documents or questions at once; everything else is for
+                `generate` (greedily, and at most 64 new tokens if not said otherwise).
 
         Returns:
             `{"answer": text}` for one question about one document; a list of these for several questions; for several
@@ -114,7 +114,7 @@ class ContextCompressionQAPipeline(Pipeline):
                 `messages`, one of `store` and `ids` alone, a store of another model or without one of the ids, no
                 question or document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`,
                 several ratios, a `batch_size` or `max_tokens` below 1, `memory` or several joined documents where a
-                document is compressed with its question, and whatever `compress` and `generate` refuse.
+                document is compressed with its question, and whatever `compress`, `at_ratio` and `generate` refuse.
         """
         if (context is not None) + (memory is not None) + (store is not None) != 1:
             raise ValueError("give either `context`, `memory` or `store`")
@@ -376,7 +376,7 @@ class ContextCompressionQAPipeline(Pipeline):
             batches = (documents[start : start + batch_size] for start in range(0, len(documents), batch_size))
             memories = (self.compress_ids(batch, ratio, allow_untrained_ratio) for batch in batches)
         elif ratio is not None:
-            raise ValueError("`ratio` is for documents: a memory has its ratio already")
+            memories = [memory.at_ratio(ratio) for memory in memories]
         if join:
             rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
             memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]

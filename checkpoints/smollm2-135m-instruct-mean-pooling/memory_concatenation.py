@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .position_layout import rotate_keys
-from .carriers import carrier_tensors, map_carrier, scale_tensors
+from .carriers import PAIR_FIELDS, carrier_tensors, map_carrier, scale_tensors
 from .memory_quantization import quantization_of, zero_of
 from .memory_validation import is_memory
 
@@ -47,9 +47,8 @@ def concatenate_memories(given: Iterable[Memory]) -> Memory:
         carrier: dict[str, Any] = {name: _packed(tensor, *places, slot_dim=1) for name, tensor in slots.items()}
     else:
         carrier = {"key_values": _packed_key_values(memories, mask, order, offsets if is_moved else None)}
-    if first.head_ids is not None:
-        head_ids = torch.cat([memory.head_ids for memory in memories], dim=1)
-        carrier["head_ids"] = _packed(head_ids, order[:, :, None], mask[:, :, None], slot_dim=1)
+    is_real = mask[:, :, None].bool()
+    carrier |= _of_pairs(memories, lambda each: torch.cat(each, 1).take_along_dim(order[:, :, None], 1) * is_real)
     total_tokens = context_counts.sum(dim=0)
     return replace(
         first,
@@ -85,9 +84,7 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
     for name in ("attention_mask", "position_ids"):
         rows = [getattr(memory, name) for memory in memories]
         fields[name] = torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in rows])
-    if first.head_ids is not None:
-        of_each = [memory.head_ids for memory in memories]
-        fields["head_ids"] = torch.cat([pad(tensor, (0, 0, 0, length - tensor.shape[1])) for tensor in of_each])
+    fields |= _of_pairs(memories, lambda each: torch.cat([pad(t, (0, 0, 0, length - t.shape[1])) for t in each]))
     for name in ("num_context_tokens", "question_fingerprints"):
         if getattr(first, name) is not None:
             fields[name] = torch.cat([getattr(memory, name) for memory in memories])
@@ -96,6 +93,12 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
         each = [torch.as_tensor(memory.ratio, device=first.device).expand(len(memory)) for memory in memories]
         fields["ratio"] = torch.cat(each)
     return replace(first, **fields, maker=_maker(memories))
+
+
+def _of_pairs(memories: Sequence[Memory], joined: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor | None]:
+    """The fields with an entry for each pair; nothing where a memory has it not."""
+    found = {name: [getattr(memory, name) for memory in memories] for name in PAIR_FIELDS}
+    return {name: None if any(t is None for t in each) else joined(each) for name, each in found.items()}
 
 
 def _maker(memories: Sequence[Memory]) -> Any:

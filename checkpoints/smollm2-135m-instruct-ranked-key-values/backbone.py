@@ -17,7 +17,7 @@ from .fingerprints import fingerprint, settings_fingerprint, version, weights_fi
 from .compressed_context import CompressedContext
 from .key_value_memory import inverse_frequencies, key_value_shape
 from .ratio_selection import row_ratios
-from .chunking import Chunks, Slots, cut, join, memory_position_ids, with_markers
+from .chunking import Chunks, Slots, cut, joined_fields, memory_position_ids, with_markers
 from .input_checks import check_context_length, check_ratios
 from .pretrained_compressor import CompressorPreTrainedModel
 from .token_rows import TokenRows, check_together, passage_borders, token_rows
@@ -62,7 +62,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
         Returns:
             For each ratio, slots `(num_chunks, num_slots, hidden_size)`, left-aligned: as many for each chunk as the
             configuration's `chunk_slots` says, and behind them anything. Where the carrier is key/values, for each
-            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`.
+            layer keys and values `(num_chunks, num_heads, num_slots, head_dim)`; [`HeadwisePairs`] where heads keep
+            unlike numbers of them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define `encode`; use the model class of a method")
 
@@ -198,7 +199,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
             encoded = self.encode(chunks, chunk_ratios, **beside)
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
-            chunks.head_ids = self.no_head_ids(len(chunks.lengths)) * len(ratios)
             chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
         memories: list[CompressedContext] = []
         for ratio, chunk_ratio, slots in zip(ratios, chunk_ratios, encoded, strict=True):
@@ -209,22 +209,17 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 slots, counts = with_markers(slots, counts, *around)
             if isinstance(ratio, str):
                 ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
-            head_ids: Any = None
-            if chunks.head_ids:
-                head_ids = join(chunks.head_ids[len(memories)], counts, chunks.chunks_per_row)[0]
-            slots, slot_mask = join(slots, counts, chunks.chunks_per_row)
+            fields, slot_mask = joined_fields(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
             memories.append(
                 CompressedContext(
-                    embeddings=slots if isinstance(slots, Tensor) else None,
-                    key_values=None if isinstance(slots, Tensor) else slots,
+                    **fields,
                     inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
                     attention_mask=slot_mask,
                     position_ids=self.slot_positions(slot_mask, chunks, counts),
                     num_context_tokens=context.attention_mask.sum(dim=1),
                     ratio=ratio,
                     position_layout=config.position_layout,
-                    head_ids=head_ids,
                     check=False,
                 )
             )
@@ -248,10 +243,6 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:
         """Positions of the slots in the decoder, `(batch_size, num_slots)`; see [`memory_position_ids`]."""
         return memory_position_ids(slot_mask, chunks, counts, self.config.position_layout, self.config.carrier)
-
-    def no_head_ids(self, num_chunks: int) -> list[Tensor]:
-        """`Chunks.head_ids` of one ratio where there is no context token at all; by default a method has none."""
-        return []
 
     def _no_slots(self, num_chunks: int) -> Slots:
         """What `encode` would return where there is no context token at all."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key/values of heads that keep unlike numbers of them: as a memory, and as the cache that a decoder reads.
+"""How a memory of heads that keep unlike numbers of key/values is read.
 
-A memory of n slots holds n pairs for each head of each layer on average. All of them, head behind head, fill the usual
-shape, and `CompressedContext.head_ids` says of which head each one is. Before they are read they go back to their
-heads: each layer gets as many places as its fullest head needs, and a mask for each head.
+`CompressedContext.head_ids` says of which head each pair is. Before they are read they go back to their heads: each
+layer gets as many places as its fullest head needs, and a mask for each head.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from .packing import take_places
@@ -43,41 +41,6 @@ class InputRecorder(KeyValueRecorder):
         # Gradient checkpointing comes by a second time.
         if self._is_open:
             self.inputs.append(self._take(layer, states.detach()))
-
-
-def gather_pairs(
-    key_values: KeyValues, is_kept: Tensor, counts: Sequence[int], num_slots: int | None = None
-) -> tuple[KeyValues, Tensor]:
-    """The pairs that stay, in the shape of a memory.
-
-    Args:
-        key_values: for each layer keys and values `(batch_size, num_heads, num_places, head_dim)`.
-        is_kept: `(batch_size, num_layers * num_heads, num_places)` bool; in row i `counts[i]` times as many as there
-            are heads in all layers.
-        counts: slots of each row.
-        num_slots: the highest of all counts, where these are not all of them.
-
-    Returns:
-        For each layer keys and values `(batch_size, num_heads, num_slots, head_dim)`, and the heads that they are of,
-        `(batch_size, num_slots, num_layers * num_heads)`; zeros at padding slots.
-    """
-    batch_size, num_heads, num_places = is_kept.shape
-    device, num_slots = is_kept.device, max(counts) if num_slots is None else num_slots
-    # Places of the pairs that stay, head behind head, each head's in the order of the text.
-    kept = is_kept.flatten(1).int().argsort(dim=1, descending=True, stable=True)
-    slots, of_row = torch.arange(num_slots, device=device), torch.tensor(counts, device=device)
-    ranks = torch.arange(num_heads, device=device)[:, None] * of_row[:, None, None] + slots
-    is_real = (slots < of_row[:, None])[:, None].expand_as(ranks)
-    chosen = kept.gather(1, ranks.where(is_real, 0).flatten(1))
-    head_ids = (chosen // num_places).view(batch_size, num_heads, num_slots).where(is_real, 0)
-
-    def shaped(states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        taken = take_places(torch.stack(list(states), dim=1).flatten(1, 3), chosen)
-        taken = taken.view(batch_size, num_heads, num_slots, -1).masked_fill(~is_real[..., None], 0)
-        return taken.unflatten(1, (len(key_values), -1)).unbind(1)
-
-    pairs = zip(shaped([keys for keys, _ in key_values]), shaped([values for _, values in key_values]), strict=True)
-    return tuple(pairs), head_ids.transpose(1, 2).to(torch.int16)
 
 
 def num_places(memory: CompressedContext) -> int:
@@ -129,23 +92,6 @@ def spread_pairs(memory: CompressedContext, is_uniform: bool = False) -> tuple[K
         spread.append((both[0], both[1]))
         masks.append(is_real)
     return tuple(spread), masks
-
-
-def same_starts(memory: CompressedContext, is_long: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the chunks of long contexts start once all of them stand at the same positions (Parallel Context Windows).
-
-    Args:
-        memory: whose `position_ids` are the first positions of the slots' chunks, counted from 1.
-        is_long: `(batch_size,)` bool, the rows whose chunks do.
-
-    Returns:
-        `position_ids` `(batch_size, num_slots)` as above, and the positions that each row takes, `(batch_size,)`: of
-        these rows as many as their longest chunk has tokens.
-    """
-    starts, lengths, is_real = memory.position_ids, memory.num_context_tokens, memory.attention_mask.bool()
-    ends = pad(starts, (0, 1))[:, 1:].where(pad(is_real, (0, 1))[:, 1:], lengths[:, None] + 1)
-    longest = (ends - starts).masked_fill(~is_real, 0).amax(dim=1)
-    return starts.masked_fill(is_long[:, None] & is_real, 1), longest.where(is_long, lengths)
 
 
 def _sorted_pairs(memory: CompressedContext) -> tuple[Tensor, Tensor]:

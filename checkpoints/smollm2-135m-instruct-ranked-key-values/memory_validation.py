@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .position_layout import POSITION_LAYOUTS
-from .carriers import carrier_tensors, scale_tensors
+from .carriers import PAIR_FIELDS, carrier_tensors, scale_tensors
 from .memory_quantization import quantization_of, scales_shape, width_of
 
 _INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -40,8 +40,8 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
     _check_integers(memory, "num_context_tokens", memory.num_context_tokens, carrier_shape[:1])
     if memory.question_fingerprints is not None:
         _check_integers(memory, "question_fingerprints", memory.question_fingerprints, carrier_shape[:1])
-    if memory.head_ids is not None:
-        _check_head_ids(memory, carrier_shape)
+    of_pairs = {name: getattr(memory, name) for name in PAIR_FIELDS if getattr(memory, name) is not None}
+    _check_of_pairs(memory, of_pairs, carrier_shape)
     if isinstance(memory.ratio, Tensor):
         _check_integers(memory, "ratio", memory.ratio, carrier_shape[:1])
     elif isinstance(memory.ratio, bool) or not isinstance(memory.ratio, int):
@@ -56,7 +56,7 @@ def check_memory_fields(memory: Any, finite: bool = False) -> None:
         )
     integers = [memory.attention_mask, memory.position_ids, memory.num_context_tokens]
     integers += [memory.ratio] if isinstance(memory.ratio, Tensor) else []
-    integers += [] if memory.head_ids is None else [memory.head_ids]
+    integers += of_pairs.values()
     _check_scales(memory)
     devices = {tensor.device for tensor in carrier_tensors(memory) + scale_tensors(memory) + integers}
     if len(devices) > 1:
@@ -92,10 +92,16 @@ def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
     return batch_size, length
 
 
-def _check_head_ids(memory: Any, carrier_shape: tuple[int, int]) -> None:
-    if memory.key_values is None:
-        raise ValueError("head_ids belong to key_values, embeddings have none")
-    _check_integers(memory, "head_ids", memory.head_ids, (*carrier_shape, num_heads_of(memory)))
+def _check_of_pairs(memory: Any, of_pairs: dict[str, Any], carrier_shape: tuple[int, int]) -> None:
+    for name, tensor in of_pairs.items():
+        if memory.key_values is None:
+            raise ValueError(f"{name} belong to key_values, embeddings have none")
+        _check_integers(memory, name, tensor, (*carrier_shape, num_heads_of(memory)))
+    ratios = memory.coarsest_ratios
+    if ratios is not None and memory.head_ids is None:
+        raise ValueError("coarsest_ratios belong to head_ids, which are not given")
+    if ratios is not None and ratios.dtype != torch.uint8:
+        raise TypeError(f"coarsest_ratios must be uint8, got {ratios.dtype}")
 
 
 def num_heads_of(memory: Any) -> int:

@@ -12,9 +12,10 @@ from transformers.cache_utils import Cache
 
 from ..memory.compressed_context import CompressedContext, KeyValues
 from ..memory.headwise_memory import note_head_masks, num_places, read_by_heads, spread_pairs
+from ..memory.headwise_pairs import HeadwisePairs
 from ..memory.key_value_memory import ReadOnlyCache, filled_cache, key_value_shape
 from ..parts.call_views import twin
-from .chunking import Chunks
+from .chunking import Chunks, Slots
 from .modeling_compressor import CompressorModel
 
 # Tokens of the piece before it that a piece starts with: what it goes on from (KVzip).
@@ -58,11 +59,13 @@ class HeadwiseModel(CompressorModel):
             return super().num_places(memory)
         return num_places(memory)
 
-    def no_head_ids(self, num_chunks: int) -> list[Tensor]:
-        if not self._reads_by_heads:
-            return []
-        layers, heads, _ = key_value_shape(self.config.decoder_config)
-        return [torch.zeros(num_chunks, 0, layers * heads, dtype=torch.int16, device=self.device)]
+    def _room(self, num_chunks: int, num_slots: int) -> HeadwisePairs:
+        """Pairs of any values."""
+        shape = key_value_shape(self.config.decoder_config)
+        return HeadwisePairs.empty(num_chunks, num_slots, shape, self.dtype, self.device)
+
+    def _no_slots(self, num_chunks: int) -> Slots:
+        return self._room(num_chunks, 0) if self._reads_by_heads else super()._no_slots(num_chunks)
 
     @property
     def _has_unlike_layers(self) -> bool:
@@ -114,19 +117,3 @@ def _take_highest(
     weights = output[1][..., : scores.shape[2]] * repeats()[:, None, :, None]
     highest_of_heads = weights.amax(dim=2).unflatten(1, (scores.shape[1], -1)).amax(dim=2)
     torch.maximum(scores, highest_of_heads.float(), out=scores)
-
-
-def highest(scores: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
-    """The `num_kept` pairs of highest score in each row, of all heads together; of equal ones the first.
-
-    Args:
-        scores: `(batch_size, num_heads, num_places)`.
-        mask: `(batch_size, num_places)`, places that may stay.
-        num_kept: `(batch_size,)`.
-
-    Returns:
-        `(batch_size, num_heads, num_places)` bool.
-    """
-    together = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1)
-    rank = together.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return (rank < num_kept[:, None]).view_as(scores)

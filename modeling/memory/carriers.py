@@ -15,6 +15,8 @@ from torch import Tensor
 from .memory_quantization import GROUP_SIZES, dequantize_tensor, quantize_tensor
 
 KeyValues = tuple[tuple[Tensor, Tensor], ...]
+# Fields of memories whose heads keep unlike numbers of pairs, with an entry for each.
+PAIR_FIELDS = ("head_ids", "coarsest_ratios")
 
 
 def carrier_tensors(memory: Any) -> list[Tensor]:
@@ -57,7 +59,7 @@ def key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
 
 
 def num_bytes(memory: Any) -> int:
-    """Bytes of a memory's real slots, with their scales and `head_ids`."""
+    """Bytes of a memory's real slots, with their scales and what is said of each pair."""
     num_slots, sizes = memory.num_slots.cpu(), []
 
     def count(tensor: Tensor, slot_dim: int, span: int) -> Tensor:
@@ -67,8 +69,9 @@ def num_bytes(memory: Any) -> int:
         return tensor
 
     map_carrier(memory, count)
-    if memory.head_ids is not None:
-        count(memory.head_ids, 1, 1)
+    for of_pairs in (getattr(memory, name) for name in PAIR_FIELDS):
+        if of_pairs is not None:
+            count(of_pairs, 1, 1)
     return sum(sizes)
 
 

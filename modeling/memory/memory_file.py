@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from .carriers import PAIR_FIELDS
+
 FORMAT = "context-compressors memory"
 FORMAT_VERSION = "1"
 # A hundred times what a memory of the deepest models needs.
@@ -22,7 +24,7 @@ _ZERO_DIGEST = "0" * 64
 _DIGEST_FIELD = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 # Fields that are tensors, those of every memory and those of some.
 _ALWAYS = ("attention_mask", "position_ids", "num_context_tokens")
-_SOMETIMES = ("embeddings", "scales", "inverse_frequencies", "question_fingerprints", "head_ids")
+_SOMETIMES = ("embeddings", "scales", "inverse_frequencies", "question_fingerprints", *PAIR_FIELDS)
 
 
 def file_parts(memory: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -60,9 +60,10 @@ def test_the_counts_are_those_of_saved_checkpoints(sizes, tiny_base, monkeypatch
         assert len(weights) - header == sizes.BYTES * row[form]
     memory = model.compress(torch.arange(5, 37)[None], ratio=4)
     carried = [memory.embeddings] if memory.key_values is None else [part for kv in memory.key_values for part in kv]
-    carried += [] if memory.head_ids is None else [memory.head_ids]
+    of_pairs = [part.nbytes for part in (memory.head_ids, memory.coarsest_ratios) if part is not None]
     # Markers are slots, too.
-    assert sum(part.numel() for part in carried) * 2 / int(memory.num_slots) == row["slot_bytes"]
+    num_bytes = sum(part.numel() for part in carried) * sizes.BYTES + sum(of_pairs)
+    assert num_bytes / int(memory.num_slots) == row["slot_bytes"]
     cache = base(torch.arange(5, 37)[None], use_cache=True).past_key_values
     kept = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert kept * 2 / 32 == row["base_bytes_per_token"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from context_compressors import RankedKeyValuesForCausalLM
-from context_compressors.modeling import modeling_ranked_key_values
+from context_compressors.modeling.memory import headwise_pairs
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,12 @@ def test_chunks_with_one_budget_keep_the_highest_pairs_of_the_document(budgets, 
         seen.append(scores.masked_fill(mask[:, None] == 0, -torch.inf))
         return budgets.of_all_chunks(scores, mask, num_kept)
 
-    shipped = (modeling_ranked_key_values.highest, modeling_ranked_key_values.gather_pairs)
+    shipped = (headwise_pairs.highest, headwise_pairs.gather_pairs)
     with torch.inference_mode():
         ways = [shipped, shipped, (noted, budgets.gathered_of_all)]
         memories, kept = budgets.compressed(model, [ids], [1, 4, 4], ways)
     # Nothing stays changed.
-    assert (modeling_ranked_key_values.highest, modeling_ranked_key_values.gather_pairs) == shipped
+    assert (headwise_pairs.highest, headwise_pairs.gather_pairs) == shipped
     whole, of_each, of_all = ([pairs_of(memory, head) for head in range(2)] for memory in memories)
     # Chunks of 8, 8 and 4 tokens keep 2, 2 and 1 of each head on average, or together 10 pairs.
     assert kept[1].sum(dim=(1, 2)).tolist() == [4, 4, 2]

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from context_compressors.modeling.memory.carriers import scale_tensors
+from context_compressors.modeling.memory.carriers import PAIR_FIELDS, scale_tensors
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 
 NUM_HEADS, HEAD_DIM, NUM_LAYERS, HIDDEN_SIZE = 2, 8, 3, 6
@@ -43,6 +43,7 @@ def make_memory(num_slots=(3, 5, 0), carrier="embeddings", dtype=torch.float32, 
 
 def tensors_of(memory):
     names = ("embeddings", "attention_mask", "position_ids", "num_context_tokens", "ratio", "inverse_frequencies")
+    names += PAIR_FIELDS
     tensors = {name: getattr(memory, name) for name in names if isinstance(getattr(memory, name), torch.Tensor)}
     for layer, (keys, values) in enumerate(memory.key_values or ()):
         tensors[f"{layer}.keys"], tensors[f"{layer}.values"] = keys, values

@@ -13,7 +13,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from context_compressors import CompressedContext
 from context_compressors.corpus.memory_store import MemoryStore
-from context_compressors.modeling.memory.headwise_memory import gather_pairs, spread_pairs
+from context_compressors.modeling.memory.headwise_memory import spread_pairs
+from context_compressors.modeling.memory.headwise_pairs import gather_pairs
 
 KV_ZIP = Case(next(method for method in TRAINING_FREE if method.name == "kv_zip"))
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -113,8 +114,8 @@ def test_slots_are_counted_by_what_all_heads_keep_together(random_rows, pad_rows
         slots * memory.head_ids.shape[2] for slots in (9, 3, 0)
     ]
     num_heads, width = memory.head_ids.shape[2], memory.key_values[0][0].shape[3]
-    # Keys and values in float32, and two bytes for the head of each pair.
-    assert memory.nbytes == 12 * num_heads * (2 * width * 4 + 2)
+    # Keys and values in float32, and of each pair two bytes for its head and one for the ratio that still keeps it.
+    assert memory.nbytes == 12 * num_heads * (2 * width * 4 + 3)
     counts = [m.sum(dim=2) for m in spread_pairs(memory)[1]]
     assert len(torch.cat(counts, dim=1)[0].unique()) > 1, "heads keep unlike numbers"
 
@@ -168,8 +169,9 @@ def test_heads_that_keep_equally_many_are_read_as_a_memory_without_head_ids():
     memory = uniform.compress(ids, ratio=3)
     keys = memory.key_values[0][0]
     is_kept = torch.ones(1, len(memory.key_values) * keys.shape[1], keys.shape[2], dtype=torch.bool)
-    pairs, head_ids = gather_pairs(memory.key_values, is_kept, [keys.shape[2]])
-    same = replace(memory, key_values=pairs, head_ids=head_ids, model_id=shared.model_id, maker=None)
+    ratios = torch.full(is_kept.shape, 3, dtype=torch.uint8)
+    pairs = gather_pairs(memory.key_values, is_kept, ratios, [keys.shape[2]])
+    same = replace(memory, **vars(pairs), model_id=shared.model_id, maker=None)
     expected = uniform(text, memory=memory).logits
     torch.testing.assert_close(shared(text, memory=same).logits, expected, atol=1e-6, rtol=1e-5)
 
@@ -219,7 +221,7 @@ def test_heads_that_no_layer_has_are_refused():
     ):
         with pytest.raises(error, match=message):
             replace(memory, head_ids=head_ids)
-    mixed = [memory, replace(memory, head_ids=None)]
+    mixed = [memory, replace(memory, head_ids=None, coarsest_ratios=None)]
     for join in (CompressedContext.concatenate, CompressedContext.stack):
         with pytest.raises(ValueError, match="kinds of heads"):
             join(mixed)

@@ -280,8 +280,9 @@ def test_what_is_no_text_or_memory_is_named(pipe, arguments, error, message):
 
 def test_a_memory_is_not_compressed_again_and_belongs_to_its_model(pipe):
     memory = pipe.compress(DOCUMENTS[:1])
-    with pytest.raises(ValueError, match="a memory has its ratio already"):
-        pipe("Who?", memory=memory, ratio=2)
+    other = memory.ratio + 2
+    with pytest.raises(ValueError, match=f"`ratio` must be {memory.ratio}, the memory's own, got {other}"):
+        pipe("Who?", memory=memory, ratio=other)
     memory.model_id = "other:0"
     with pytest.raises(ValueError, match="other:0"):
         pipe("Who?", memory=memory)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of key and value that stay of all heads together: which ones do, and at which coarser ratios they still would.
+
+A memory of n slots holds n pairs for each head of each layer on average. All pairs of a chunk, head behind head and
+each head's in the order of the text, fill the usual shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .packing import take_places
+from .carriers import KeyValues
+
+# It stands for itself and all above; a byte holds no more.
+_MOST_RATIO = torch.iinfo(torch.uint8).max
+
+
+@dataclass
+class HeadwisePairs:
+    """What stays of contexts where heads keep unlike numbers of pairs.
+
+    Args:
+        key_values: for each layer keys and values `(batch_size, num_heads, num_slots, head_dim)`.
+        head_ids: `(batch_size, num_slots, num_layers * num_heads)`, see `CompressedContext`.
+        coarsest_ratios: same shape, likewise.
+    """
+
+    key_values: KeyValues
+    head_ids: Tensor
+    coarsest_ratios: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        batch_size: int,
+        num_slots: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> HeadwisePairs:
+        """Room for pairs, filled with anything.
+
+        Args:
+            batch_size, num_slots: how many.
+            shape: `(num_layers, num_heads, head_dim)`.
+            dtype: of keys and values.
+            device: where.
+        """
+        layers, heads, head_dim = shape
+        of_pairs = (batch_size, num_slots, layers * heads)
+        size = (batch_size, heads, num_slots, head_dim)
+        states = [torch.empty(size, dtype=dtype, device=device) for _ in range(2 * layers)]
+        return cls(
+            tuple(zip(states[::2], states[1::2], strict=True)),
+            torch.empty(of_pairs, dtype=torch.int16, device=device),
+            torch.empty(of_pairs, dtype=torch.uint8, device=device),
+        )
+
+    def put(self, span: slice, part: HeadwisePairs) -> None:
+        """Write rows into it."""
+        for whole, tensor in zip(self._tensors(), part._tensors(), strict=True):
+            whole[span] = tensor
+
+    def _tensors(self) -> list[Tensor]:
+        return [*chain.from_iterable(self.key_values), self.head_ids, self.coarsest_ratios]
+
+
+def kept_pairs(
+    key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequence[int], num_slots: int | None = None
+) -> HeadwisePairs:
+    """The pairs of highest score, of all heads of all layers together.
+
+    Args:
+        key_values: for each layer keys and values `(batch_size, num_heads, num_places, head_dim)`.
+        scores: `(batch_size, num_layers * num_heads, num_places)`.
+        mask: `(batch_size, num_places)`, places that may stay.
+        counts: slots of each row, each of as many pairs as there are heads in all layers.
+        num_slots: the highest of all counts, where these are not all of them.
+
+    Returns:
+        The pairs, zeros at padding slots.
+    """
+    num_kept = torch.tensor(counts, device=scores.device) * scores.shape[1]
+    is_kept = highest(scores, mask, num_kept)
+    return gather_pairs(key_values, is_kept, coarsest_ratios(scores, mask), counts, num_slots)
+
+
+def highest(scores: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
+    """The `num_kept` pairs of highest score in each row, of all heads together; of equal ones the first.
+
+    Args:
+        scores: `(batch_size, num_heads, num_places)`.
+        mask: `(batch_size, num_places)`, places that may stay.
+        num_kept: `(batch_size,)`.
+
+    Returns:
+        `(batch_size, num_heads, num_places)` bool.
+    """
+    return _ranks(scores, mask) < num_kept[:, None, None]
+
+
+def coarsest_ratios(scores: Tensor, mask: Tensor) -> Tensor:
+    """The coarsest ratio at which each pair is one of the ceil(n / r) * num_heads highest of its row.
+
+    Args:
+        scores, mask: as of `highest`; n is the number of places that may stay.
+
+    Returns:
+        `(batch_size, num_heads, num_places)` uint8; 255 stands for this ratio and all above.
+    """
+    # In the slot that the rank k falls into, q = k // num_heads: ceil(n / r) > q, which is r <= (n - 1) / q.
+    slots = _ranks(scores, mask) // scores.shape[1]
+    ratios = (mask.long().sum(dim=1) - 1)[:, None, None] // slots.clamp(min=1)
+    return ratios.where(slots > 0, _MOST_RATIO).clamp(min=0, max=_MOST_RATIO).to(torch.uint8)
+
+
+def _ranks(scores: Tensor, mask: Tensor) -> Tensor:
+    """The place of each pair in the order of the scores of its row, from 0 on."""
+    together = scores.masked_fill(mask[:, None] == 0, -torch.inf).flatten(1)
+    order = together.argsort(dim=1, descending=True, stable=True)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places).view_as(scores)
+
+
+def gather_pairs(
+    key_values: KeyValues, is_kept: Tensor, ratios: Tensor, counts: Sequence[int], num_slots: int | None = None
+) -> HeadwisePairs:
+    """The pairs that stay, in the shape of a memory.
+
+    Args:
+        key_values, counts, num_slots: as of `kept_pairs`.
+        is_kept: `(batch_size, num_layers * num_heads, num_places)` bool; in row i `counts[i]` times as many as there
+            are heads in all layers.
+        ratios: same shape, of `coarsest_ratios`.
+
+    Returns:
+        The pairs, zeros at padding slots.
+    """
+    slots = torch.arange(max(counts) if num_slots is None else num_slots, device=is_kept.device)
+    is_real = slots < torch.tensor(counts, device=is_kept.device)[:, None]
+    chosen = _chosen(is_kept, torch.zeros_like(is_kept[:, 0], dtype=torch.long), is_real)
+    head_ids = _shaped(chosen // is_kept.shape[2], is_real).to(torch.int16)
+    return HeadwisePairs(_taken(key_values, chosen, is_real), head_ids, _shaped(_at(ratios, chosen), is_real))
+
+
+def coarser_memory(memory: Any, ratio: int) -> Any:
+    """See `CompressedContext.at_ratio`. That file imports this one, so that this one cannot name the class."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int):
+        raise TypeError(f"`ratio` must be an int, got {ratio!r}")
+    if isinstance(memory.ratio, int) and ratio == memory.ratio:
+        return memory
+    _check_ratio(memory, ratio)
+    memory = memory.dequantize() if memory.quantization else memory
+    # Slots of one chunk have one position.
+    places = memory.position_ids
+    chunks = (places.diff(dim=1, prepend=places[:, :1]) != 0).cumsum(dim=1)
+    is_kept = ((memory.coarsest_ratios >= ratio) & memory.attention_mask[:, :, None].bool()).mT
+    counts = is_kept.sum(dim=(1, 2)) // is_kept.shape[1]
+    num_slots = int(counts.max()) if len(memory) else 0
+    is_real = torch.arange(num_slots, device=memory.device) < counts[:, None]
+    chosen = _chosen(is_kept, chunks, is_real)
+    # Of a joined memory parts may be coarser already.
+    tokens = memory.num_context_tokens
+    reached = (tokens + counts - 1) // counts.clamp(min=1)
+    return replace(
+        memory,
+        key_values=_taken(memory.key_values, chosen, is_real),
+        head_ids=_shaped(_at(memory.head_ids.mT, chosen), is_real),
+        coarsest_ratios=_shaped(_at(memory.coarsest_ratios.mT, chosen), is_real),
+        attention_mask=is_real.long(),
+        position_ids=places.gather(1, chosen[:, 0] % max(1, places.shape[1])) * is_real,
+        ratio=reached.clamp(min=ratio) if bool((reached > ratio).any()) else ratio,
+        check=False,
+    )
+
+
+def _check_ratio(memory: Any, ratio: int) -> None:
+    finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
+    if memory.coarsest_ratios is None:
+        raise ValueError(
+            f"`ratio` must be {memory.ratio}, the memory's own, got {ratio}: what a coarser one keeps is known of "
+            "memories of ranked key/values, and of KVzip with shared budgets; compress the context at that ratio"
+        )
+    if not finest <= ratio <= _MOST_RATIO:
+        raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")
+
+
+def _chosen(is_kept: Tensor, chunks: Tensor, is_real: Tensor) -> Tensor:
+    """Which pair stands in each place of a memory: chunk by chunk, there head by head.
+
+    Args:
+        is_kept: `(batch_size, num_heads, num_places)` bool, in each chunk a multiple of `num_heads`.
+        chunks: `(batch_size, num_places)`, the number of each place's chunk, in rising order.
+        is_real: `(batch_size, num_slots)` bool.
+
+    Returns:
+        `(batch_size, num_heads, num_slots)`, from 0 to `num_heads * num_places`; at padding slots any.
+    """
+    _, num_heads, num_places = is_kept.shape
+    # What is dropped stands behind all.
+    chunks = chunks[:, None].where(is_kept, num_places).flatten(1)
+    order = chunks.argsort(dim=1, stable=True)
+    # Of each slot the chunk, and its first slot and the end of its slots.
+    chunks = chunks.gather(1, order)[:, ::num_heads][:, : is_real.shape[1]].contiguous()
+    first, end = (torch.searchsorted(chunks, chunks, right=is_end)[:, None] for is_end in (False, True))
+    slots = torch.arange(is_real.shape[1], device=order.device)
+    heads = torch.arange(num_heads, device=order.device)[:, None]
+    ranks = first * num_heads + heads * (end - first) + slots - first
+    return order.gather(1, ranks.where(is_real[:, None], 0).flatten(1)).view_as(ranks)
+
+
+def _taken(key_values: KeyValues, chosen: Tensor, is_real: Tensor) -> KeyValues:
+    """The chosen pairs in the shape of a memory."""
+    layers, heads = len(key_values), key_values[0][0].shape[1]
+
+    def taken(side: int) -> Sequence[Tensor]:
+        states = torch.stack([pair[side] for pair in key_values], dim=1).flatten(1, 3)
+        states = take_places(states, chosen.flatten(1)).unflatten(1, (layers, heads, is_real.shape[1]))
+        return states.masked_fill(~is_real[:, None, None, :, None], 0).unbind(1)
+
+    return tuple(zip(taken(0), taken(1), strict=True))
+
+
+def _at(of_pairs: Tensor, chosen: Tensor) -> Tensor:
+    """Of the chosen pairs what is said of all, `(batch_size, num_heads, num_places)`."""
+    return of_pairs.flatten(1).gather(1, chosen.flatten(1)).view_as(chosen)
+
+
+def _shaped(of_chosen: Tensor, is_real: Tensor) -> Tensor:
+    """As a memory has it, `(batch_size, num_slots, num_heads)`, zeros at padding slots."""
+    return of_chosen.mT.masked_fill(~is_real[:, :, None], 0)
