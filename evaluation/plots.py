@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from .figures import COLOURS, MARKERS, blank_figure, line_figure, save_figure, save_with_legend
 from .report import EvaluationReport
-from .rows import FULL_CONTEXT, NO_CONTEXT, ratio_condition, ratio_of
+from .rows import FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition, ratio_of
 
 if TYPE_CHECKING:
     from .curves import Curve
@@ -45,7 +45,7 @@ def plot_quality_by_ratio(
 
     Returns:
         The path. No context is drawn dotted and full context dashed, in the model's colour, and each ratio's 95 %
-        interval as a vertical line.
+        interval as a vertical line. Ratio "auto" is a star at the ratio that its memories reached.
 
     Raises:
         ValueError: no reports, or one without the task, the metric or any ratio.
@@ -54,18 +54,23 @@ def plot_quality_by_ratio(
     figure, axes = line_figure(f"{_title(task)} by compression ratio", _label(metric))
     for index, report in enumerate(reports):
         average = report.macro_average(task, metric)
-        ratios, colour = report.ratios(task), COLOURS[index % len(COLOURS)]
+        places, colour = _places(report, task), COLOURS[index % len(COLOURS)]
+        scores = {name: average[name] for name in places}
+        selected = scores.pop(ratio_condition("auto"), None)
         axes.plot(
-            ratios,
-            [average[ratio_condition(ratio)] for ratio in ratios],
+            [places[name] for name in scores],
+            list(scores.values()),
             color=colour,
             marker=MARKERS[index % len(MARKERS)],
             label=report.model,
         )
+        if selected is not None:
+            place, label = places[ratio_condition("auto")], "ratio auto" if len(reports) == 1 else None
+            axes.plot([place], [selected], color=colour, linestyle="", marker="*", markersize=11, label=label)
         intervals = report.macro_average_interval(task, metric)
-        for ratio in ratios:
-            if ratio_condition(ratio) in intervals:
-                axes.vlines(ratio, *intervals[ratio_condition(ratio)], color=colour, linewidth=1.0, alpha=0.6)
+        for name, place in places.items():
+            if name in intervals:
+                axes.vlines(place, *intervals[name], color=colour, linewidth=1.0, alpha=0.6)
         for name, style in ((FULL_CONTEXT, "--"), (NO_CONTEXT, ":")):
             if name in average:
                 label = f"{name.replace('_', ' ')} ({_bounds(report)})" if len(reports) == 1 else None
@@ -74,8 +79,10 @@ def plot_quality_by_ratio(
         # One entry for all models: each bound has its model's colour.
         axes.plot([], [], color="grey", linestyle="--", label="full context")
         axes.plot([], [], color="grey", linestyle=":", label="no context")
+        if any("auto" in report.ratios(task) for report in reports):
+            axes.plot([], [], color="grey", linestyle="", marker="*", markersize=11, label="ratio auto")
     _value_axis(axes, metric)
-    _ratio_axis(axes, {ratio for report in reports for ratio in report.ratios(task)})
+    _ratio_axis(axes, {place for report in reports for place in _places(report, task).values()})
     return save_with_legend(figure, axes, path)
 
 
@@ -102,11 +109,11 @@ def plot_quality_by_model_size(
     figure, axes = line_figure(f"{_title(task)} by model size", _label(metric))
     ordered = sorted(reports, key=lambda report: report.num_parameters or 0)
     averages = [report.macro_average(task, metric) for report in ordered]
-    ratios = sorted({ratio for report in ordered for ratio in report.ratios(task)})
+    ratios = ascending(ratio for report in ordered for ratio in report.ratios(task))
     lines = [(FULL_CONTEXT, "full context", "black", "--", "")]
     for index, ratio in enumerate(ratios):
         colour, marker = COLOURS[index % (len(COLOURS) - 1)], MARKERS[index % len(MARKERS)]
-        lines.append((ratio_condition(ratio), f"{ratio}x", colour, "-", marker))
+        lines.append((ratio_condition(ratio), _times(ratio), colour, "-", marker))
     lines.append((NO_CONTEXT, "no context", "black", ":", ""))
     for condition, label, colour, style, marker in lines:
         points = [
@@ -145,7 +152,7 @@ def plot_domain_gap(reports: Sequence[EvaluationReport], task: str, metric: str,
     figure, axes = line_figure(
         f"{_title(task)}: gap between domains", f"in-domain minus out-of-domain\n(teacher-normalised {label})"
     )
-    ratios = sorted({ratio for report in reports for ratio in report.ratios(task)})
+    ratios = ascending(ratio for report in reports for ratio in report.ratios(task))
     width = 0.8 / len(reports)
     for index, report in enumerate(reports):
         gaps = report.domain_gap(task, metric)
@@ -160,7 +167,7 @@ def plot_domain_gap(reports: Sequence[EvaluationReport], task: str, metric: str,
             label=report.model,
         )
     axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(ratios)), [f"{ratio}x" for ratio in ratios])
+    axes.set_xticks(range(len(ratios)), list(map(_times, ratios)))
     axes.set_xlabel("compression ratio")
     return save_with_legend(figure, axes, path)
 
@@ -238,8 +245,18 @@ def _check(reports: Sequence[EvaluationReport], task: str) -> None:
     if not reports:
         raise ValueError("reports are empty: there is nothing to draw")
     for report in reports:
-        if not report.ratios(task):
+        if not _places(report, task):
             raise ValueError(f"the report of {report.model!r} has no ratio for task {task!r}; tasks: {report.tasks()}")
+
+
+def _places(report: EvaluationReport, task: str) -> dict[str, float]:
+    """Where each ratio's condition stands on the axis of ratios; "auto" where its memories came out."""
+    found = {ratio: report.reached_ratio(task) if ratio == "auto" else float(ratio) for ratio in report.ratios(task)}
+    return {ratio_condition(ratio): place for ratio, place in found.items() if place is not None}
+
+
+def _times(ratio: int | str) -> str:
+    return "auto" if ratio == "auto" else f"{ratio}x"
 
 
 def _value_axis(axes: Axes, metric: str) -> None:
@@ -250,8 +267,8 @@ def _value_axis(axes: Axes, metric: str) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _ratio_axis(axes: Axes, ratios: set[int]) -> None:
-    _log_axis(axes, sorted(ratios), lambda value: f"{value:g}x")
+def _ratio_axis(axes: Axes, ratios: set[float]) -> None:
+    _log_axis(axes, sorted(ratios), lambda value: f"{value:g}x" if value == int(value) else f"{value:.1f}x")
     axes.set_xlabel("compression ratio (context tokens per slot)")
 
 
@@ -260,17 +277,18 @@ def _size_axis(axes: Axes, sizes: set[int]) -> None:
     axes.set_xlabel("parameters")
 
 
-def _log_axis(axes: Axes, values: list[int], text: Callable[[float], str]) -> None:
+def _log_axis(axes: Axes, values: Sequence[float], text: Callable[[float], str]) -> None:
     axes.set_xscale("log", base=2)
     # The margin also keeps the axis of a single value from running from 0 to infinity.
     margin = 0.3 + 0.02 * math.log2(values[-1] / values[0])
     octaves = math.log2(values[-1] / values[0]) + 2 * margin
-    shown: list[int] = []
-    for value in values:
+    shown: list[float] = []
+    # Whole ratios have the first claim on a label.
+    for value in sorted(values, key=lambda value: (value != int(value), value)):
         # Labels less than a twelfth of the axis apart would be printed over each other.
-        if not shown or math.log2(value / shown[-1]) > octaves / 12:
+        if all(abs(math.log2(value / other)) > octaves / 12 for other in shown):
             shown.append(value)
-    axes.xaxis.set_major_locator(FixedLocator(shown))
+    axes.xaxis.set_major_locator(FixedLocator(sorted(shown)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
     axes.set_xlim(values[0] / 2**margin, values[-1] * 2**margin)

@@ -107,9 +107,21 @@ class EvaluationReport:
         kinds = list(dict.fromkeys(name.partition("=")[0] for name in names))
         return sorted(names, key=lambda name: _place_of(name, kinds))
 
-    def ratios(self, task: str) -> list[int]:
-        """Compression ratios that a task was evaluated at, ascending."""
-        return [ratio for name in self.conditions(task) if (ratio := ratio_of(name)) is not None]
+    def ratios(self, task: str) -> list[int | str]:
+        """Compression ratios that a task was evaluated at, ascending, and behind them "auto" if it was."""
+        names = self.conditions(task)
+        numbers = [ratio for name in names if (ratio := ratio_of(name)) is not None]
+        return [*numbers, *(["auto"] if ratio_condition("auto") in names else [])]
+
+    def reached_ratio(self, task: str, dataset: str | None = None) -> float | None:
+        """Context tokens a slot at ratio "auto", the mean of all data sets unless one is named; `None` if unknown."""
+        found = [
+            row.costs.get("reached_ratio")
+            for row in self.rows
+            if (row.task, row.condition) == (task, ratio_condition("auto")) and dataset in (None, row.dataset)
+        ]
+        known = [ratio for ratio in found if ratio is not None]
+        return math.fsum(known) / len(known) if known and len(known) == len(found) else None
 
     def datasets(self, task: str, domain: str | None = None) -> list[str]:
         """Data sets of a task, of one domain or of both."""
@@ -192,7 +204,7 @@ class EvaluationReport:
             if self.score(dataset, task, FULL_CONTEXT, metric) == self.score(dataset, task, NO_CONTEXT, metric)
         ]
 
-    def domain_gap(self, task: str, metric: str) -> dict[int, float]:
+    def domain_gap(self, task: str, metric: str) -> dict[int | str, float]:
         """Ratio -> in-domain minus out-of-domain teacher-normalised score; positive means worse out of domain.
 
         Source: mean-pooling paper, appendix B, Figure 3b.

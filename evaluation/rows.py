@@ -3,6 +3,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +22,11 @@ def ratio_of(condition: str) -> int | None:
     """The number in a ratio's name, or `None` for "ratio=auto" and what is not compressed, "cut=4" among them."""
     name, _, number = condition.partition("=")
     return int(number) if name == "ratio" and number.isdecimal() else None
+
+
+def ascending(ratios: Iterable[int | str]) -> list[int | str]:
+    """Different ratios from the lowest on, "auto" last."""
+    return sorted(set(ratios), key=lambda ratio: (ratio == "auto", ratio))
 
 
 def alternative_condition(selection: str, ratio: int | str) -> str:

@@ -96,25 +96,27 @@ class Score:
         task: "reconstruction", "continuation", "question_answering" or "summarisation".
         dataset: data set's name.
         metric: metric's name, such as "exact match".
-        ratio: compression ratio; None for a model that reads the whole context as text.
+        ratio: compression ratio, or "auto"; None for a model that reads the whole context as text.
         value: with the compressed context, or with the whole one where there is no ratio.
         no_context: the same questions with no context at all.
         full_context: the same questions with the whole context.
         split: data split; None where the data has none by name.
         interval: 95 % interval of `value`.
         alternatives: what else was tried at the same number of decoder positions -> its score, such as "cut text".
+        reached_ratio: context tokens a slot, where the ratio is "auto".
     """
 
     task: str
     dataset: str
     metric: str
-    ratio: int | None
+    ratio: int | str | None
     value: float
     no_context: float | None = None
     full_context: float | None = None
     split: str | None = "test"
     interval: tuple[float, float] | None = None
     alternatives: Mapping[str, float] = field(default_factory=dict)
+    reached_ratio: float | None = None
 
     def __post_init__(self) -> None:
         if self.task not in TASK_NAMES:

@@ -184,7 +184,7 @@ def language_model_card(
 
 
 def _check_ratios(config: CompressorConfig, scores: Sequence[Score] | Sequence[RetrievalScore]) -> None:
-    ratios = tuple(config.compression_ratios)
+    ratios = (*config.compression_ratios, *(["auto"] if config.selects_ratios else []))
     for score in scores:
         if score.ratio is not None and score.ratio not in ratios:
             raise ValueError(f"the score on {score.dataset!r} has ratio {score.ratio}; the checkpoint has {ratios}")
@@ -251,7 +251,7 @@ def score_table(scores: Sequence[Score]) -> str:
             TASK_NAMES[score.task],
             f"{score.dataset} ({score.split})" if score.split else score.dataset,
             score.metric,
-            "–" if score.ratio is None else str(score.ratio),
+            _ratio(score),
             _number(score.no_context),
             _number(compressed, score.interval),
             *beside,
@@ -259,6 +259,12 @@ def score_table(scores: Sequence[Score]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _ratio(score: Score) -> str:
+    if score.ratio is None:
+        return "–"
+    return str(score.ratio) if score.reached_ratio is None else f"{score.ratio} ({score.reached_ratio:.1f})"
 
 
 def retrieval_table(scores: Sequence[RetrievalScore]) -> str:

@@ -19,7 +19,7 @@ from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import MAIN_METRICS, EvaluationReport
-from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ratio_condition
+from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition
 from ..modeling.checkpoint.checkpoint_card import public_name
 from ..training.arguments import read_recipe
 from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingData, TrainingRecord
@@ -224,7 +224,7 @@ def _settings(reports: Sequence[EvaluationReport]) -> dict[str, Any]:
 
 
 def _scores(report: EvaluationReport, compresses: bool) -> list[Score]:
-    ratios = sorted({ratio for task in report.tasks() for ratio in report.ratios(task)})
+    ratios = ascending(ratio for task in report.tasks() for ratio in report.ratios(task))
     if compresses and not ratios:
         raise ValueError(f"the report of {report.model} has no compression ratio, but the checkpoint is a compressor")
     if ratios and not compresses:
@@ -242,14 +242,15 @@ def _scores(report: EvaluationReport, compresses: bool) -> list[Score]:
                 }
                 full, none = row.get(FULL_CONTEXT), row.get(NO_CONTEXT)
                 split = "test" if dataset.startswith("generated") else None
-                for ratio in list[int | None](ratios) if compresses else [None]:
+                for ratio in list[int | str | None](ratios) if compresses else [None]:
                     condition = FULL_CONTEXT if ratio is None else ratio_condition(ratio)
                     if (value := row.get(condition)) is not None:
                         score = Score(task, dataset, label, ratio, value, none, full if compresses else None, split)
                         found = {name: row.get(f"{kind}={ratio}") for kind, name in _ALTERNATIVES.items()}
                         beside = {name: number for name, number in found.items() if number is not None}
                         interval = _interval(report, dataset, task, condition, metric)
-                        scores.append(replace(score, interval=interval, alternatives=beside))
+                        reached = report.reached_ratio(task, dataset) if ratio == "auto" else None
+                        scores.append(replace(score, interval=interval, alternatives=beside, reached_ratio=reached))
     return scores
 
 

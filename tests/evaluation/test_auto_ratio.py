@@ -79,7 +79,8 @@ def test_scores_and_the_reached_ratio_are_those_of_each_text_at_its_own(pipe, to
     report.save(tmp_path / "report.json")
     read = EvaluationReport.load(tmp_path / "report.json").rows[-3]
     assert (read.condition, read.costs["reached_ratio"]) == ("ratio=auto", rounded(reached))
-    assert report.ratios(RECONSTRUCTION) == [4]
+    assert report.ratios(RECONSTRUCTION) == [4, "auto"]
+    assert report.reached_ratio(QA) == report.reached_ratio(QA, "tiny") == pytest.approx(reached)
 
 
 def test_evaluation_refuses_auto_without_a_selector(model, tokenizer):

@@ -135,6 +135,23 @@ def test_domain_gap_draws_a_bar_per_model_and_ratio(tmp_path, figures):
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([5 / 60] * 6)
 
 
+def test_selected_ratios_stand_where_they_came_out_and_beside_the_others(tmp_path, figures):
+    report = report_of(ratios=(4, 8))
+    for domain, score, reached in (("in", 72.0, 3.0), ("out", 66.0, 6.0)):
+        costs, metrics = {"reached_ratio": reached}, {"f1": score}
+        report.add(EvaluationRow(f"set_{domain}", domain, QA, "ratio=auto", metrics, 10, costs=costs))
+    for plot in PLOTS:
+        plot([report], QA, "f1", tmp_path / "plot.png")
+    by_ratio, by_size, gaps = (figure.axes[0] for figure in figures)
+    lines = {line.get_label(): line for line in by_ratio.lines}
+    assert [*lines["ratio auto"].get_xdata(), *lines["ratio auto"].get_ydata()] == [4.5, 69.0]
+    assert list(lines["tiny"].get_xdata()) == [4, 8]
+    assert "4x" in [label.get_text() for label in by_ratio.get_xticklabels()]
+    assert {line.get_label(): list(line.get_ydata()) for line in by_size.lines}["auto"] == [69.0]
+    assert [label.get_text() for label in gaps.get_xticklabels()] == ["4x", "8x", "auto"]
+    assert gaps.patches[2].get_height() == pytest.approx(6 / 60)
+
+
 @pytest.mark.parametrize(("metric", "scale"), [("perplexity", "log"), ("f1", "linear")])
 def test_widely_spread_perplexities_are_drawn_on_a_logarithmic_axis(metric, scale, tmp_path, figures):
     report = report_of(metric=metric, ratios=(4, 8))

@@ -123,6 +123,24 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
 
 
 @pytest.mark.slow
+def test_selected_ratios_have_a_row_of_scores_with_the_ratio_that_they_reached(
+    root: Path, report: EvaluationReport, tmp_path: Path
+):
+    rows = [row for row in report.rows if (row.dataset, row.task) == ("generated", QA)]
+    selected = [row for row in rows if row.condition == "ratio=4"]
+    rows += [replace(row, condition="ratio=auto", costs={**row.costs, "reached_ratio": 3.14}) for row in selected]
+    folder, report = copy_of(root / "compressor", tmp_path), replace(report, rows=rows, num_parameters=None)
+    with pytest.raises(ValueError, match="has ratio auto; the checkpoint has"):
+        write_card(folder, [report], LIMITS)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "ratio_selector": "ratio"}))
+    found = {tuple(row[:4]): row[4:] for row in table_rows(write_card(folder, [report], LIMITS).read_text())}
+    for metric in ("exact match", "F1"):
+        key = ("Question answering", "generated (test)", metric)
+        assert found[*key, "auto (3.1)"] == found[*key, "4"]
+
+
+@pytest.mark.slow
 def test_a_compressors_card_shows_quality_by_ratio(root: Path):
     text = write_card(root / "compressor", [root / "compressor.json"], LIMITS).read_text()
     shown = dict(re.findall(r"^!\[(.+)\]\((\w+\.png)\)$", text.partition("## Training")[0], re.MULTILINE))
