@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,26 @@ trainable parameters. This page is made from `comparison.json` by `page.py`, and
 _HOW = """## How it is run
 
 ```bash
-OMP_NUM_THREADS=1 timeout 2h taskset -c 1 python -m benchmarks.comparison.run --data DATA --reader READER \\
-    --environments ENVIRONMENTS --output OUT
+export OMP_NUM_THREADS=1
+timeout 2h python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS \\
+    --output OUT -n 2
+python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS --output OUT --times
 python -m benchmarks.comparison.page OUT/page/comparison.json
 ```
 
-The first command installs the last commit into `OUT/code` and does everything from there, for two hours: questions,
-two trials and a run of each method, its answers, peers, times. Stop it whenever you like; the same command goes on,
-inside a training from its last checkpoint, inside a set of questions from the last batch. `OUT/state.json` has a line
-for each job, `--list` prints them, `OUT/logs` has what they write, `OUT/page` what is known whenever a system is done,
-and `--only mean_pooling peers` does some. What is compared, in which order and with which budget, is in
-`systems.yaml`: `--size small`, the default, is some eleven hours of one core and at most 9 GiB; `--size full` has the
-numbers of questions of a paper and six times the training. The recipes are `smollm2/comparison/*.yaml`. `--reader` is
-the adapter that `smollm2/reader.yaml` trains. `ENVIRONMENTS` holds a virtual environment for each requirements file:
+The first command installs the last commit into `OUT/code` and does everything from there, for two hours, two systems
+side by side: questions, two trials and a run of each method, its answers, peers. Stop it whenever you like, it leaves
+no process behind; the same command goes on, inside a training from its last checkpoint, inside a set of questions from
+the last batch. What fails stops its own system alone. `--list` prints the jobs, `OUT/logs` has what they write,
+`OUT/page` what is known whenever a system is done, `--page` writes it at any time, and `--only mean_pooling peers`
+does some. The second command measures seconds, one system at a time: run it on a machine at rest.
+
+What is compared, in which order and with which budget, is in `systems.yaml`: `--size small`, the default, is some
+eleven hours of one core and at most 9 GiB for each system at work; `--size full` has the numbers of questions of a
+paper and six times the training. `--seeds 1 2 3` trains each method twice more, at the rate that the first seed chose,
+and `--rounds 1 2` adds the systems of orderings about one method. The recipes are `smollm2/comparison/*.yaml`.
+`--reader` is the adapter that `smollm2/reader.yaml` trains. `ENVIRONMENTS` holds a virtual environment for each
+requirements file:
 
 ```bash
 python -m venv ENVIRONMENTS/kvpress
@@ -69,7 +77,9 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
   keeps as many places more as the opening has, and where it sees the question, as the question has.
 - Bytes are what has to be kept for later questions: slots or keys and values in bfloat16, or text in UTF-8; for what
   picks by the question, the whole text.
-- Seconds are medians over the first questions of SQuAD, one at a time, on the threads that the command was given.
+- Rows in int8 or int4 answer from the memories of the checkpoint above them, rounded: nothing is trained again.
+- Seconds are medians over the first questions of SQuAD, one at a time, on the threads that the command was given, with
+  nothing else running beside them.
 
 ### Peers
 
@@ -98,17 +108,21 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
     parts = [_HEAD]
-    if results is None:
-        parts.append("It has not been run to its end yet, so there are no figures here.\n")
-    else:
-        write_results(results, folder / "comparison.json")
-        parts += [_paid(results), *_found(results, table, folder)]
-    (folder / "README.md").write_text("\n".join([*parts, _HOW]), encoding="utf-8")
+    # Each file is replaced by a whole one: others may read them, or write them, too.
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        if results is None:
+            parts.append("It has not been run to its end yet, so there are no figures here.\n")
+        else:
+            write_results(results, Path(place, "comparison.json"))
+            parts += [_paid(results), *_found(results, table, Path(place))]
+        Path(place, "README.md").write_text("\n".join([*parts, _HOW]), encoding="utf-8")
+        for file in Path(place).iterdir():
+            file.replace(folder / file.name)
 
 
 def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -> list[str]:
     """The parts of the page that have results."""
-    titles = {name: entry["title"] for group in ("family", "peers") for name, entry in table[group].items()}
+    titles = {name: entry["title"] for group in ("family", "rounded", "peers") for name, entry in table[group].items()}
     aware = {name for name, entry in table["peers"].items() if entry.get("aware")}
     means = [row for row in results["rows"] if row["set"] == "mean"]
     settings, parts = results["settings"], []
@@ -128,6 +142,7 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
         for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
             _draw(means, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
             parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
+        parts += ["\n## At equal stored bytes\n", _by_bytes(means, results["equal_bytes"], titles, aware)]
     parts += ["\n## Is it so?\n", _orderings(results["orderings"], titles)]
     for task, heading in (
         ("question_answering", "By set of questions"),
@@ -206,24 +221,62 @@ def _by_set(rows: Sequence[Mapping[str, Any]], names: Sequence[str], titles: Map
     return markdown_table(["system", "ratio", *(f"{name}, {_TITLES[metrics[name]]}" for name in names)], lines)
 
 
+def _by_bytes(
+    rows: Sequence[Mapping[str, Any]],
+    compared: Sequence[Mapping[str, Any]],
+    titles: Mapping[str, str],
+    aware: set[str],
+) -> str:
+    """What is made once for all questions, from few bytes to many, and keys and values less embeddings."""
+
+    def less(entry: Mapping[str, Any] | None) -> str:
+        return f"{_difference(entry)} ({titles[entry['system']]}, {entry['ratio']}x)" if entry else ""
+
+    found = {(entry["system"], entry["ratio"]): entry for entry in compared}
+    rows = [row for row in rows if row["system"] not in aware and "bytes_per_context_token" in row["costs"]]
+    lines = []
+    for row in sorted(rows, key=lambda row: row["costs"]["bytes_per_context_token"]):
+        of_row = found.get((row["system"], row["ratio"]), {})
+        cells = [_number(row, "bytes_per_context_token"), titles[row["system"]], _ratio(row), _interval(row, "f1")]
+        lines.append([*cells, *(less(of_row.get(side)) for side in ("fewer", "more"))])
+    text = (
+        "Bytes for each token of a context. Of keys and values F1 is put beside that of embeddings, on the same "
+        "questions: the best row of embeddings that stores no more, and of those that store no less the nearest, of "
+        'several the best. What "holds" against the second is better at equal bytes; what "does not" against the '
+        "first is worse. Where a cell is empty no embeddings store as much.\n\n"
+    )
+    return text + markdown_table(["bytes", "system", "ratio", "F1", "less fewer bytes", "less more bytes"], lines)
+
+
+def _difference(entry: Mapping[str, Any]) -> str:
+    if "difference" not in entry:
+        return entry["verdict"]
+    low, high = entry["interval"]
+    return f"{entry['verdict']}: {entry['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
 def _orderings(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:
     """Each ordering with its verdict at each ratio: the difference of F1 on the same questions."""
-    ratios = [entry["ratio"] for entry in orderings[0]["ratios"]] if orderings else []
-    lines = []
-    for ordering in orderings:
-        cells = []
-        for entry in ordering["ratios"]:
-            if "difference" not in entry:
-                cells.append(entry["verdict"])
-                continue
-            low, high = entry["interval"]
-            cells.append(f"{entry['verdict']}: {entry['difference']:+.1f} [{low:+.1f}, {high:+.1f}]")
-        lines.append([f"{titles[ordering['first']]} > {titles[ordering['second']]}", *cells])
     text = (
         'Differences of F1 on the same questions, with 95 % intervals. "Holds": the interval is above zero; "does '
         'not": below; "cannot be told": it holds zero.\n\n'
     )
-    return text + markdown_table(["ordering", *(f"{ratio}x" for ratio in ratios)], lines)
+    equal = [entry for entry in orderings if all(at["ratio"] == at["second_ratio"] for at in entry["ratios"])]
+    lines = [
+        [f"{titles[entry['first']]} > {titles[entry['second']]}", *map(_difference, entry["ratios"])]
+        for entry in equal
+    ]
+    text += markdown_table(["ordering", *(f"{at['ratio']}x" for at in equal[0]["ratios"])], lines) if equal else ""
+    lines = [
+        [
+            f"{titles[entry['first']]}, {at['ratio']}x > {titles[entry['second']]}, {at['second_ratio']}x",
+            _difference(at),
+        ]
+        for entry in orderings
+        if entry not in equal
+        for at in entry["ratios"]
+    ]
+    return text + ("\n" + markdown_table(["at other ratios", "difference"], lines) if lines else "")
 
 
 def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:

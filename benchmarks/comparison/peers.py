@@ -173,15 +173,19 @@ class Compressor:
         folder: the checkpoint.
         base: folder of its base.
         dtype: of the weights.
+        memory_dtype: that memories are kept in, "int8" or "int4"; as they are when `None`.
     """
 
-    def __init__(self, folder: str, base: str, dtype: str):
+    def __init__(self, folder: str, base: str, dtype: str, memory_dtype: str | None = None):
         from context_compressors.cli.loading import load_compressor
 
         self.model, _ = load_compressor(folder, device="cpu", dtype=dtype, base_model=base)
+        self.memory_dtype = memory_dtype
 
     def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
-        memory = self.model.compress(torch.tensor([question["context_ids"]]), ratio=ratio)
+        context = torch.tensor([question["context_ids"]])
+        memory = self.model.compress(context, ratio=ratio, allow_untrained_ratio=True)
+        memory = memory.quantize(self.memory_dtype) if self.memory_dtype else memory
         return memory, int(memory.num_slots), memory.nbytes
 
     def answer(self, question: Question, memory: Any) -> list[int]:
@@ -214,7 +218,7 @@ def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     """The system that the command line names."""
     name = arguments.system
     if arguments.checkpoint is not None:
-        return Compressor(arguments.checkpoint, arguments.base, arguments.dtype)
+        return Compressor(arguments.checkpoint, arguments.base, arguments.dtype, arguments.memory_dtype)
     reader = AutoModelForCausalLM.from_pretrained(arguments.reader, dtype=getattr(torch, arguments.dtype)).eval()
     if name.removesuffix(_AWARE) in _PRESSES:
         return Press(name, reader)
@@ -257,6 +261,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reader", metavar="FOLDER", help="language model that reads what is left of a context")
     add("--base", required=True, metavar="FOLDER", help="the base: small model of LLMLingua, and of --checkpoint")
     add("--checkpoint", metavar="FOLDER", help="a compressor, in place of a peer")
+    add("--memory-dtype", choices=("int8", "int4"), help="that memories of --checkpoint are kept in")
     add("--questions", nargs="+", required=True, metavar="FILE[#N]", help="JSONL of questions, the first N of them")
     add("--ratios", nargs="+", type=int, required=True, metavar="R", help="tokens for a position; 0: none are kept")
     add("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.comparison.peers import lines_of
+from benchmarks.comparison.plan import read_json, summary
+from context_compressors.configuration.methods import config_class
 from context_compressors.evaluation.answers_file import read_answers
 from context_compressors.evaluation.bootstrap import percentile_interval
 from context_compressors.evaluation.metrics import rouge_scores, squad_scores, substring_accuracy
 from context_compressors.evaluation.paired import resampled_means
-from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT, SampleAnswers
+from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT
 from context_compressors.reporting.environment import environment
 
 METRICS = {
@@ -28,39 +30,45 @@ METRICS = {
     "reconstruction": ("token_accuracy",),
 }
 _SETTINGS = ("base", "size", "ratios", "budget", "sets", "context_tokens", "max_new_tokens")
+# As `evaluate` calls them.
+_KEPT = ("slots", "memory_bytes")
 _OF_BASE = re.compile(r"(^|\.)(language_model|encoder_model|lm_head)\.")
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not", "cannot be told", "not run"
 # System -> ratio -> set -> question's id -> metric -> its score with each seed; of the two bounds the ratio is 0 or 1.
 Scores = dict[str, dict[int, dict[str, dict[str, dict[str, list[float]]]]]]
 
 
-def gather(comparison: Any, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def gather(comparison: Any) -> dict[str, Any]:
     """The result file's content, of all that has been answered so far.
 
     Args:
-        comparison: a `run.Comparison`.
-        states: of its jobs.
+        comparison: a `plan.Comparison`.
     """
     table, questions = comparison.table, _questions(comparison)
     scores: Scores = {}
     costs: dict[tuple[str, int], dict[str, float]] = {}
-    for name in table["family"]:
+    family = [*table["family"], *table["rounded"]]
+    for name in family:
         _add_family(comparison, name, questions, scores, costs)
-    for name, entry in table["peers"].items():
-        _add_peer(comparison, name, entry, questions, scores, costs)
+    for name in table["peers"]:
+        _add_peer(comparison, name, questions, scores, costs)
+    _add_seconds(comparison, costs)
     _add_restored(comparison, scores)
+    rows = [row for name in scores for row in _rows(name, scores, costs, questions, table)]
+    given = scores, questions, table
     return {
         "format_version": 1,
         "benchmark": "comparison",
         "settings": {name: table[name] for name in _SETTINGS},
         "reader": comparison.reader_name,
-        "budget": _budget(comparison),
+        "budget": read_json(comparison.questions / "budget.json"),
         "environment": environment(),
-        "family": {name: found for name in table["family"] if (found := _training(comparison, name, states))},
-        "rows": [row for name in scores for row in _rows(name, scores, costs, questions, table)],
+        "family": {name: found for name in table["family"] if (found := _training(comparison, name))},
+        "rows": rows,
+        "equal_bytes": _equal_bytes(rows, {name: _carrier(comparison, name) for name in family}, *given),
         # And of every method whether it is better than cutting the text.
         "orderings": [
-            _ordering(pair, scores, questions, table)
+            _ordering(pair, *given)
             for pair in [*table["orderings"], *([name, "cut"] for name in table["family"] if name in scores)]
         ],
     }
@@ -80,23 +88,32 @@ def _questions(comparison: Any) -> dict[str, dict[str, dict[str, Any]]]:
 
 def _add_family(comparison: Any, name: str, questions: Any, scores: Scores, costs: Any) -> None:
     """Scores of a trained system with all seeds that have answered, and what it costs."""
-    seeds = comparison.arguments.seeds
+    sets, seeds = averaged_sets(comparison.table), comparison.arguments.seeds
     for task in METRICS:
-        files = [comparison.run_folder(name, seed) / f"{task}.jsonl" for seed in seeds]
-        for file in files:
+        for report in (report for seed in seeds for report in comparison.reports(name, seed, task)):
+            file = report.with_suffix(".jsonl")
             for sample in read_answers(file) if file.is_file() else ():
                 for condition, metrics in sample.scores.items():
                     _note(scores, name, int(condition.partition("=")[2]), sample.dataset, sample.id, metrics)
-    if name not in scores:
-        return
-    timed = list(lines_of(comparison.run_folder(name, comparison.arguments.seeds[0]) / "times.jsonl"))
-    for ratio in scores[name]:
-        lines = [line for line in timed if line["ratio"] == ratio]
-        kept = [-(-len(question["context_ids"]) // ratio) for question in _reported(questions, comparison.table)]
-        costs[name, ratio] = {"kept_positions": fmean(kept)}
-        if lines:
-            of_position = sum(line["memory_bytes"] for line in lines) / sum(line["kept_positions"] for line in lines)
-            costs[name, ratio] |= {"memory_bytes": of_position * fmean(kept), **_seconds(lines)}
+    reports = comparison.reports(name, seeds[0], "question_answering")
+    rows = [row for report in reports for row in read_json(report).get("rows", []) if row["dataset"] in sets]
+    for ratio in scores.get(name, {}):
+        # Of documents, and so are the tokens.
+        found = [row["costs"] for row in rows if row["condition"] == f"ratio={ratio}"]
+        if len(found) == len(sets):
+            tokens = [
+                fmean({entry["document"]: len(entry["context_ids"]) for entry in questions[title].values()}.values())
+                for title in sets
+            ]
+            costs[name, ratio] = _costs(*(fmean(cost[kind] for cost in found) for kind in _KEPT), fmean(tokens))
+
+
+def _costs(kept_positions: float, memory_bytes: float, tokens: float) -> dict[str, float]:
+    return {
+        "kept_positions": kept_positions,
+        "memory_bytes": memory_bytes,
+        "bytes_per_context_token": memory_bytes / tokens,
+    }
 
 
 def _note(scores: Scores, name: str, ratio: int, title: str, question: str, metrics: Mapping[str, float]) -> None:
@@ -104,11 +121,6 @@ def _note(scores: Scores, name: str, ratio: int, title: str, question: str, metr
     of_question = scores.setdefault(name, {}).setdefault(ratio, {}).setdefault(title, {}).setdefault(question, {})
     for metric, value in metrics.items():
         of_question.setdefault(metric, []).append(value)
-
-
-def _reported(questions: Any, table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All questions of the sets that the mean is over."""
-    return [question for title in averaged_sets(table) for question in questions[title].values()]
 
 
 def averaged_sets(table: Mapping[str, Any]) -> list[str]:
@@ -120,53 +132,34 @@ def averaged_sets(table: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _seconds(lines: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    lines = list(lines)
-    return {name: median(line[name] for line in lines) for name in ("compress_seconds", "answer_seconds")}
-
-
-def _add_peer(
-    comparison: Any, name: str, entry: Mapping[str, Any], questions: Any, scores: Scores, costs: Any
-) -> None:
-    """Scores and costs of a system that is not trained; its answers are also written as `evaluate` keeps them."""
-    lines = list(lines_of(comparison.peers / f"{name}.jsonl"))
-    answers: dict[tuple[str, str], SampleAnswers] = {}
+def _add_peer(comparison: Any, name: str, questions: Any, scores: Scores, costs: Any) -> None:
+    """Scores and costs of a system that is not trained."""
+    lines = list(lines_of(comparison.answers(name)))
     for line in lines:
-        question, condition = questions[line["set"]][line["id"]], _condition(name, line["ratio"])
-        key = (line["set"], line["id"])
-        sample = answers.setdefault(key, _no_answers(question))
-        sample.answers[condition] = line["answer"]
-        sample.scores[condition] = score(question["task"], line["answer"], question["references"])
-        _note(scores, name, line["ratio"], *key, sample.scores[condition])
-    if lines:
-        kept = comparison.peers / "answers" / f"{name}.jsonl"
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text("".join(f"{sample.to_json()}\n" for sample in answers.values()), encoding="utf-8")
-    timed = list(questions["squad"])[: comparison.table["timed_questions"]]
+        question = questions[line["set"]][line["id"]]
+        found = score(question["task"], line["answer"], question["references"])
+        _note(scores, name, line["ratio"], line["set"], line["id"], found)
     for ratio in scores.get(name, {}):
         mine = [line for line in lines if line["ratio"] == ratio and line["set"] in averaged_sets(comparison.table)]
         if not mine:
             continue
+        asked = [questions[line["set"]][line["id"]] for line in mine]
         # What picks by the question needs the whole text again for the next one.
+        is_aware = comparison.entry(name).get("aware", False)
         stored = [
-            len(questions[line["set"]][line["id"]]["context"].encode()) if entry.get("aware") else line["memory_bytes"]
-            for line in mine
+            len(question["context"].encode()) if is_aware else line["memory_bytes"]
+            for question, line in zip(asked, mine, strict=True)
         ]
-        clocked = [line for line in mine if line["set"] == "squad" and line["id"] in timed]
-        costs[name, ratio] = {
-            "kept_positions": fmean(line["kept_positions"] for line in mine),
-            "memory_bytes": fmean(stored),
-            **(_seconds(clocked) if clocked else {}),
-        }
+        positions = fmean(line["kept_positions"] for line in mine)
+        costs[name, ratio] = _costs(positions, fmean(stored), fmean(len(entry["context_ids"]) for entry in asked))
 
 
-def _condition(name: str, ratio: int) -> str:
-    return name if name in (NO_CONTEXT, FULL_CONTEXT) else f"{name}={ratio}"
-
-
-def _no_answers(question: Mapping[str, Any]) -> SampleAnswers:
-    fields = {name: question[name] for name in ("task", "id", "question", "references")}
-    return SampleAnswers(dataset=question["set"], document=0, answers={}, scores={}, **fields)
+def _add_seconds(comparison: Any, costs: Any) -> None:
+    """Medians of what was timed."""
+    for (name, ratio), found in costs.items():
+        lines = [line for line in lines_of(comparison.times(name)) if line["ratio"] == ratio]
+        for kind in ("compress_seconds", "answer_seconds") if lines else ():
+            found[kind] = median(line[kind] for line in lines)
 
 
 def score(task: str, answer: str, references: Sequence[str]) -> dict[str, float]:
@@ -183,27 +176,29 @@ def _add_restored(comparison: Any, scores: Scores) -> None:
             _note(scores, name, ratio, sample.dataset, sample.id, sample.scores[name])
 
 
-def _budget(comparison: Any) -> dict[str, Any]:
-    file = comparison.questions / "budget.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def _training(comparison: Any, name: str, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _training(comparison: Any, name: str) -> dict[str, Any]:
     """What a system was trained with: its trials, the chosen rate, and the runs of all seeds."""
-    found = {job: line for job, line in states.items() if job.startswith(f"{name}/") and line["state"] == "done"}
-    trials = {job.rpartition("_")[2]: line["eval_loss"] for job, line in found.items() if "/trial_" in job}
-    runs = [line for job, line in found.items() if job.endswith("/run")]
+    folders = {f"{rate:g}": folder for rate, folder in comparison.trials(name).items()}
+    trials = {
+        rate: trial["eval_loss"] for rate, folder in folders.items() if (trial := read_json(folder / "trial.json"))
+    }
+    seeds = comparison.arguments.seeds
+    runs = [found for seed in seeds if (found := summary(comparison.checkpoint(name, seed)))]
     if not runs:
         return {}
-    folder = comparison.run_folder(name, comparison.arguments.seeds[0])
-    kept = ("steps", "input_tokens", "context_tokens", "hours", "loss")
     return {
         "trials": trials,
         "learning_rate": float(min(trials, key=lambda rate: trials[rate])) if trials else None,
         "seeds": len(runs),
-        "trainable_parameters": num_trained(folder / "run" / "model.safetensors"),
-        **{name: runs[0].get(name) for name in kept},
+        "trainable_parameters": num_trained(comparison.checkpoint(name, seeds[0]) / "model.safetensors"),
+        **runs[0],
     }
+
+
+def _carrier(comparison: Any, name: str) -> str | None:
+    """What a system's memories consist of, embeddings or key_values, if it has a checkpoint."""
+    method = read_json(comparison.checkpoint(name, comparison.arguments.seeds[0]) / "config.json").get("model_type")
+    return config_class(method.removesuffix("_compressor")).carrier if method else None
 
 
 def num_trained(path: Path) -> int:
@@ -296,37 +291,78 @@ def _retention(score: Any, none: Any, full: Any) -> Any:
 
 
 def _ordering(pair: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the first system's F1 is above the second's, at each ratio: the mean over sets of paired differences."""
-    first, second = pair
-    found = []
-    for ratio in table["ratios"]:
-        mine, theirs = (scores.get(name, {}).get(ratio, {}) for name in pair)
-        differences, resamples, num_questions = [], [], 0
-        for number, title in enumerate(averaged_sets(table)):
-            ids = _whole(questions[title], mine.get(title, {}), theirs.get(title, {}))
-            if not ids:
-                continue
-            values = [_values(system[title], ids, "f1") for system in (mine, theirs)]
-            documents = [questions[title][id_]["document"] for id_ in ids]
-            better, worse = resampled_means(values, documents, seed=number)
-            resamples.append(better - worse)
-            differences.append(float(values[0].mean() - values[1].mean()))
-            num_questions += len(ids)
-        if len(differences) < len(averaged_sets(table)):
-            found.append({"ratio": ratio, "verdict": NOT_RUN})
-            continue
-        low, high = percentile_interval(np.mean(resamples, axis=0))
-        verdict = HOLDS if low > 0 else FAILS if high < 0 else OPEN
-        found.append(
-            {
-                "ratio": ratio,
-                "difference": fmean(differences),
-                "interval": [low, high],
-                "num_questions": num_questions,
-                "verdict": verdict,
-            }
-        )
+    """Whether the first system's F1 is above the second's, at each ratio, or at those that the names end in ("=4")."""
+    (first, _, ratio), (second, _, other) = (side.partition("=") for side in pair)
+    ratios = [(int(ratio), int(other))] if ratio else [(ratio, ratio) for ratio in table["ratios"]]
+    found = [
+        {"ratio": one, "second_ratio": two, **_paired((first, one), (second, two), scores, questions, table)}
+        for one, two in ratios
+    ]
     return {"first": first, "second": second, "ratios": found}
+
+
+def _paired(
+    first: tuple[str, int], second: tuple[str, int], scores: Scores, questions: Any, table: Mapping[str, Any]
+) -> dict[str, Any]:
+    """How much a system's F1 at a ratio is above another's: the mean over sets of paired differences."""
+    mine, theirs = (scores.get(name, {}).get(ratio, {}) for name, ratio in (first, second))
+    differences, resamples, num_questions = [], [], 0
+    for number, title in enumerate(averaged_sets(table)):
+        ids = _whole(questions[title], mine.get(title, {}), theirs.get(title, {}))
+        if not ids:
+            return {"verdict": NOT_RUN}
+        values = [_values(system[title], ids, "f1") for system in (mine, theirs)]
+        documents = [questions[title][id_]["document"] for id_ in ids]
+        better, worse = resampled_means(values, documents, seed=number)
+        resamples.append(better - worse)
+        differences.append(float(values[0].mean() - values[1].mean()))
+        num_questions += len(ids)
+    low, high = percentile_interval(np.mean(resamples, axis=0))
+    return {
+        "difference": fmean(differences),
+        "interval": [low, high],
+        "num_questions": num_questions,
+        "verdict": HOLDS if low > 0 else FAILS if high < 0 else OPEN,
+    }
+
+
+def _equal_bytes(
+    rows: Sequence[Mapping[str, Any]],
+    carriers: Mapping[str, str | None],
+    scores: Scores,
+    questions: Any,
+    table: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Of each system of keys and values how much its F1 is above that of embeddings of about as many bytes.
+
+    On either side: `fewer`, the best of those that store no more, and `more`, the nearest of those that store no less,
+    of several the best. Above the second it is better at equal bytes, below the first it is worse.
+    """
+    stored, f1 = {}, {}
+    for row in rows:
+        if row["set"] == "mean" and "bytes_per_context_token" in row["costs"]:
+            key = row["system"], row["ratio"]
+            stored[key], f1[key] = round(row["costs"]["bytes_per_context_token"]), row["scores"]["f1"]
+    embeddings = [key for key in stored if carriers.get(key[0]) == "embeddings"]
+    found = []
+    for key, num_bytes in stored.items():
+        if carriers.get(key[0]) != "key_values":
+            continue
+        rivals = {
+            "fewer": max((other for other in embeddings if stored[other] <= num_bytes), key=f1.get, default=None),
+            "more": min(
+                (other for other in embeddings if stored[other] >= num_bytes),
+                key=lambda other: (stored[other], -f1[other]),
+                default=None,
+            ),
+        }
+        against = {
+            side: {"system": rival[0], "ratio": rival[1], **_paired(key, rival, scores, questions, table)}
+            for side, rival in rivals.items()
+            if rival is not None
+        }
+        found.append({"system": key[0], "ratio": key[1], **against})
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -22,6 +23,18 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
         yield lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.fixture(scope="module")
+def comparison(script: Callable[[str], ModuleType]) -> Callable[..., Any]:
+    """Make the comparison that writes into a folder, of a command line."""
+    run, plan = script("comparison.run"), script("comparison.plan")
+
+    def made(folder: Path, *options: str) -> Any:
+        arguments = run.build_parser().parse_args(["--data", str(folder), "--output", str(folder), *options])
+        return plan.Comparison(arguments, plan.read_table())
+
+    return made
 
 
 @pytest.fixture(scope="module")

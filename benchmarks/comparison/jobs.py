@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs of the comparison that are no command of the package, each in a process of its own that run.py starts.
+
+python -m benchmarks.comparison.jobs FUNCTION ARGUMENTS COMMAND_LINE, the last two as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, TrainerCallback
+
+from benchmarks.comparison import page, results
+from benchmarks.comparison.plan import SHARED, Comparison, read_json, read_table
+from benchmarks.comparison.questions import counted, steps_for, write_sets
+from context_compressors.cli.loading import load_model
+from context_compressors.data.document_ids import TrainingDocuments
+from context_compressors.modeling import model_class
+from context_compressors.reporting.result_files import write_json
+from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.fields import DataArguments
+from context_compressors.training.objectives.compression import record_prompts
+from context_compressors.training.run_record import latest_checkpoint
+from context_compressors.training.train import build_trainer
+from context_compressors.training.train import main as train
+
+
+def write_questions(comparison: Comparison) -> None:
+    """All sets, and the steps that the budget comes to."""
+    tokenizer, table = AutoTokenizer.from_pretrained(comparison.base), comparison.table
+    write_sets(table, comparison.data, tokenizer, comparison.questions, comparison.arguments.questions)
+    # Which method reads them makes no difference to the examples.
+    recipe = [*SHARED, *comparison.recipe_of(next(iter(table["family"])))]
+    longest = ["--max_context_tokens", str(table["context_tokens"][1])]
+    where, steps = ([*recipe, *longest], comparison.data, tokenizer), comparison.arguments.steps
+    found = counted(steps, *where) if steps else steps_for(table["training_tokens"], *where)
+    budget = {"size": table["size"], "trial_steps": max(1, round(table["budget"]["trial_share"] * found["steps"]))}
+    write_json({**budget, "run": found}, comparison.questions / "budget.json")
+
+
+def merge_reader(comparison: Comparison) -> None:
+    """The reader's adapter in the base, as a plain language model for all environments."""
+    reader = load_model(comparison.arguments.reader, base_model=str(comparison.base), dtype="bfloat16", device="cpu")
+    reader.save_pretrained(comparison.reader)
+    # What it has read goes with it.
+    if documents := TrainingDocuments.of(comparison.arguments.reader):
+        documents.save(comparison.reader)
+    AutoTokenizer.from_pretrained(comparison.base).save_pretrained(comparison.reader)
+
+
+def train_trial(comparison: Comparison, name: str, seed: int, rate: float) -> None:
+    """The beginning of a run, and its loss on the choosing part."""
+    folder, table = comparison.trials(name)[rate], comparison.table
+    steps = read_json(comparison.questions / "budget.json")["trial_steps"]
+    options = {"eval_sources": json.dumps(table["budget"]["choosing"]), "eval_strategy": "steps", "eval_steps": steps}
+    options |= {"num_eval_examples": table["choosing_examples"], "per_device_eval_batch_size": 2}
+    trainer = build_trainer(*parse_recipe(comparison.training_command(name, seed, rate, folder, **options)))
+
+    class Stop(TrainerCallback):
+        """The schedules are those of the whole run, which stops here, and goes on from here."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save |= state.global_step == steps
+            control.should_training_stop |= state.global_step >= steps
+
+    trainer.add_callback(Stop())
+    trainer.train(resume_from_checkpoint=latest_checkpoint(str(folder)))
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    write_json({"steps": steps, "eval_loss": losses[-1]}, folder / "trial.json")
+
+
+def train_run(comparison: Comparison, name: str, seed: int) -> None:
+    """With the first seed the better trial's end, with others a run of its own at the same rate."""
+    folder, trials = comparison.run_folder(name, seed) / "run", comparison.trials(name)
+    rate = best_rate(trials)
+    if seed == comparison.arguments.seeds[0] and latest_checkpoint(str(folder)) is None:
+        begun = Path(latest_checkpoint(str(trials[rate])) or "")
+        # Renamed when it is whole, so that a stop leaves no half of it.
+        shutil.copytree(begun, folder / "begun", dirs_exist_ok=True)
+        (folder / "begun").rename(folder / begun.name)
+    train(comparison.training_command(name, seed, rate, folder))
+    # Each holds all weights and the optimizer's states.
+    for done in (folder, *trials.values()):
+        for checkpoint in done.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+
+
+def best_rate(trials: Mapping[float, Path]) -> float:
+    """The learning rate whose trial has the lowest loss on the choosing part."""
+    return min(trials, key=lambda rate: read_json(trials[rate] / "trial.json")["eval_loss"])
+
+
+def make_untrained(comparison: Comparison, name: str, seed: int) -> None:
+    """A checkpoint of a method that trains nothing, on the reader."""
+    changes, folder = comparison.table["family"][name].get("changes", {}), comparison.checkpoint(name, seed)
+    ratios = comparison.table["ratios"]
+    model = model_class(name).from_base(comparison.start, dtype="bfloat16", compression_ratios=ratios, **changes)
+    tokenizer = AutoTokenizer.from_pretrained(comparison.base)
+    record_prompts(model.config, tokenizer, DataArguments(prompts="chat", prompt_format="chat"))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_page(comparison: Comparison) -> None:
+    """The result file and the page of what has been answered so far."""
+    page.write(results.gather(comparison), comparison.folder / "page")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do a job; returns the exit status."""
+    function, given, command_line = sys.argv[1:] if argv is None else argv
+    arguments = argparse.Namespace(**json.loads(command_line))
+    jobs = (write_questions, merge_reader, train_trial, train_run, make_untrained, write_page)
+    job = next(job for job in jobs if job.__name__ == function)
+    job(Comparison(arguments, read_table(arguments.size)), *json.loads(given))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the comparison consists of: its folders, and the jobs of each system with their commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+_RECIPE = "smollm2/comparison"
+SHARED = ["smollm2/data.yaml", f"{_RECIPE}/budget.yaml"]
+_PEER_TASKS = ("question_answering", "summarisation")
+
+
+def read_table(size: str = "small") -> dict[str, Any]:
+    """`systems.yaml` at one of its sizes, whose fields stand beside the others.
+
+    Sets have `questions` and `peers`, their numbers; those without questions at this size are left out.
+    """
+    table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
+    chosen = table.pop("sizes")[size]
+    asked = chosen.pop("questions")
+    sets = {
+        title: {**entry, "questions": asked[title][0], "peers": asked[title][1]}
+        for title, entry in table["sets"].items()
+        if title in asked
+    }
+    return {**table, **chosen, "size": size, "sets": sets}
+
+
+@dataclass
+class Job:
+    """One process, and how to tell that it is done.
+
+    Args:
+        name: parts with slashes between them, the system first.
+        command: gives the arguments of its interpreter, when all earlier jobs of its system are done.
+        is_done: whether there is nothing left to do.
+        python: the interpreter; this one when `None`.
+    """
+
+    name: str
+    command: Callable[[], Sequence[str]]
+    is_done: Callable[[], bool]
+    python: Path | None = None
+
+
+class Comparison:
+    """Folders and jobs of a comparison.
+
+    Args:
+        arguments: the command line of `run.py`.
+        table: `systems.yaml` at one of its sizes, see `read_table`.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, table: Mapping[str, Any]):
+        self.arguments, self.table = arguments, table
+        self.folder = Path(arguments.output).resolve()
+        self.data = Path(arguments.data).resolve()
+        self.questions = self.folder / "questions"
+        # Another reader answers anew; what was trained stays.
+        self.reader_name = Path(arguments.reader).name if arguments.reader else "base"
+        self.peers = self.folder / f"read_by_{self.reader_name}"
+
+    @cached_property
+    def base(self) -> Path:
+        """Folder of the base."""
+        from context_compressors import pretrained_base
+
+        return pretrained_base(self.arguments.base or self.table["base"])
+
+    @property
+    def reader(self) -> Path:
+        """Folder of the reader as a plain language model."""
+        return self.peers / "reader" if self.arguments.reader else self.base
+
+    @property
+    def start(self) -> str | Path:
+        """What the family is trained from: the reader, as what all others are read by, or by its name the base."""
+        # Of a base by its name a checkpoint is light; of a folder it holds all weights.
+        return self.reader if self.arguments.reader else self.arguments.base or self.table["base"]
+
+    # --- the order of things ---
+
+    def stages(self) -> Iterator[list[list[Job]]]:
+        """One after another: what all need, the first seed with the peers, and each other seed.
+
+        Of a stage systems may stand side by side; each is a list of jobs that need those in front of them.
+        """
+        first = [self._own("questions", (self.questions / "budget.json").is_file, "write_questions")]
+        if self.arguments.reader:
+            first.append(self._own("reader", (self.reader / "tokenizer.json").is_file, "merge_reader"))
+        yield [first]
+        peers, (first_seed, *seeds) = self.table["peers"], self.arguments.seeds
+        # What takes minutes stands between what takes longer, so that a run that is not at its end has some of both.
+        others = [name for name, entry in peers.items() if not entry.get("all")]
+        mixed = []
+        for member, peer in zip_longest(self.members(), others):
+            mixed += [self._member(member, first_seed)] if member else []
+            mixed += [[self._peer(peer)]] if peer else []
+        yield [*([self._peer(name)] for name, entry in peers.items() if entry.get("all")), *mixed, [self._restored()]]
+        for seed in seeds:
+            yield [self._member(name, seed) for name in self.members() if self._trains(name)]
+
+    def timed(self) -> Iterator[Job]:
+        """The jobs that measure seconds, of all systems that are there."""
+        for name in self.members():
+            for answering in (name, *self.rounded(name)):
+                if (self.checkpoint(answering, self.arguments.seeds[0]) / "config.json").is_file():
+                    yield self._asking(f"{answering}/times", answering, self._timed_questions, self.times(answering))
+        for name in self.table["peers"]:
+            yield self._asking(f"peers/{name}/times", name, self._timed_questions, self.times(name))
+
+    def page_job(self) -> Job:
+        """The page and the result file, of what is there."""
+        return self._own("page", lambda: True, "write_page")
+
+    def _own(self, name: str, is_done: Callable[[], bool], function: str, *given: Any) -> Job:
+        """A function of `jobs.py` in a process of its own."""
+        arguments = json.dumps(given), json.dumps(vars(self.arguments))
+        return Job(name, lambda: ["-m", "benchmarks.comparison.jobs", function, *arguments], is_done)
+
+    # --- the family ---
+
+    def members(self) -> list[str]:
+        """The family's systems of the rounds that are asked for."""
+        family = self.table["family"]
+        return [name for name, entry in family.items() if entry.get("round", 1) in self.arguments.rounds]
+
+    def rounded(self, name: str) -> list[str]:
+        """The systems that answer from a member's memories in another type."""
+        return [other for other, entry in self.table["rounded"].items() if entry["of"] == name]
+
+    def entry(self, name: str) -> Mapping[str, Any]:
+        """What `systems.yaml` says of a system."""
+        return next(self.table[group][name] for group in ("family", "rounded", "peers") if name in self.table[group])
+
+    def ratios(self, name: str) -> list[int]:
+        """A system's ratios."""
+        return self.entry(name).get("ratios", self.table["ratios"])
+
+    def _trains(self, name: str) -> bool:
+        return self.table["family"][name].get("trains", True)
+
+    def run_folder(self, name: str, seed: int) -> Path:
+        """Where a system's checkpoint and answers are."""
+        return self.folder / "family" / name / f"seed_{seed}"
+
+    def checkpoint(self, name: str, seed: int) -> Path:
+        """What a system of the family answers with."""
+        return self.run_folder(self.entry(name).get("of", name), seed) / "run"
+
+    def trials(self, name: str) -> dict[float, Path]:
+        """Where the trials of a system's learning rates are; they are those of the first seed."""
+        first = self.run_folder(name, self.arguments.seeds[0])
+        return {rate: first / f"trial_{rate:g}" for rate in self.table["budget"]["learning_rates"]}
+
+    def reports(self, name: str, seed: int, task: str) -> dict[Path, list[int]]:
+        """Reports of a system's answers, each with its ratios; the answers stand beside it, as JSONL.
+
+        Those of the table have one of their own, so that a system may be given more ratios when it has answered.
+        """
+        own, common, folder = self.ratios(name), self.table["ratios"], self.run_folder(name, seed)
+        if not set(common) <= set(own):
+            return {folder / f"{task}.json": own}
+        more = [ratio for ratio in own if ratio not in common]
+        reports = {folder / f"{task}.json": common}
+        return reports | ({folder / f"{task}_at_{'_'.join(map(str, more))}.json": more} if more else {})
+
+    def _member(self, name: str, seed: int) -> list[Job]:
+        folder, title = self.run_folder(name, seed), f"{name}/seed_{seed}"
+        jobs = []
+        if self._trains(name):
+            for rate, of_trial in self.trials(name).items() if seed == self.arguments.seeds[0] else ():
+                done = (of_trial / "trial.json").is_file
+                jobs.append(self._own(f"{title}/trial_{rate:g}", done, "train_trial", name, seed, rate))
+            jobs.append(self._own(f"{title}/run", lambda: bool(summary(folder / "run")), "train_run", name, seed))
+        else:
+            # Saved last.
+            done = (folder / "run" / "tokenizer_config.json").is_file
+            jobs.append(self._own(f"{title}/made", done, "make_untrained", name, seed))
+        for answering in (name, *self.rounded(name)):
+            tasks = dict.fromkeys(entry["task"] for entry in self.table["sets"].values())
+            for task in tasks if answering == name else ("question_answering",):
+                for report, ratios in self.reports(answering, seed, task).items():
+                    jobs.append(self._evaluation(answering, seed, task, report, ratios))
+        return jobs
+
+    def training_command(self, name: str, seed: int, rate: float, folder: Path, **options: Any) -> list[str]:
+        """Recipes and fields of a system's training."""
+        steps = read_json(self.questions / "budget.json")["run"]["steps"]
+        recipes = [*SHARED, *self.recipe_of(name), "smollm2/cpu.yaml"]
+        options = {
+            "base": self.start,
+            "data_dir": self.data,
+            "output_dir": folder,
+            "seed": seed,
+            "max_steps": steps,
+            "learning_rate": rate,
+            "max_context_tokens": self.table["context_tokens"][1],
+            "resume_from_checkpoint": "latest",
+            "disable_tqdm": "true",
+            **options,
+        }
+        return [*recipes, *(part for option, value in options.items() for part in (f"--{option}", str(value)))]
+
+    def recipe_of(self, system: str) -> list[str]:
+        """Recipe files of a system of the family, the last with its changes to the method's configuration."""
+        entry = self.table["family"][system]
+        recipe = [f"{_RECIPE}/{entry.get('recipe', system)}.yaml"]
+        if "changes" in entry:
+            file = self.folder / "recipes" / f"{system}.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(yaml.safe_dump({"method_config": entry["changes"]}), encoding="utf-8")
+            recipe.append(str(file))
+        return recipe
+
+    def _evaluation(self, name: str, seed: int, task: str, report: Path, ratios: Sequence[int]) -> Job:
+        groups: dict[str, list[str]] = {"in": [], "out": []}
+        for title, entry in self.table["sets"].items():
+            if entry["task"] == task and entry.get("trained", True):
+                groups[entry["domain"]].append(f"{title}={self.questions / title}.parquet")
+
+        def command() -> list[str]:
+            given = ["--max-new-tokens", str(self.table["max_new_tokens"][task]), "--tasks", task, "--ratios-only"]
+            if ratios != self.table["ratios"]:
+                given += ["--ratios", *map(str, ratios), "--allow-untrained-ratio"]
+            if "memory_dtype" in self.entry(name):
+                given += ["--memory-dtype", self.entry(name)["memory_dtype"]]
+            for option, sources in zip(("--data", "--out-of-domain"), groups.values(), strict=True):
+                given += [option, *sources] if sources else []
+            given += [] if self.arguments.reader else ["--base-model", str(self.base)]
+            given += ["--batch-size", str(self.table["batch_size"])]
+            return self._evaluate(self.checkpoint(name, seed), report, *given)
+
+        num_sets = sum(map(len, groups.values()))
+        return Job(f"{name}/seed_{seed}/{report.stem}", command, lambda: num_scored(report) == num_sets)
+
+    def _evaluate(self, model: Path, report: Path, *given: str) -> list[str]:
+        files = ["--output", str(report), "--keep-answers", f"{report}l", "--resume"]
+        return ["-m", "context_compressors.cli", "evaluate", str(model), *given, *files, "--device", "cpu"]
+
+    # --- what people would use instead ---
+
+    def answers(self, name: str) -> Path:
+        """A peer's answers."""
+        return self.peers / f"{name}.jsonl"
+
+    def _peer(self, name: str) -> Job:
+        entry = self.entry(name)
+        number, tasks = "questions" if entry.get("all") else "peers", entry.get("tasks", _PEER_TASKS)
+        sources = [
+            f"{self.questions / title}.jsonl#{self._most(of_set[number])}"
+            for title, of_set in self.table["sets"].items()
+            if of_set["task"] in tasks
+        ]
+        return self._asking(f"peers/{name}", name, sources, self.answers(name))
+
+    def _restored(self) -> Job:
+        """The bounds of what is restored."""
+        report, sets = self.peers / "restored.json", self.table["sets"]
+        titles = [title for title, entry in sets.items() if entry["task"] == "reconstruction"]
+        given = ["--prompt-format", "chat", "--prompts", "chat", "--tasks", "reconstruction", "--dtype", "bfloat16"]
+        given += ["--data", *(f"{title}={self.questions / title}.parquet" for title in titles)]
+        return Job(
+            "peers/restored",
+            lambda: self._evaluate(self.reader, report, *given),
+            lambda: num_scored(report) == len(titles),
+        )
+
+    # --- one question at a time ---
+
+    def times(self, name: str) -> Path:
+        """A system's answers that are timed."""
+        if name in self.table["peers"]:
+            return self.peers / "times" / f"{name}.jsonl"
+        return self.run_folder(name, self.arguments.seeds[0]) / "times.jsonl"
+
+    @property
+    def _timed_questions(self) -> list[str]:
+        return [f"{self.questions / 'squad.jsonl'}#{self._most(self.table['timed_questions'])}"]
+
+    def _asking(self, name: str, system: str, sources: Sequence[str], output: Path) -> Job:
+        entry, ratios = self.entry(system), self.ratios(system)
+        python = None
+        if environment := entry.get("environment"):
+            python = Path(self.arguments.environments or "environments").resolve() / environment / "bin" / "python"
+
+        def command() -> list[str]:
+            given = ["--system", system, "--base", str(self.base), "--ratios", *map(str, ratios)]
+            if system in self.table["peers"]:
+                given += ["--reader", str(self.reader)]
+            else:
+                given += ["--checkpoint", str(self.checkpoint(system, self.arguments.seeds[0]))]
+                given += ["--memory-dtype", entry["memory_dtype"]] if "memory_dtype" in entry else []
+            return [str(HERE / "peers.py"), *given, "--output", str(output), "--questions", *sources]
+
+        def is_done() -> bool:
+            # The questions are not there yet when jobs are only listed.
+            wanted = sum(num_lines(*source.split("#")) for source in sources)
+            return wanted > 0 and num_lines(output) == wanted * len(ratios)
+
+        return Job(name, command, is_done, python)
+
+    def _most(self, number: int) -> int:
+        return min(number, self.arguments.questions or number)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's content; empty as long as it is not there, or not whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Steps, tokens, hours and the last loss of a training; none as long as it is not done."""
+    if not (content := read_json(folder / "training_summary.json")):
+        return {}
+    found = {name: content[name] for name in ("steps", "input_tokens", "context_tokens", "hours")}
+    losses = [entry["loss"] for entry in content["log"] if "loss" in entry]
+    return {**found, "loss": losses[-1] if losses else None}
+
+
+def num_scored(path: Path) -> int:
+    """Data sets in a report of an evaluation."""
+    return len({row["dataset"] for row in read_json(path).get("rows", [])})
+
+
+def num_lines(path: str | Path, most: str | None = None) -> int:
+    """Whole lines of a file, or of its beginning."""
+    number = Path(path).read_bytes().count(b"\n") if Path(path).is_file() else 0
+    return min(number, int(most)) if most else number

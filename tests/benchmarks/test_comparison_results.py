@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison's answers at toy size: what a stop does not lose, verdicts, equal bytes, and the page."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from context_compressors.evaluation.rows import SampleAnswers
+
+METRICS = ("f1", "exact_match", "substring_accuracy")
+
+
+def questions_file(folder: Path, tokenizer, count: int = 3) -> Path:
+    file, lines = folder / "squad.jsonl", []
+    for number in range(count):
+        context = f"The mill {number} stands by the river. It was built by Nora Zill {number}. Bees live in it."
+        lines.append(
+            {
+                "set": "squad",
+                "task": "question_answering",
+                "id": f"q{number}",
+                "question": "Who built the mill?",
+                "references": [f"Nora Zill {number}"],
+                "context": context,
+                "head_ids": [256, 1],
+                "context_ids": tokenizer(context, add_special_tokens=False)["input_ids"],
+                "prompt_ids": [5, 6],
+                "eos_token_id": 257,
+                "max_new_tokens": 4,
+            }
+        )
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def answers_of(path: Path) -> list[dict]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
+
+
+def test_peers_answer_as_generate_does_and_go_on_where_they_stopped(script, base: Path, tokenizer, tmp_path: Path):
+    peers, file, output = script("comparison.peers"), questions_file(tmp_path, tokenizer), tmp_path / "cut.jsonl"
+    options = ["--reader", str(base), "--base", str(base), "--dtype", "float32", "--questions", f"{file}#2"]
+    peers.main(["--system", "cut", "--ratios", "1", "4", "--output", str(output), *options])
+    found = answers_of(output)
+    assert [(line["id"], line["ratio"]) for line in found] == [("q0", 1), ("q0", 4), ("q1", 1), ("q1", 4)]
+    model, question = AutoModelForCausalLM.from_pretrained(base), json.loads(file.read_text().splitlines()[0])
+    for line, kept in zip(found, (None, -(-len(question["context_ids"]) // 4)), strict=False):
+        context = question["context_ids"][:kept]
+        row = torch.tensor([[*question["head_ids"], *context, *question["prompt_ids"]]])
+        output_ids = model.generate(row, max_new_tokens=4, do_sample=False, eos_token_id=257, pad_token_id=257)
+        assert line["answer"] == tokenizer.decode(output_ids[0, row.shape[1] :], skip_special_tokens=True).strip()
+        assert (line["kept_positions"], line["memory_bytes"]) == (len(context), len(tokenizer.decode(context)))
+    # Killed in the middle of the third line.
+    whole = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(whole[:2]) + whole[2][:20])
+    peers.main(["--system", "cut", "--ratios", "1", "4", "--output", str(output), *options])
+    assert answers_of(output) == found
+    peers.main(["--system", "no_context", "--ratios", "0", "--output", str(tmp_path / "none.jsonl"), *options])
+    assert [line["kept_positions"] for line in answers_of(tmp_path / "none.jsonl")] == [0, 0]
+
+
+def write_answers(folder: Path, name: str, ratio: int, answers: list[str], table: dict) -> None:
+    """A peer's answers to the same questions in all sets."""
+    lines = [
+        {
+            "set": title,
+            "id": f"q{number}",
+            "ratio": ratio,
+            "answer": answer,
+            "kept_positions": 20 * ratio,
+            "memory_bytes": 100,
+            "compress_seconds": 0.1,
+            "answer_seconds": 0.2,
+        }
+        for title, entry in table["sets"].items()
+        if entry["task"] == "question_answering"
+        for number, answer in enumerate(answers)
+    ]
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in lines)
+
+
+def ask(systems, tokenizer) -> str:
+    """The same 12 questions in all sets."""
+    for folder in (systems.questions, systems.peers):
+        folder.mkdir(parents=True)
+    text = questions_file(systems.questions, tokenizer, 12).read_text()
+    for title in systems.table["sets"]:
+        (systems.questions / f"{title}.jsonl").write_text(text.replace('"squad"', f'"{title}"'))
+    return text
+
+
+def test_the_page_says_what_holds_what_does_not_and_what_cannot_be_told(script, comparison, tokenizer, tmp_path: Path):
+    results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
+    text = ask(systems, tokenizer)
+    right, wrong = [f"Nora Zill {number}" for number in range(12)], ["bees"] * 12
+    write_answers(systems.peers, "no_context", 0, wrong, systems.table)
+    write_answers(systems.peers, "full_context", 1, right, systems.table)
+    for ratio, better, worse in (
+        (2, right, wrong),
+        (4, wrong, right),
+        (8, ["bees", *right[1:]], [right[0], "bees", *right[2:]]),
+    ):
+        write_answers(systems.peers, "bm25", ratio, better, systems.table)
+        write_answers(systems.peers, "longllmlingua", ratio, worse, systems.table)
+    write_answers(systems.times("bm25").parent, "bm25", 2, right, systems.table)
+    content = results.gather(systems)
+    ordering = next(entry for entry in content["orderings"] if entry["second"] == "longllmlingua")
+    assert [entry["verdict"] for entry in ordering["ratios"]] == ["holds", "does not", "cannot be told"]
+    assert {entry["verdict"] for entry in content["orderings"][0]["ratios"]} == {"not run"}
+    row = next(row for row in content["rows"] if (row["system"], row["ratio"], row["set"]) == ("bm25", 2, "mean"))
+    assert (row["scores"]["f1"], row["scores"]["exact_match"], row["num_questions"]) == (100, 100, 48)
+    squad = next(row for row in content["rows"] if (row["system"], row["ratio"], row["set"]) == ("bm25", 2, "squad"))
+    assert squad["scores"]["retention"] == 100
+    # It picks by the question: the whole text is kept.
+    assert row["costs"]["memory_bytes"] == pytest.approx(len(json.loads(text.splitlines()[0])["context"]), abs=2)
+    # Seconds are those that were measured apart.
+    other = next(row for row in content["rows"] if (row["system"], row["ratio"], row["set"]) == ("bm25", 4, "mean"))
+    assert (row["costs"]["answer_seconds"], other["costs"].get("answer_seconds")) == (0.2, None)
+    page.write(content, tmp_path / "page")
+    written = (tmp_path / "page" / "README.md").read_text()
+    assert re.search(
+        r"\| BM25 sentences > LongLLMLingua +\| holds: \+\d.*\| does not: -\d.*\| cannot be told: ", written
+    )
+    assert "cannot be told: +0.0 [" in written
+    assert all((tmp_path / "page" / name).is_file() for name in re.findall(r"\]\(([^):]+)\)", written))
+    committed = (Path(page.__file__).parent / "README.md").read_text()
+    results_file = Path(page.__file__).parent / "comparison.json"
+    page.write(json.loads(results_file.read_text()) if results_file.is_file() else None, tmp_path / "again")
+    assert (tmp_path / "again" / "README.md").read_text() == committed
+
+
+def write_member(systems, name: str, model_type: str, found: dict[int, tuple[int, int]]) -> None:
+    """A trained system's answers: ratio -> how many of the 12 questions are right, and the bytes of a memory."""
+    sets = [title for title, entry in systems.table["sets"].items() if entry["task"] == "question_answering"]
+    for report, ratios in systems.reports(name, 1, "question_answering").items():
+        report.parent.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {"dataset": title, "condition": f"ratio={ratio}", "costs": {"slots": 5, "memory_bytes": found[ratio][1]}}
+            for title in sets
+            for ratio in ratios
+        ]
+        report.write_text(json.dumps({"rows": rows}))
+        lines = []
+        for title in sets:
+            for number in range(12):
+                f1 = {ratio: 100.0 * (number < found[ratio][0]) for ratio in ratios}
+                scores = {f"ratio={ratio}": dict.fromkeys(METRICS, score) for ratio, score in f1.items()}
+                lines.append(
+                    SampleAnswers(title, "question_answering", f"q{number}", number, "", [""], {}, scores).to_json()
+                )
+        report.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
+    systems.checkpoint(name, 1).mkdir(parents=True, exist_ok=True)
+    (systems.checkpoint(name, 1) / "config.json").write_text(json.dumps({"model_type": f"{model_type}_compressor"}))
+
+
+@pytest.mark.slow
+def test_keys_and_values_stand_beside_embeddings_of_as_many_bytes(script, comparison, tokenizer, tmp_path: Path):
+    results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
+    tokens = len(json.loads(ask(systems, tokenizer).splitlines()[0])["context_ids"])
+    write_member(systems, "mean_pooling", "mean_pooling", {2: (12, 400), 4: (0, 200), 8: (0, 100)})
+    write_member(systems, "comprexit", "comprexit", {2: (0, 400), 4: (6, 200), 8: (0, 100)})
+    write_member(systems, "mean_pooling_int4", "mean_pooling", {2: (12, 110), 4: (0, 60), 8: (0, 30)})
+    more = {4: (12, 9000), 8: (12, 4000), 16: (12, 190), 32: (0, 150)}
+    write_member(systems, "ranked_key_values_int4", "ranked_key_values", more)
+    write_member(systems, "ranked_key_values", "ranked_key_values", {2: (12, 90_000), **more})
+    trained = systems.checkpoint("mean_pooling", 1)
+    for rate, folder in systems.trials("mean_pooling").items():
+        folder.mkdir()
+        (folder / "trial.json").write_text(json.dumps({"steps": 1, "eval_loss": 1000 * rate}))
+    save_file({"decoder.lora_A": torch.zeros(3, 2), "lm_head.weight": torch.zeros(5)}, trained / "model.safetensors")
+    log = [{"loss": 3.0}, {"loss": 2.0}, {"train_runtime": 1.0}]
+    counts = {"steps": 7, "input_tokens": 90, "context_tokens": 80, "hours": 0.5}
+    (trained / "training_summary.json").write_text(json.dumps({**counts, "log": log}))
+    systems.table["orderings"] = [["ranked_key_values_int4=16", "mean_pooling=4"], ["mean_pooling", "comprexit"]]
+
+    content = results.gather(systems)
+    assert content["family"] == {
+        "mean_pooling": {
+            "trials": {"0.0005": 0.5, "0.0015": 1.5},
+            "learning_rate": 0.0005,
+            "seeds": 1,
+            "trainable_parameters": 6,
+            **counts,
+            "loss": 2.0,
+        }
+    }
+    # Answers of the table's ratios and of its own are in two files.
+    in_nq = [row["ratio"] for row in content["rows"] if (row["system"], row["set"]) == ("ranked_key_values", "nq")]
+    assert in_nq == [2, 4, 8, 16, 32]
+    found = {(entry["system"], entry["ratio"]): entry for entry in content["equal_bytes"]}
+    assert set(found) == {("ranked_key_values", ratio) for ratio in (2, *more)} | {
+        ("ranked_key_values_int4", ratio) for ratio in more
+    }
+
+    def against(ratio: int) -> dict:
+        entry = found["ranked_key_values_int4", ratio]
+        names = ("system", "ratio", "verdict", "difference")
+        return {side: [entry[side][name] for name in names] for side in ("fewer", "more") if side in entry}
+
+    # Of no less bytes two are equally near: the better one. Of no more the best, and not the nearest.
+    best, near = ["mean_pooling_int4", 2], ["comprexit", 4]
+    assert against(16) == {"fewer": [*best, "cannot be told", 0], "more": [*near, "holds", 50]}
+    assert against(32) == {"fewer": [*best, "does not", -100], "more": [*near, "does not", -50]}
+    assert against(8) == {"fewer": ["mean_pooling", 2, "cannot be told", 0]}
+    first, second, *_ = content["orderings"]
+    assert [(at["ratio"], at["second_ratio"], at["verdict"]) for at in first["ratios"]] == [(16, 4, "holds")]
+    assert [(at["ratio"], at["verdict"]) for at in second["ratios"]] == [
+        (2, "holds"), (4, "does not"), (8, "cannot be told"),
+    ]  # fmt: skip
+    page.write(content, tmp_path / "page")
+    written = (tmp_path / "page" / "README.md").read_text()
+    part = written[written.index("## At equal stored bytes") : written.index("## Is it so?")]
+    sizes = [int(size.replace(",", "")) for size in re.findall(r"^\| *([\d,]+) *\|", part, re.MULTILINE)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == round(30 / tokens)
+    assert re.search(r"Ranked key/values, int4 +\| 16x +\| 100.*\| holds: \+50.0 \[.*\] \(ComprExIT, 4x\)", written)
+    assert re.search(r"\| Ranked key/values, int4, 16x > Mean pooling, 4x \| holds: \+100.0", written)
