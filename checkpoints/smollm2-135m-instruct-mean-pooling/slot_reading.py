@@ -170,6 +170,11 @@ class SlotReader(CompressorBackbone):
         starts_with_ae = input_ids.gather(1, first[:, None])[:, 0] == autoencoding
         return memory.num_context_tokens * ~starts_with_ae
 
+    def num_in_front(self, input_ids: Tensor) -> int:
+        """Most tokens that a text without pads has in front of the slots: a first pass reads these and slots together."""
+        moved = self._moves_first(input_ids, torch.ones_like(input_ids))
+        return 0 if moved is None else int(moved.sum(dim=1).max())
+
     def _moves_first(self, input_ids: Tensor, text_mask: Tensor) -> Tensor | None:
         """Which text tokens stand in front of the slots, `(batch_size, num_text_tokens)` bool; `None` for none."""
         opening, bos = self.config.slots_after_ids, self.config.bos_token_id

@@ -164,6 +164,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             ratio: Ratio for them, as in `compress`; beside a memory, its own or none.
             context_chunk_lengths: Lengths of their passages, `(batch_size, num_passages)`, as in `compress`.
             kwargs: Arguments of `transformers.GenerationMixin.generate`, and what the method reads beside contexts.
+                A `prefill_chunk_size` grows to hold what a text has in front of the slots.
 
         Returns:
             As `GenerationMixin.generate`: question and new tokens; slots never appear.
@@ -205,6 +206,8 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
                 raise ValueError("`past_key_values` must be empty when `generate` starts with a memory or a context")
             memory = check_memory(memory, self.model, question)
             kwargs["memory"] = memory
+            if size := self._setting("prefill_chunk_size", kwargs):
+                kwargs["prefill_chunk_size"] = max(size, self.model.num_in_front(question))
             kwargs["text_position_offset"] = self.model.text_position_offset(memory, question, attention_mask)
         # Some tokenizers add it; the decoder has no use for it.
         kwargs.pop("token_type_ids", None)

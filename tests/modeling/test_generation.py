@@ -314,3 +314,18 @@ def test_a_question_read_in_chunks_has_no_pads(form_case, texts, random_rows):
     assert model.generate(question, **context, generation_config=own).equal(expected)
     with pytest.raises(ValueError, match="needs questions of one length"):
         model.generate(**texts, generation_config=own)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mean_pooling", "ranked_key_values"])
+def test_a_chats_opening_that_chunks_would_split_is_read_as_in_one_pass(method_cases, name, random_rows):
+    opening = [3, 9, 7, 4]
+    own = {"opening_ids": opening} if name == "ranked_key_values" else {}
+    model = method_cases[name].build(slots_after_ids=opening[2:], **own)
+    rows = torch.cat([torch.tensor([opening] * 2), torch.stack(random_rows([5, 5], seed=1))], dim=1)
+    given = {"memory": model.compress(torch.stack(random_rows([9, 9])), ratio=2), **GREEDY, "output_logits": True}
+    whole = model.generate(rows, **given, return_dict_in_generate=True)
+    for size in (1, 3, 5):
+        chunks = model.generate(rows, **given, return_dict_in_generate=True, prefill_chunk_size=size)
+        assert chunks.sequences.equal(whole.sequences), size
+        torch.testing.assert_close(chunks.logits[0], whole.logits[0], atol=1e-4, rtol=1e-4)
