@@ -142,7 +142,7 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
         for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
             _draw(means, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
             parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
-        parts += ["\n## At equal stored bytes\n", _by_bytes(means, results["equal_bytes"], titles, aware)]
+        parts += ["\n## At equal stored bytes\n", _by_bytes(means, results["against_embeddings"], titles, aware)]
     parts += ["\n## Is it so?\n", _orderings(results["orderings"], titles)]
     for task, heading in (
         ("question_answering", "By set of questions"),
@@ -237,15 +237,17 @@ def _by_bytes(
     lines = []
     for row in sorted(rows, key=lambda row: row["costs"]["bytes_per_context_token"]):
         of_row = found.get((row["system"], row["ratio"]), {})
-        cells = [_number(row, "bytes_per_context_token"), titles[row["system"]], _ratio(row), _interval(row, "f1")]
-        lines.append([*cells, *(less(of_row.get(side)) for side in ("fewer", "more"))])
+        cells = [_number(row, "bytes_per_context_token", 1), titles[row["system"]], _ratio(row), _interval(row, "f1")]
+        lines.append([*cells, *(less(of_row.get(side)) for side in ("fewer", "more", "positions"))])
     text = (
         "Bytes for each token of a context. Of keys and values F1 is put beside that of embeddings, on the same "
         "questions: the best row of embeddings that stores no more, and of those that store no less the nearest, of "
         'several the best. What "holds" against the second is better at equal bytes; what "does not" against the '
-        "first is worse. Where a cell is empty no embeddings store as much.\n\n"
+        "first is worse; where a cell is empty no embeddings store as much. The last column is at equal positions: "
+        "the best embeddings at the same ratio.\n\n"
     )
-    return text + markdown_table(["bytes", "system", "ratio", "F1", "less fewer bytes", "less more bytes"], lines)
+    less_than = ("less fewer bytes", "less more bytes", "less equal positions")
+    return text + markdown_table(["bytes", "system", "ratio", "F1", *less_than], lines)
 
 
 def _difference(entry: Mapping[str, Any]) -> str:

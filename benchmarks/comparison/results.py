@@ -65,7 +65,7 @@ def gather(comparison: Any) -> dict[str, Any]:
         "environment": environment(),
         "family": {name: found for name in table["family"] if (found := _training(comparison, name))},
         "rows": rows,
-        "equal_bytes": _equal_bytes(rows, {name: _carrier(comparison, name) for name in family}, *given),
+        "against_embeddings": _against_embeddings(rows, {name: _carrier(comparison, name) for name in family}, *given),
         # And of every method whether it is better than cutting the text.
         "orderings": [
             _ordering(pair, *given)
@@ -326,17 +326,18 @@ def _paired(
     }
 
 
-def _equal_bytes(
+def _against_embeddings(
     rows: Sequence[Mapping[str, Any]],
     carriers: Mapping[str, str | None],
     scores: Scores,
     questions: Any,
     table: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Of each system of keys and values how much its F1 is above that of embeddings of about as many bytes.
+    """Of each system of keys and values how much its F1 is above that of embeddings of as many positions and bytes.
 
-    On either side: `fewer`, the best of those that store no more, and `more`, the nearest of those that store no less,
-    of several the best. Above the second it is better at equal bytes, below the first it is worse.
+    `positions` are the best at the same ratio. Of bytes there are both sides: `fewer`, the best of those that store no
+    more, and `more`, the nearest of those that store no less, of several the best. Above the second it is better at
+    equal bytes, below the first it is worse.
     """
     stored, f1 = {}, {}
     for row in rows:
@@ -349,6 +350,7 @@ def _equal_bytes(
         if carriers.get(key[0]) != "key_values":
             continue
         rivals = {
+            "positions": max((other for other in embeddings if other[1] == key[1]), key=f1.get, default=None),
             "fewer": max((other for other in embeddings if stored[other] <= num_bytes), key=f1.get, default=None),
             "more": min(
                 (other for other in embeddings if stored[other] >= num_bytes),

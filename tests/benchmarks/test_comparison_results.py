@@ -195,7 +195,7 @@ def test_keys_and_values_stand_beside_embeddings_of_as_many_bytes(script, compar
     # Answers of the table's ratios and of its own are in two files.
     in_nq = [row["ratio"] for row in content["rows"] if (row["system"], row["set"]) == ("ranked_key_values", "nq")]
     assert in_nq == [2, 4, 8, 16, 32]
-    found = {(entry["system"], entry["ratio"]): entry for entry in content["equal_bytes"]}
+    found = {(entry["system"], entry["ratio"]): entry for entry in content["against_embeddings"]}
     assert set(found) == {("ranked_key_values", ratio) for ratio in (2, *more)} | {
         ("ranked_key_values_int4", ratio) for ratio in more
     }
@@ -203,13 +203,18 @@ def test_keys_and_values_stand_beside_embeddings_of_as_many_bytes(script, compar
     def against(ratio: int) -> dict:
         entry = found["ranked_key_values_int4", ratio]
         names = ("system", "ratio", "verdict", "difference")
-        return {side: [entry[side][name] for name in names] for side in ("fewer", "more") if side in entry}
+        return {
+            side: [entry[side][name] for name in names] for side in ("fewer", "more", "positions") if side in entry
+        }
 
     # Of no less bytes two are equally near: the better one. Of no more the best, and not the nearest.
     best, near = ["mean_pooling_int4", 2], ["comprexit", 4]
     assert against(16) == {"fewer": [*best, "cannot be told", 0], "more": [*near, "holds", 50]}
     assert against(32) == {"fewer": [*best, "does not", -100], "more": [*near, "does not", -50]}
-    assert against(8) == {"fewer": ["mean_pooling", 2, "cannot be told", 0]}
+    assert against(8)["fewer"] == ["mean_pooling", 2, "cannot be told", 0]
+    assert against(8)["positions"][2:] == ["holds", 100]
+    assert against(4)["positions"] == ["comprexit", 4, "holds", 50]
+    assert "more" not in against(8), "no embeddings store as much"
     first, second, *_ = content["orderings"]
     assert [(at["ratio"], at["second_ratio"], at["verdict"]) for at in first["ratios"]] == [(16, 4, "holds")]
     assert [(at["ratio"], at["verdict"]) for at in second["ratios"]] == [
@@ -218,8 +223,8 @@ def test_keys_and_values_stand_beside_embeddings_of_as_many_bytes(script, compar
     page.write(content, tmp_path / "page")
     written = (tmp_path / "page" / "README.md").read_text()
     part = written[written.index("## At equal stored bytes") : written.index("## Is it so?")]
-    sizes = [int(size.replace(",", "")) for size in re.findall(r"^\| *([\d,]+) *\|", part, re.MULTILINE)]
+    sizes = [float(size.replace(",", "")) for size in re.findall(r"^\| *([\d,.]+) *\|", part, re.MULTILINE)]
     assert sizes == sorted(sizes)
-    assert sizes[0] == round(30 / tokens)
+    assert sizes[0] == round(30 / tokens, 1)
     assert re.search(r"Ranked key/values, int4 +\| 16x +\| 100.*\| holds: \+50.0 \[.*\] \(ComprExIT, 4x\)", written)
     assert re.search(r"\| Ranked key/values, int4, 16x > Mean pooling, 4x \| holds: \+100.0", written)
