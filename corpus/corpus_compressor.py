@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Tokens that a model reads at once: a CPU is fastest while a layer's states stay in its cache.
 BATCH_TOKENS = {"cpu": 512, "accelerator": 16_384}
 # Columns that have a list for each slot.
-_VECTORS = ("slots", "scales", "key_scales", *PAIR_FIELDS)
+_VECTORS = ("slots", "scales", *PAIR_FIELDS)
 
 
 class CorpusCompressor:
@@ -44,7 +44,7 @@ class CorpusCompressor:
         model: Hub id or folder of a compressor; or a pipeline that is loaded, which stays in its process.
         ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its first if not given.
         text_column: The column of the texts.
-        memory_dtype: What slots are kept in: "int8", "int4" or "float16".
+        memory_dtype: What slots are kept in: "int8", "int4", "int2" or "float16".
         batch_tokens: Tokens that the model reads at once, pads included; a longer text is read alone. 512 on a CPU and
             16,384 on an accelerator if not given.
         max_tokens: Keep only so many tokens of each text; all if not given.
@@ -127,10 +127,9 @@ class CorpusCompressor:
 
         Returns:
             The columns of the batch, and beside them, in the order of its rows: `slots`, for each row an array
-            `(num_slots, values of a slot)`, with `scales` (and `key_scales` of key/values) where they are quantised,
-            and `head_ids` and `coarsest_ratios` where heads keep unlike numbers of key/values; `position_ids`,
-            `num_tokens`, `ratio` and `model_id`; and `error`, "" for a row that was compressed. A row that was not has
-            no slots, and the reason.
+            `(num_slots, values of a slot)`, with `scales` where they are quantised, and `head_ids` and
+            `coarsest_ratios` where heads keep unlike numbers of key/values; `position_ids`, `num_tokens`, `ratio` and
+            `model_id`; and `error`, "" for a row that was compressed. A row that was not has no slots, and the reason.
 
         Raises:
             ValueError: no such column, or one that has a name of the new ones.

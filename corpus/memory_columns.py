@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 
 from ..configuration.nearest_names import check_choice
-from ..modeling.memory.carriers import PAIR_FIELDS
+from ..modeling.memory.carriers import PAIR_FIELDS, carrier_tensors, scale_tensors
 from ..modeling.memory.compressed_context import CompressedContext
-from ..modeling.memory.memory_quantization import QUANTIZATIONS
+from ..modeling.memory.memory_quantization import QUANTIZATIONS, item_dtype, num_blocks, width_of
 
+# 2: blocks of quantised memories are rotated.
+FORMAT_VERSION = 2
 STORE_DTYPES = (*QUANTIZATIONS, "float16")
-# Slots as they lie in a column; a byte of "int4" holds two values.
-_ARROW_TYPES = {"int8": pyarrow.int8(), "int4": pyarrow.uint8(), "float16": pyarrow.float16()}
+# Slots as they lie in a column: the quantised as bytes.
+_ARROW_TYPES = {name: pyarrow.uint8() for name in QUANTIZATIONS} | {"float16": pyarrow.float16()}
 _PAIR_TYPES = {"head_ids": pyarrow.int16(), "coarsest_ratios": pyarrow.uint8()}
 
 
@@ -55,13 +58,12 @@ class MemoryForm:
         check_choice("dtype of a store:", dtype, STORE_DTYPES)
         if not memory.model_id:
             raise ValueError("a memory without `model_id` is not kept: call `model.eval()` before it is compressed")
-        pairs = 2 if memory.quantization == "int4" else 1
         layers = memory.key_values or ()
         if memory.embeddings is not None:
-            shape: tuple[int, ...] = (memory.embeddings.shape[-1] * pairs,)
+            shape: tuple[int, ...] = (width_of(memory.embeddings),)
         else:
             keys = layers[0][0]
-            shape = (len(layers), 2, keys.shape[1], keys.shape[3] * pairs)
+            shape = (len(layers), 2, keys.shape[1], width_of(keys))
         frequencies = memory.inverse_frequencies
         numbers = () if frequencies is None else tuple(frequencies.double().tolist())
         has = {f"has_{name}": getattr(memory, name) is not None for name in PAIR_FIELDS}
@@ -69,14 +71,21 @@ class MemoryForm:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> MemoryForm:
-        """The form that `to_json` wrote."""
+        """The form that `to_json` wrote.
+
+        Raises:
+            ValueError: an older or newer version of this package did.
+        """
         fields: dict[str, Any] = json.loads(text)
+        version = fields.pop("format_version", 1)
+        if version != FORMAT_VERSION:
+            raise ValueError(f"the store has format version {version}, this code reads version {FORMAT_VERSION}")
         fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
         return cls(**fields)
 
     def to_json(self) -> str:
         """The form as text, for a schema's metadata."""
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(self), "format_version": FORMAT_VERSION})
 
     def check(self, other: MemoryForm) -> None:
         """Refuse memories of another form.
@@ -98,13 +107,20 @@ class MemoryForm:
         return [name for name in PAIR_FIELDS if getattr(self, f"has_{name}")]
 
     @property
+    def is_key_values(self) -> bool:
+        """Whether keys and values carry the memories."""
+        return len(self.shape) > 1
+
+    @property
+    def widths(self) -> list[int]:
+        """Entries of a slot's embedding, or of a head's key and its value: numbers of "float16", bytes of others."""
+        all_bits = QUANTIZATIONS.get(self.dtype, (8, 8))
+        return [self.shape[-1] * bits // 8 for bits in all_bits[0 if self.is_key_values else 1 :]]
+
+    @property
     def schema(self) -> pyarrow.Schema:
         """Types of the columns."""
-        is_key_values, quantized = len(self.shape) > 1, self.dtype in QUANTIZATIONS
-        layers, _, heads, head_dim = self.shape if is_key_values else (1, 1, 1, self.shape[0])
-        packed = 2 if self.dtype == "int4" else 1
-        groups = -(-head_dim // 32) if self.dtype == "int4" else 1
-        half = pyarrow.float16()
+        layers, _, heads, width = self.shape if self.is_key_values else (1, 1, 1, self.shape[0])
 
         def column(kind: pyarrow.DataType, width: int) -> pyarrow.DataType:
             return pyarrow.list_(pyarrow.list_(kind, width))
@@ -113,12 +129,11 @@ class MemoryForm:
         key = {"lance-schema:unenforced-primary-key": "true"}
         fields = [
             pyarrow.field("id", pyarrow.string(), nullable=False, metadata=key),
-            pyarrow.field("slots", column(_ARROW_TYPES[self.dtype], int(np.prod(self.shape)) // packed)),
+            pyarrow.field("slots", column(_ARROW_TYPES[self.dtype], layers * heads * sum(self.widths))),
         ]
-        if quantized:
-            fields.append(pyarrow.field("scales", column(half, layers * heads * groups)))
-        if quantized and is_key_values:
-            fields.append(pyarrow.field("key_scales", column(half, layers * heads * head_dim)))
+        if self.dtype in QUANTIZATIONS:
+            scales = layers * heads * len(self.widths) * num_blocks(width)
+            fields.append(pyarrow.field("scales", column(pyarrow.float16(), scales)))
         fields += [pyarrow.field(name, column(_PAIR_TYPES[name], layers * heads)) for name in self.pair_fields]
         fields += [
             # Nothing where they are 0, 1, 2, ...
@@ -151,13 +166,12 @@ def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pya
         memory = memory.to(dtype=form.dtype)
         memory.validate(finite=True)
     schema, counts = form.schema, memory.num_slots.numpy()
-    columns = {"slots": _lists(_by_slot(memory, "carrier"), counts, schema.field("slots").type)}
+    slots = carrier_tensors(memory)
     if memory.scales is not None:
-        columns["scales"] = _lists(_by_slot(memory, "scales"), counts, schema.field("scales").type)
-    if isinstance(memory.scales, tuple):
-        keys = _joined([keys for keys, _ in memory.scales])
-        groups = -(-counts // 32) if form.dtype == "int4" else np.minimum(counts, 1)
-        columns["key_scales"] = _lists(keys, groups, schema.field("key_scales").type)
+        slots = [tensor.contiguous().view(torch.uint8) for tensor in slots]
+    columns = {"slots": _lists(_by_slot(slots), counts, schema.field("slots").type)}
+    if memory.scales is not None:
+        columns["scales"] = _lists(_by_slot(scale_tensors(memory)), counts, schema.field("scales").type)
     columns |= {name: _lists(getattr(memory, name), counts, schema.field(name).type) for name in form.pair_fields}
     places, mask = memory.position_ids.numpy(), memory.attention_mask.bool().numpy()
     rows = [row[real] for row, real in zip(places, mask, strict=True)]
@@ -176,24 +190,17 @@ def memory_columns(memory: CompressedContext, form: MemoryForm) -> dict[str, pya
 
 def memory_of_columns(table: pyarrow.Table, form: MemoryForm) -> CompressedContext:
     """The memory that `memory_columns` made columns of, rows in the table's order, in the form's type."""
-    slots, counts = _padded(table["slots"], 0x88 if form.dtype == "int4" else 0)
+    slots, counts = _padded(table["slots"])
     mask = torch.arange(slots.shape[1]) < counts[:, None]
     positions = torch.arange(slots.shape[1]).where(mask, 0)
     for row, places in enumerate(table["position_ids"].to_pylist()):
         if places is not None:
             positions[row, : len(places)] = torch.tensor(places)
-    scales = _padded(table["scales"])[0] if "scales" in table.column_names else None
-    if len(form.shape) == 1:
-        carrier: dict[str, Any] = {"embeddings": slots, "scales": scales}
-    else:
-        layers, _, heads, _ = form.shape
-        # (batch_size, num_slots, num_layers, 2, num_heads, head_dim)
-        states = slots.unflatten(2, (layers, 2, heads, -1)).permute(2, 3, 0, 4, 1, 5)
-        carrier = {"key_values": tuple((keys, values) for keys, values in states)}
-        if scales is not None:
-            by_slot = scales.unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
-            by_channel = _padded(table["key_scales"])[0].unflatten(2, (layers, heads, -1)).permute(2, 0, 3, 1, 4)
-            carrier["scales"] = tuple(zip(by_channel, by_slot, strict=True))
+    name = "key_values" if form.is_key_values else "embeddings"
+    carrier: dict[str, Any] = {name: _of_slots(slots, form, form.widths)}
+    if form.dtype in QUANTIZATIONS:
+        widths = [num_blocks(form.shape[-1])] * len(form.widths)
+        carrier["scales"] = _of_slots(_padded(table["scales"])[0], form, widths)
     carrier |= {name: _padded(table[name])[0] for name in form.pair_fields}
     asked, ratios = table["question_fingerprint"], _integers(table["ratio"])
     ratio: Any = int(ratios[0]) if len(ratios.unique()) == 1 else ratios
@@ -210,18 +217,30 @@ def memory_of_columns(table: pyarrow.Table, form: MemoryForm) -> CompressedConte
     )
 
 
-def _by_slot(memory: CompressedContext, name: str) -> Tensor:
-    """Slots, or the scales that go by slot, as `(batch_size, num_slots, values of a slot)`."""
-    value: Any = getattr(memory, memory.carrier if name == "carrier" else name)
-    if isinstance(value, Tensor):
-        return value
-    # The keys' scales go by channel.
-    return _joined([tensor for pair in value for tensor in (pair if name == "carrier" else pair[1:])])
+def _by_slot(tensors: Sequence[Tensor]) -> Tensor:
+    """Embeddings, keys and values, or their scales, as `(batch_size, num_slots, entries of a slot)`."""
+    return torch.cat([t if t.dim() == 3 else t.transpose(1, 2).flatten(2) for t in tensors], dim=2)
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    """Tensors of `(batch_size, num_heads, length, size)` as `(batch_size, length, tensors * num_heads * size)`."""
-    return torch.stack(tensors, dim=1).permute(0, 3, 1, 2, 4).flatten(2)
+def _of_slots(slots: Tensor, form: MemoryForm, widths: Sequence[int]) -> Any:
+    """What `_by_slot` joined, `(batch_size, num_slots, entries of a slot)`: embeddings, or pairs of each layer.
+
+    Args:
+        slots: entries.
+        form: of the memory.
+        widths: entries of a slot's embedding, or of a head's key and its value.
+    """
+    if slots.dtype != torch.uint8:
+        dtypes: list[torch.dtype] = [slots.dtype] * len(widths)
+    else:
+        dtypes = [item_dtype(bits) for bits in QUANTIZATIONS[form.dtype][-len(widths) :]]
+    if not form.is_key_values:
+        return slots.contiguous().view(dtypes[0])
+    layers, _, heads, _ = form.shape
+    parts = slots.split([heads * width for width in widths] * layers, dim=2)
+    of_heads = [part.unflatten(2, (heads, -1)).transpose(1, 2).contiguous() for part in parts]
+    tensors = [tensor.view(dtypes[place % 2]) for place, tensor in enumerate(of_heads)]
+    return tuple(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def _lists(states: Tensor, counts: np.ndarray, kind: pyarrow.DataType) -> pyarrow.Array:
@@ -233,15 +252,14 @@ def _lists(states: Tensor, counts: np.ndarray, kind: pyarrow.DataType) -> pyarro
     return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), vectors, type=kind)
 
 
-def _padded(column: pyarrow.ChunkedArray, zero: int = 0) -> tuple[Tensor, Tensor]:
-    """Lists of vectors as `(rows, longest, vector_size)` with zeros behind the shorter ones, and their lengths; a byte
-    of "int4" has two zeros in it."""
+def _padded(column: pyarrow.ChunkedArray) -> tuple[Tensor, Tensor]:
+    """Lists of vectors as `(rows, longest, vector_size)` with zeros behind the shorter ones, and their lengths."""
     lists = column.combine_chunks()
     lengths = torch.from_numpy(np.diff(lists.offsets.to_numpy()).astype(np.int64))
     vectors = lists.flatten()
     size = column.type.value_type.list_size
     flat = torch.from_numpy(vectors.flatten().to_numpy(zero_copy_only=False).copy()).view(len(vectors), size)
-    rows = flat.new_full((len(lists), int(lengths.max()) if len(lengths) else 0, size), zero)
+    rows = flat.new_zeros(len(lists), int(lengths.max()) if len(lengths) else 0, size)
     rows[torch.arange(rows.shape[1]) < lengths[:, None]] = flat
     return rows, lengths
 

@@ -42,9 +42,9 @@ def import_lance() -> Any:
 class MemoryStore:
     """Memories of one compressor by id, with their texts and metadata, in a Lance data set.
 
-    Columns: `id`; `slots`, a list of fixed-size lists, one for each slot; `scales` (and `key_scales` of key/values) of
-    quantised ones; `position_ids`, null where they count from 0; `num_tokens`; `ratio`; `question_fingerprint`;
-    `model_id`; `text`; `metadata`, a JSON object. Every change makes a new version at once or not at all, so that a
+    Columns: `id`; `slots`, a list of fixed-size lists, one for each slot; `scales` of quantised ones; `position_ids`,
+    null where they count from 0; `num_tokens`; `ratio`; `question_fingerprint`; `model_id`; `text`; `metadata`, a JSON
+    object. Every change makes a new version at once or not at all, so that a
     process that is killed leaves the last one. A `MemoryStore` reads the version that it was opened at, whatever
     others write, until `refresh`; its own changes refresh it.
 
@@ -71,7 +71,7 @@ class MemoryStore:
         Args:
             path: its folder, or an address that Lance knows, such as `s3://bucket/pages.lance`.
             memory: any memory of the compressor; it is not added.
-            dtype: what slots are kept in: "int8", "int4" or "float16".
+            dtype: what slots are kept in: "int8", "int4", "int2" or "float16".
 
         Raises:
             ImportError: Lance is not installed.

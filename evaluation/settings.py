@@ -14,7 +14,7 @@ ALTERNATIVES = ("cut", "bm25", "self_information")
 NUM_RESAMPLES = 2000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 TRUNCATION_SIDES = ("right", "left")
-MEMORY_DTYPES = ("int8", "int4")
+MEMORY_DTYPES = ("int8", "int4", "int2")
 
 
 @dataclass(frozen=True)

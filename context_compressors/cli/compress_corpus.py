@@ -55,7 +55,7 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
     ),
     argument(
         "--memory-dtype",
-        choices=("int8", "int4", "float16"),
+        choices=("int8", "int4", "int2", "float16"),
         default="int8",
         help="what slots are kept in (default: %(default)s)",
     ),

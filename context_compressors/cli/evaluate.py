@@ -253,7 +253,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument(
         "--memory-dtype",
         choices=MEMORY_DTYPES,
-        help="round memories to 8 or 4 bits a value (default: as the model makes them)",
+        help="round memories to 8, 4 or 2 bits a value (default: as the model makes them)",
     ),
     TEACHER,
     TEACHER_BASE,

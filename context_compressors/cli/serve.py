@@ -37,7 +37,7 @@ context-compressors serve my-compressor another-compressor --batch-size 16
     ),
     argument(
         "--memory-dtype",
-        choices=("int8", "int4", "float16"),
+        choices=("int8", "int4", "int2", "float16"),
         default="int8",
         help="what a new store keeps slots in (default: %(default)s)",
     ),

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers.utils import logging
 
 from context_compressors import CorpusCompressor, KVZipForCausalLM
+from context_compressors.modeling.memory.memory_quantization import dequantize_tensor
 from context_compressors.modeling.parts.length_batches import length_batches
 
 RANDOM = random.Random(0)
@@ -68,7 +69,7 @@ def check_columns(folder, pipe, memory_dtype):
         if memory_dtype == "int8":
             scales, alone = torch.tensor(columns["scales"][row]), alone.quantize("int8")
             assert slots.nbytes + scales.nbytes == alone.nbytes
-            slots = slots * scales.float()
+            slots = dequantize_tensor(slots.view(torch.int8), scales)
         # Beside others and alone the last digits differ, which may round to a neighbour.
         torch.testing.assert_close(slots.float(), alone.dequantize().embeddings[0], atol=0.02, rtol=0.01)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from context_compressors import MemoryStore
+from context_compressors.corpus.memory_columns import MemoryForm
 from context_compressors.modeling.memory.carriers import map_carrier, scale_tensors
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
@@ -26,7 +27,7 @@ def stored(memory, dtype):
     if dtype != "float16":
         return memory.quantize(dtype)
     real = memory.attention_mask.bool()
-    carrier = map_carrier(memory, lambda tensor, slot_dim, span: tensor.half().where(_at(real, tensor), 0))
+    carrier = map_carrier(memory, lambda tensor: tensor.half().where(_at(real, tensor), 0))
     return replace(memory, **carrier)
 
 
@@ -40,7 +41,7 @@ def assert_equal(left, right):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "float16"])
 def test_memories_come_back_by_id_as_they_were_kept_and_from_files_too(dtype, tmp_path):
     for carrier in ("embeddings", "key_values"):
         check_memories_come_back(carrier, dtype, tmp_path / carrier)
@@ -102,7 +103,8 @@ def test_what_is_wrong_is_named(tmp_path):
         "there is a store": lambda: MemoryStore.create(tmp_path / "s.lance", memory),
         "there is no store": lambda: MemoryStore.open(tmp_path / "t.lance"),
         "at version 99": lambda: MemoryStore.open(tmp_path / "s.lance", version=99),
-        "dtype of a store: 'int2'": lambda: MemoryStore.create(tmp_path / "t.lance", memory, "int2"),
+        "dtype of a store: 'int3'": lambda: MemoryStore.create(tmp_path / "t.lance", memory, "int3"),
+        "the store has format version 1, this code reads version 2": lambda: MemoryForm.from_json('{"dtype": "int8"}'),
         "a memory without `model_id`": lambda: MemoryStore.create(tmp_path / "t.lance", replace(memory, model_id="")),
         "there is no memory file": lambda: store.import_files(tmp_path),
     }
@@ -119,6 +121,7 @@ import sys
 sys.path.append(sys.argv[2])
 from random_memories import make_memory
 from context_compressors import MemoryStore
+from context_compressors.corpus.memory_columns import MemoryForm
 
 store = MemoryStore.open(sys.argv[1])
 for number in range(100_000):

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from context_compressors.modeling.memory.carriers import PAIR_FIELDS, scale_tensors
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 
-NUM_HEADS, HEAD_DIM, NUM_LAYERS, HIDDEN_SIZE = 2, 8, 3, 6
+NUM_HEADS, HEAD_DIM, NUM_LAYERS, HIDDEN_SIZE = 2, 8, 3, 24
 
 
 def rotary():

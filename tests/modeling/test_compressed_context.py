@@ -167,7 +167,7 @@ def test_lists_of_key_values_are_taken():
 
 def test_a_memory_is_shown_in_one_line():
     assert repr(make_memory()) == (
-        "CompressedContext(3 rows, slots: 0 to 5, 192 bytes, ratio: 4, model: me/compressor)"
+        "CompressedContext(3 rows, slots: 0 to 5, 768 bytes, ratio: 4, model: me/compressor)"
     )
     keys = make_memory((3,), carrier="key_values", ratio=torch.tensor([4]), model_id="")
     assert repr(keys) == "CompressedContext(1 row, slots: 3, 1,152 bytes, ratio: by row, model: unnamed)"

@@ -153,8 +153,8 @@ def test_documents_of_different_ratios_get_their_common_one(ratios, expected):
     ("left", "right", "message"),
     [
         ({}, {"model_id": "me/other"}, "models.*me/compressor and me/other"),
-        ({}, {"carrier": "key_values"}, "carriers.*embeddings of width 6 and key/values of 3 layers"),
-        ({}, {"embeddings": torch.ones(3, 5, 9)}, "width 6 and embeddings of width 9"),
+        ({}, {"carrier": "key_values"}, "carriers.*embeddings of width 24 and key/values of 3 layers"),
+        ({}, {"embeddings": torch.ones(3, 5, 9)}, "width 24 and embeddings of width 9"),
         ({}, {"dtype": torch.bfloat16}, "dtypes.*float32 and torch.bfloat16"),
         ({}, {"num_slots": (1, 2)}, "batch sizes.*3 and 2"),
         ({}, {"layout": "enhanced"}, "layouts.*default and enhanced"),

@@ -85,10 +85,10 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatc
     ("carrier", "expectation", "message"),
     [
         ("embeddings", {"model_id": "me/other"}, "'me/compressor', not of 'me/other'"),
-        ("embeddings", {"hidden_size": 64}, "holds embeddings of width 6, the model reads embeddings of width 64"),
+        ("embeddings", {"hidden_size": 64}, "holds embeddings of width 24, the model reads embeddings of width 64"),
         ("key_values", {"hidden_size": 16}, "holds key/values of 3 layers with 2 heads of 8"),
         ("key_values", {"key_value_shape": (3, 4, 8)}, "the model reads key/values of 3 layers with 4 heads of 8"),
-        ("embeddings", {"key_value_shape": (3, 2, 8)}, "holds embeddings of width 6"),
+        ("embeddings", {"key_value_shape": (3, 2, 8)}, "holds embeddings of width 24"),
     ],
 )
 def test_the_memory_of_another_model_is_refused(tmp_path, carrier, expectation, message):
@@ -158,9 +158,9 @@ def test_an_altered_byte_anywhere_is_detected(tmp_path, carrier):
 def test_a_file_of_a_later_version_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "memory.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr("context_compressors.modeling.memory.memory_file.FORMAT_VERSION", "2")
+        patch.setattr("context_compressors.modeling.memory.memory_file.FORMAT_VERSION", "3")
         make_memory().save(path)
-    with pytest.raises(ValueError, match="version 2, this code reads version 1"):
+    with pytest.raises(ValueError, match="version 3, this code reads version 2"):
         CompressedContext.load(path)
 
 
@@ -232,7 +232,7 @@ def checksummed(header: bytes, data: bytes = b"") -> bytes:
     return content.replace(b"0" * 64, hashlib.sha256(content).hexdigest().encode())
 
 
-OURS = b'"__metadata__":{"format":"context-compressors memory","format_version":"1","sha256":"' + b"0" * 64 + b'"}'
+OURS = b'"__metadata__":{"format":"context-compressors memory","format_version":"2","sha256":"' + b"0" * 64 + b'"}'
 
 
 @pytest.mark.parametrize(

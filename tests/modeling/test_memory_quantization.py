@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memories in int8 and int4: their values, and that they are used as any other."""
+"""Memories in int8, int4 and int2: their values, and that they are used as any other."""
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 from itertools import product
@@ -14,31 +15,38 @@ from random_memories import assert_same, make_memory
 from context_compressors.modeling.memory.carriers import carrier_tensors
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.memory.memory_file import write_memory_file
+from context_compressors.modeling.memory.memory_quantization import dequantize_tensor, quantize_tensor
 
-FORMS = ("int8", "int4")
+FORMS = {"int8": (8, 8), "int4": (4, 4), "int2": (4, 2)}
 CARRIERS = ("embeddings", "key_values")
+# pi as a number; the first of its binary digits behind the point are the signs.
+PI = "001001000011111101101010100010001000010110100011"
 
 
 def wide_memory(carrier, num_slots=(35, 3, 0), **fields):
-    """Groups of 32 and a rest: slots of 40 values, and keys of 35 slots."""
+    """Embeddings of five blocks of eight; heads of one."""
     memory = make_memory(num_slots, carrier=carrier, **fields)
     if carrier == "key_values":
         return memory
     return replace(memory, embeddings=torch.randn(*memory.attention_mask.shape, 40) * 100)
 
 
-def in_groups(values, form):
-    size = 32 if form == "int4" else max(len(values), 1)
-    return [values[start : start + size] for start in range(0, len(values), size)]
-
-
-def naive(values, form):
-    """A list of numbers, rounded group by group, and the number of groups."""
-    largest, rounded = (7 if form == "int4" else 127), []
-    for group in in_groups(values, form):
-        scale = float(torch.tensor(max(abs(value) for value in group) / largest).half())
-        rounded += [max(-largest, min(largest, round(value / scale))) * scale for value in group]
-    return rounded, len(in_groups(values, form))
+def naive(values, bits, size=8):
+    """A list of numbers, rounded block by block."""
+    half, rounded = 2 ** (bits - 1), []
+    for start in range(0, len(values), size):
+        signed = [-x if PI[i] == "1" else x for i, x in enumerate(values[start : start + size])]
+        # Of Hadamard's matrix entry i, j is minus where i and j have an odd number of ones in common.
+        entries = [[(-1) ** (i & j).bit_count() / size**0.5 for j in range(size)] for i in range(size)]
+        turned = [sum(entries[i][j] * signed[i] for i in range(size)) for j in range(size)]
+        deviation = (sum(y * y for y in turned) / size) ** 0.5
+        step = max(map(abs, turned)) / (half - 0.5) if bits == 8 else {4: 0.3352, 2: 0.9957}[bits] * deviation
+        levels = [max(-half, min(half - 1, math.floor(y / step))) + 0.5 for y in turned]
+        scale = sum(y * y for y in turned) / sum(y * q for y, q in zip(turned, levels, strict=True))
+        scale = float(torch.tensor(scale).half())
+        back = [sum(entries[i][j] * scale * levels[j] for j in range(size)) for i in range(size)]
+        rounded += [-x if PI[i] == "1" else x for i, x in enumerate(back)]
+    return rounded
 
 
 def test_values_and_bytes_are_those_of_a_naive_twin():
@@ -58,22 +66,37 @@ def check_values(carrier, form):
     for place, (tensor, got) in enumerate(
         zip(carrier_tensors(memory), carrier_tensors(found.dequantize()), strict=True)
     ):
-        is_keys = carrier == "key_values" and place % 2 == 0
+        bits = FORMS[form][carrier == "embeddings" or place % 2]
         heads = [tensor[:, head] for head in range(tensor.shape[1])] if tensor.dim() == 4 else [tensor]
         for head, states in enumerate(heads):
             others = got[:, head] if tensor.dim() == 4 else got
             for row, count in enumerate(memory.num_slots.tolist()):
-                vectors = states[row, :count].mT if is_keys else states[row, :count]
-                for vector, other in zip(
-                    vectors, others[row, :count].mT if is_keys else others[row, :count], strict=True
-                ):
-                    expected, num_scales = naive(vector.tolist(), form)
-                    torch.testing.assert_close(other, torch.tensor(expected))
-                    num_bytes += len(vector) * (0.5 if form == "int4" else 1) + 2 * num_scales
+                assert not others[row, count:].any()
+                for vector, other in zip(states[row, :count], others[row, :count], strict=True):
+                    expected = torch.tensor(naive(vector.tolist(), bits))
+                    torch.testing.assert_close(other, expected, rtol=1e-3, atol=1e-3 * float(vector.abs().max()))
+                    num_bytes += len(vector) * bits // 8 + 2 * (len(vector) // 8)
     assert found.nbytes == num_bytes
     for row in range(3):
         assert_same(found.rows(row), memory.rows(row).quantize(form))
     assert_same(found.dequantize(torch.bfloat16), found.dequantize().to(torch.bfloat16))
+
+
+def test_a_large_channel_costs_the_others_nothing_and_products_are_right_on_average():
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(1, 4000, 64, generator=generator)
+    large = states.clone()
+    large[..., 5] += 10
+    mask, query = torch.ones(1, 4000), torch.randn(64, generator=generator)
+    for bits, expected in ((8, 0.01), (4, 0.11), (2, 0.36)):
+        found = dequantize_tensor(*quantize_tensor(states, mask, bits))
+        assert float((found - states).norm() / states.norm()) < expected
+        shrinkage = float((found * states).sum() / states.square().sum())
+        assert shrinkage == pytest.approx(1, abs=1e-3)
+        errors = (found - states)[0] @ query
+        assert abs(float(errors.mean())) < 4 * float(errors.std()) / 4000**0.5
+        found = dequantize_tensor(*quantize_tensor(large, mask, bits))
+        assert float((found - large).norm() / large.norm()) < expected
 
 
 def test_it_is_saved_moved_cut_repeated_and_copied_as_any_other(tmp_path):
@@ -98,7 +121,7 @@ def test_it_is_saved_moved_cut_repeated_and_copied_as_any_other(tmp_path):
 
 def test_joining_rounds_nothing_a_second_time():
     """Embeddings of one form stay in it; mixed forms and key/values are joined as what they stand for."""
-    of_forms = (("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("int4", None))
+    of_forms = (("int8", "int8"), ("int2", "int2"), ("int8", "int4"), ("int2", "int4"), ("int4", None))
     for carrier, forms in product(CARRIERS, of_forms):
         memories = [wide_memory(carrier, counts, layout="uniform") for counts in ((35, 3, 0), (2, 0, 33))]
         rounded = [m if form is None else m.quantize(form) for m, form in zip(memories, forms, strict=True)]
@@ -160,9 +183,10 @@ def test_what_cannot_be_rounded_is_refused():
             memory.quantize(wrong)
     with pytest.raises(ValueError, match=r"is in int8: call `dequantize\(\)` first"):
         memory.quantize("int8").quantize("int4")
-    with pytest.raises(ValueError, match="needs an even width, got 5"):
-        replace(memory, embeddings=memory.embeddings[..., :5]).quantize("int4")
-    with pytest.raises(ValueError, match=r"holds values up to 1e\+08, 'int8' ends at 8\.319e\+06"):
+    for form, width, wanted in (("int4", 5, "4 bits keep 2 values"), ("int2", 12, "2 bits keep 8 values")):
+        with pytest.raises(ValueError, match=f"{wanted} in each integer, which {width} values do not fill"):
+            replace(memory, embeddings=memory.embeddings[..., :width]).quantize(form)
+    with pytest.raises(ValueError, match=r"holds values up to 1e\+08, too large for scales, which end at 65,504"):
         replace(memory, embeddings=torch.full_like(memory.embeddings, 1e8)).quantize("int8")
     with pytest.raises(ValueError, match="must be finite"):
         replace(memory, embeddings=torch.full_like(memory.embeddings, float("nan"))).quantize("int8")
