@@ -24,8 +24,8 @@ class EvaluationSettings:
     Args:
         tasks: what to ask of every data set whose columns allow it.
         ratios: compression ratios, and "auto" for a checkpoint with a ratio selector; all of its numbers when `None`.
-        memory_dtype: round memories to "int8" or "int4" before they are read, see `CompressedContext.quantize`; they
-            stay as the compressor makes them when `None`.
+        memory_dtype: round memories to "int8", "int4" or "int2" before they are read, see
+            `CompressedContext.quantize`; they stay as the compressor makes them when `None`.
         max_samples: samples per data set and task, drawn by the seed; all when `None`. A data set's own number goes
             first.
         batch_size: samples per batch.

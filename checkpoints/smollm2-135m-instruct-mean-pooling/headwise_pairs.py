@@ -157,7 +157,6 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     if isinstance(memory.ratio, int) and ratio == memory.ratio:
         return memory
     _check_ratio(memory, ratio)
-    memory = memory.dequantize() if memory.quantization else memory
     # Slots of one chunk have one position.
     places = memory.position_ids
     chunks = (places.diff(dim=1, prepend=places[:, :1]) != 0).cumsum(dim=1)
@@ -172,6 +171,7 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     return replace(
         memory,
         key_values=_taken(memory.key_values, chosen, is_real),
+        scales=None if memory.scales is None else _taken(memory.scales, chosen, is_real),
         head_ids=_shaped(_at(memory.head_ids.mT, chosen), is_real),
         coarsest_ratios=_shaped(_at(memory.coarsest_ratios.mT, chosen), is_real),
         attention_mask=is_real.long(),

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from .position_layout import rotate_keys
 from .carriers import PAIR_FIELDS, carrier_tensors, map_carrier, scale_tensors
-from .memory_quantization import quantization_of, zero_of
+from .memory_quantization import quantization_of
 from .memory_validation import is_memory
 
 # A CompressedContext. Its file imports this one, so this one cannot name the class.
@@ -73,14 +73,13 @@ def stack_memories(given: Iterable[Memory]) -> Memory:
     for memory in memories:
         places = iter(columns)
 
-        def extend(tensor: Tensor, slot_dim: int, span: int, places: Iterator[list[Tensor]] = places) -> Tensor:
-            missing = -(-length // span) - tensor.shape[slot_dim]
-            next(places).append(pad(tensor, (0, 0, 0, missing), value=zero_of(tensor.dtype)))
+        def extend(tensor: Tensor, places: Iterator[list[Tensor]] = places) -> Tensor:
+            next(places).append(pad(tensor, (0, 0, 0, length - tensor.shape[-2])))
             return tensor
 
         map_carrier(memory, extend)
     joined = (torch.cat(column) for column in columns)
-    fields = map_carrier(first, lambda tensor, slot_dim, span: next(joined))
+    fields = map_carrier(first, lambda tensor: next(joined))
     for name in ("attention_mask", "position_ids"):
         rows = [getattr(memory, name) for memory in memories]
         fields[name] = torch.cat([pad(tensor, (0, length - tensor.shape[1])) for tensor in rows])
@@ -174,7 +173,7 @@ def _packing_order(masks: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _packed(slots: Tensor, order: Tensor, mask: Tensor, slot_dim: int) -> Tensor:
     """Slots in their order, zeros at the padding slots."""
-    return slots.take_along_dim(order, dim=slot_dim).masked_fill(mask == 0, zero_of(slots.dtype))
+    return slots.take_along_dim(order, dim=slot_dim).masked_fill(mask == 0, 0)
 
 
 def _packed_key_values(

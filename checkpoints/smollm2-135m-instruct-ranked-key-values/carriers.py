@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .memory_quantization import GROUP_SIZES, dequantize_tensor, quantize_tensor
+from .memory_quantization import QUANTIZATIONS, dequantize_tensor, quantize_tensor
 
 KeyValues = tuple[tuple[Tensor, Tensor], ...]
 # Fields of memories whose heads keep unlike numbers of pairs, with an entry for each.
@@ -35,21 +35,15 @@ def _tensors(value: Tensor | KeyValues | None) -> list[Tensor]:
     return [tensor for pair in value or () for tensor in pair]
 
 
-def map_carrier(memory: Any, function: Callable[[Tensor, int, int], Tensor]) -> dict[str, Any]:
-    """The carrier's field and `scales` after a function of each tensor.
-
-    Args:
-        memory: any.
-        function: of a tensor, its dimension of the slots, and how many neighbouring slots share an entry there.
-    """
-    span = GROUP_SIZES[memory.quantization] if memory.quantization else 1
+def map_carrier(memory: Any, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The carrier's field and `scales` after a function of each tensor, whose last dimension but one is the slots."""
     fields: dict[str, Any] = {}
-    for name, keys_span in ((memory.carrier, 1), ("scales", span)):
+    for name in (memory.carrier, "scales"):
         value = getattr(memory, name)
         if isinstance(value, tuple):
-            fields[name] = tuple((function(k, 2, keys_span), function(v, 2, 1)) for k, v in value)
+            fields[name] = tuple((function(keys), function(values)) for keys, values in value)
         elif value is not None:
-            fields[name] = function(value, 1, 1)
+            fields[name] = function(value)
     return fields
 
 
@@ -60,30 +54,25 @@ def key_values_name(num_layers: int, num_heads: int, head_dim: int) -> str:
 
 def num_bytes(memory: Any) -> int:
     """Bytes of a memory's real slots, with their scales and what is said of each pair."""
-    num_slots, sizes = memory.num_slots.cpu(), []
-
-    def count(tensor: Tensor, slot_dim: int, span: int) -> Tensor:
-        heads = tensor.shape[1] if slot_dim == 2 else 1
-        entries = int(((num_slots + span - 1) // span).sum())
-        sizes.append(entries * heads * tensor.shape[-1] * tensor.element_size())
-        return tensor
-
-    map_carrier(memory, count)
-    for of_pairs in (getattr(memory, name) for name in PAIR_FIELDS):
-        if of_pairs is not None:
-            count(of_pairs, 1, 1)
-    return sum(sizes)
+    of_pairs = (getattr(memory, name) for name in PAIR_FIELDS)
+    tensors = [
+        *carrier_tensors(memory),
+        *scale_tensors(memory),
+        *(tensor for tensor in of_pairs if tensor is not None),
+    ]
+    of_slot = sum(tensor.shape[1:-2].numel() * tensor.shape[-1] * tensor.element_size() for tensor in tensors)
+    return int(memory.num_slots.sum()) * of_slot
 
 
 def quantized_fields(memory: Any, quantization: str) -> dict[str, Any]:
-    """The carrier of a `CompressedContext` and its `scales` in "int8" or "int4"; see [`quantize_tensor`]."""
-
-    def both(tensor: Tensor, is_keys: bool = False) -> tuple[Tensor, Tensor]:
-        return quantize_tensor(tensor, memory.attention_mask, quantization, is_keys)
-
+    """The carrier of a `CompressedContext` and its `scales` in a form of `QUANTIZATIONS`; see [`quantize_tensor`]."""
+    mask, (of_keys, of_others) = memory.attention_mask, QUANTIZATIONS[quantization]
     if memory.embeddings is not None:
-        return dict(zip(("embeddings", "scales"), both(memory.embeddings), strict=True))
-    layers = [(both(keys, is_keys=True), both(values)) for keys, values in memory.key_values]
+        return dict(zip(("embeddings", "scales"), quantize_tensor(memory.embeddings, mask, of_others), strict=True))
+    layers = [
+        (quantize_tensor(keys, mask, of_keys), quantize_tensor(values, mask, of_others))
+        for keys, values in memory.key_values
+    ]
     return {
         name: tuple((keys[part], values[part]) for keys, values in layers)
         for part, name in enumerate(("key_values", "scales"))
@@ -93,12 +82,9 @@ def quantized_fields(memory: Any, quantization: str) -> dict[str, Any]:
 def dequantized_fields(memory: Any) -> dict[str, Any]:
     """The carrier of a quantised `CompressedContext` in float32, without `scales`."""
     if memory.embeddings is not None:
-        return {"embeddings": dequantize_tensor(memory.embeddings, memory.scales, is_keys=False), "scales": None}
+        return {"embeddings": dequantize_tensor(memory.embeddings, memory.scales), "scales": None}
     layers = zip(memory.key_values, memory.scales, strict=True)
-    key_values = tuple(
-        (dequantize_tensor(keys, by_channel, is_keys=True), dequantize_tensor(values, by_slot, is_keys=False))
-        for (keys, values), (by_channel, by_slot) in layers
-    )
+    key_values = tuple(tuple(map(dequantize_tensor, pair, scales)) for pair, scales in layers)
     return {"key_values": key_values, "scales": None}
 
 

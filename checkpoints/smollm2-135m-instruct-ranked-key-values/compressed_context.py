@@ -45,7 +45,7 @@ class CompressedContext:
 
     Args:
         embeddings: Slots in the decoder's embedding space, `(batch_size, num_slots, hidden_size)`. Of a quantised
-            memory these are integers: int8, or uint8 of half the width where a byte holds two values of 4 bits.
+            memory these are integers, see [`quantize_tensor`].
         key_values: One pair of rotated keys and values for each layer, each
             `(batch_size, num_key_value_heads, num_slots, head_dim)`; integers likewise.
         attention_mask: `(batch_size, num_slots)`, one for real slots and zero for padding slots.
@@ -60,10 +60,8 @@ class CompressedContext:
         question_fingerprints: `(batch_size,)`, the question that each row's context was compressed with, as a number;
             `None` for memories that serve any question.
         scales: What the integers of a quantised memory are multiplied with, in float16; `None` for another one. For
-            embeddings `(batch_size, num_slots, num_groups)`, with one group in "int8" and groups of 32 channels in
-            "int4". For key/values a pair for each layer: of the keys
-            `(batch_size, num_key_value_heads, num_groups, head_dim)`, with one group of slots in "int8" and groups of
-            32 slots in "int4"; of the values `(batch_size, num_key_value_heads, num_slots, num_groups)`.
+            embeddings `(batch_size, num_slots, num_blocks)`; for key/values a pair for each layer, each
+            `(batch_size, num_key_value_heads, num_slots, num_blocks)`.
         head_ids: For key/values of heads that keep unlike numbers of them, `(batch_size, num_slots, num_layers *
             num_key_value_heads)`: of which head of the base, `layer * num_key_value_heads + head`, the pair in each
             place is. A row with n slots has n pairs for each head on average. `None` where each head has its own
@@ -178,12 +176,12 @@ class CompressedContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the carrier: floating-point, or int8 or uint8 of a quantised memory."""
-        return carrier_tensors(self)[0].dtype
+        """Type of the embeddings, or of the values: floating-point, or an integer type of a quantised memory."""
+        return carrier_tensors(self)[-1].dtype
 
     @property
     def quantization(self) -> str | None:
-        """ "int8" or "int4"; `None` for a memory in a floating-point type."""
+        """ "int8", "int4" or "int2"; `None` for a memory in a floating-point type."""
         return quantization_of(self.dtype)
 
     @property
@@ -193,22 +191,22 @@ class CompressedContext:
         return num_bytes(self)
 
     def quantize(self, quantization: str) -> CompressedContext:
-        """The memory in 8 or 4 bits for each value, symmetric around zero, for keeping: models read it as any other.
+        """The memory in 8, 4 or 2 bits for each value, for keeping: models read it as any other.
 
-        Embeddings and values get their scales by slot, keys by channel over the slots of a row: one scale each in
-        "int8", one for every 32 neighbours in "int4" (see `scales`). No gradient flows through it.
+        Blocks of up to 128 neighbours in a slot have a float16 scale each, see [`quantize_tensor`]; the keys of "int2"
+        have 4 bits. No gradient flows through it.
 
         Args:
-            quantization: "int8" or "int4".
+            quantization: "int8", "int4" or "int2".
 
         Returns:
             A new memory; this one, if it is in that form already.
 
         Raises:
-            ValueError: Another form, one of the other form already, "int4" and an odd width, or values that are not
-                finite or too large for float16 scales.
+            ValueError: Another form, one of another form already, "int4" and an odd width or "int2" and one that 8
+                does not divide, or values that are not finite or too large for float16 scales.
         """
-        check_choice("quantization", quantization, QUANTIZATIONS)
+        check_choice("quantization", quantization, tuple(QUANTIZATIONS))
         if self.quantization == quantization:
             return self
         if self.quantization is not None:
@@ -323,7 +321,7 @@ class CompressedContext:
             return replace(moved, check=False, **dequantized_fields(moved)).to(dtype=dtype)
         if dtype is not None:
             check_range(self, dtype)
-        fields = map_carrier(self, lambda tensor, slot_dim, span: tensor.to(device=device, dtype=dtype))
+        fields = map_carrier(self, lambda tensor: tensor.to(device=device, dtype=dtype))
         if self.inverse_frequencies is not None:
             fields["inverse_frequencies"] = self.inverse_frequencies.to(device=device)
         return self._replace(fields, lambda tensor: tensor.to(device=device))
@@ -357,9 +355,7 @@ class CompressedContext:
             raise ValueError(f"index must have at most one dimension, got shape {tuple(index.shape)}")
         index = torch.arange(self.batch_size)[index.cpu()].reshape(-1).to(self.device)
         length = int(self.num_slots[index].max()) if len(index) else 0
-        fields = map_carrier(
-            self, lambda tensor, slot_dim, span: tensor[index].narrow(slot_dim, 0, -(-length // span))
-        )
+        fields = map_carrier(self, lambda tensor: tensor[index][..., :length, :])
         return self._replace(fields, lambda tensor: tensor[index] if tensor.dim() == 1 else tensor[index, :length])
 
     def repeat_interleave(self, repeats: int) -> CompressedContext:
@@ -379,16 +375,15 @@ class CompressedContext:
             raise TypeError(f"repeats must be an int, got {repeats!r}")
         if repeats < 1:
             raise ValueError(f"repeats must be 1 or more, got {repeats}")
-        fields = map_carrier(self, lambda tensor, slot_dim, span: tensor.repeat_interleave(repeats, dim=0))
+        fields = map_carrier(self, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
         return self._replace(fields, lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def at_ratio(self, ratio: int) -> CompressedContext:
         """The memory of the same contexts at a coarser ratio, as `compress` would have made it, without a model.
 
         Ranked key/values, and KVzip's with shared budgets, are ranked by one reading, whatever the ratio is: what a
-        coarse memory keeps is in every finer one. A quantised memory is dequantised, to float32. A part of a joined
-        memory that is coarser already stays as it is, and where that makes a difference each row gets its common
-        ratio, as in `concatenate`.
+        coarse memory keeps is in every finer one, quantised or not. A part of a joined memory that is coarser already
+        stays as it is, and where that makes a difference each row gets its common ratio, as in `concatenate`.
 
         Args:
             ratio: Context tokens per slot, from the memory's own, which gives back the memory itself, to 255.
@@ -413,8 +408,8 @@ class CompressedContext:
         of different ratios get their common ratio, `ceil(context tokens / slots)` of each row.
 
         Nothing is rounded a second time: embeddings in one quantised form are joined as they are; where forms differ,
-        and for key/values, whose scales are for the slots of one memory, the result is dequantised, in the
-        floating-point type of those that have one, or float32.
+        and for key/values, whose keys move, the result is dequantised, in the floating-point type of those that have
+        one, or float32.
 
         Args:
             memories: Memories of one model with the same batch size, carrier, width, dtype, device and layout; some or

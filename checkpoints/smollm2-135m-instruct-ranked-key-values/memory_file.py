@@ -17,7 +17,8 @@ from torch import Tensor
 from .carriers import PAIR_FIELDS
 
 FORMAT = "context-compressors memory"
-FORMAT_VERSION = "1"
+# 2: blocks of quantised memories are rotated.
+FORMAT_VERSION = "2"
 # A hundred times what a memory of the deepest models needs.
 _MAX_HEADER_BYTES = 4 << 20
 _ZERO_DIGEST = "0" * 64

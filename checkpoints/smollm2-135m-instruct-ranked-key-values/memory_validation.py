@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .position_layout import POSITION_LAYOUTS
 from .carriers import PAIR_FIELDS, carrier_tensors, scale_tensors
-from .memory_quantization import quantization_of, scales_shape, width_of
+from .memory_quantization import dtype_of_keys, num_blocks, quantization_of, width_of
 
 _INTEGER_DTYPES = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -80,9 +80,11 @@ def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
         raise ValueError("key_values must have at least one layer")
     for tensor in carrier_tensors(memory):
         _check_carrier_tensor(memory, "key_values", tensor, "(batch_size, num_key_value_heads, num_slots, head_dim)")
-    found = {(tuple(tensor.shape), tensor.dtype) for tensor in carrier_tensors(memory)}
-    if len(found) > 1:
-        raise ValueError(f"key_values must have one shape and dtype in all layers, got {sorted(map(str, found))}")
+    widths = {(*tensor.shape[:-1], width_of(tensor)) for tensor in carrier_tensors(memory)}
+    dtypes = {(keys.dtype, values.dtype) for keys, values in layers}
+    if len(widths | dtypes) > 2 or any(keys != dtype_of_keys(values) for keys, values in dtypes):
+        found = sorted(map(str, widths | dtypes))
+        raise ValueError(f"key_values must have one shape and dtype in all layers, got {', '.join(found)}")
     (batch_size, _, length, _), head_dim = layers[0][0].shape, width_of(layers[0][0])
     if memory.inverse_frequencies is not None and memory.inverse_frequencies.shape != (head_dim / 2,):
         raise ValueError(
@@ -170,7 +172,7 @@ def _check_carrier_tensor(memory: Any, name: str, tensor: Tensor, shape: str) ->
     dtype = getattr(tensor, "dtype", None)
     if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or quantization_of(tensor.dtype)):
         raise TypeError(
-            f"{name} must be floating-point tensors, or int8 or uint8 with `scales`, got {dtype or tensor!r}"
+            f"{name} must be floating-point tensors, or int8, uint8 or int16 with `scales`, got {dtype or tensor!r}"
         )
     if tensor.dim() != shape.count(",") + 1:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
@@ -191,7 +193,7 @@ def _check_scales(memory: Any) -> None:
         fits = fits and all(isinstance(pair, tuple) and len(pair) == 2 for pair in memory.scales)
     if not fits or not all(isinstance(t, Tensor) and t.dtype == torch.float16 for t in scale_tensors(memory)):
         raise TypeError("scales must be float16 tensors, one for embeddings, a pair for each layer of key_values")
-    for place, (tensor, scales) in enumerate(zip(carrier_tensors(memory), scale_tensors(memory), strict=True)):
-        wanted = scales_shape(tensor, is_keys=memory.key_values is not None and place % 2 == 0)
+    for tensor, scales in zip(carrier_tensors(memory), scale_tensors(memory), strict=True):
+        wanted = (*tensor.shape[:-1], num_blocks(width_of(tensor)))
         if tuple(scales.shape) != wanted:
             raise ValueError(f"scales must have shape {wanted} to fit the {memory.carrier}, got {tuple(scales.shape)}")
