@@ -17,7 +17,10 @@ from transformers import (
     Qwen2VLConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessorPil,
+    SmolVLMProcessor,
 )
+from transformers.models.smolvlm import processing_smolvlm
 
 from context_compressors import CompressedContext, VoCoConfig, VoCoForCausalLM
 from context_compressors.modeling.parts.position_layout import voco_position_ids
@@ -235,3 +238,39 @@ def test_what_the_bases_processor_makes_is_compressed_as_it_comes(tmp_path, tiny
         alone = processor(images=pictures[row], text=prompts[row], return_tensors="pt")
         expected = model.generate(**question, memory=model.compress(**alone), **GREEDY)
         assert model.generate(**question, memory=memory.rows(row), **GREEDY).equal(expected)
+
+
+@pytest.mark.slow
+def test_pictures_that_smolvlms_processor_cuts_into_unlike_numbers_of_tiles_are_compressed_and_asked(
+    tmp_path, tiny_tokenizer, monkeypatch
+):
+    # Videos alone need these, which are packages of their own.
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    monkeypatch.setattr(SmolVLMProcessor, "check_argument_for_proper_class", lambda self, name, value: type(value))
+    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    names = ["<image>", "<fake_token_around_image>", "<global-img>", *tiles]
+    tiny_tokenizer.add_special_tokens({"additional_special_tokens": names})
+    sizes = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 8}}
+    processor = SmolVLMProcessor(SmolVLMImageProcessorPil(**sizes), tiny_tokenizer, None, image_seq_len=4)
+    parts = {"vision_config": VISION, "text_config": base_config(vocab_size=len(tiny_tokenizer))}
+    config = SmolVLMConfig(**parts, image_token_id=processor.image_token_id, scale_factor=2)
+    torch.manual_seed(0)
+    SmolVLMForConditionalGeneration(config).save_pretrained(tmp_path)
+    draw = np.random.default_rng(0)
+    pictures = [draw.integers(0, 255, shape, dtype=np.uint8) for shape in ((16, 16, 3), (8, 16, 3))]
+    prompts = ["Look: <image>", "<image>"]
+    context = processor(images=[[picture] for picture in pictures], text=prompts, return_tensors="pt", padding=True)
+    # Four tiles and two, and each picture as a whole.
+    assert (context["input_ids"] == processor.image_token_id).sum(dim=1).tolist() == [20, 12]
+    model = start(("smolvlm", tmp_path), position_layout="enhanced")
+    memory = model.compress(**context)
+    question = processor.tokenizer("Which?", return_tensors="pt", add_special_tokens=False)
+    for row in range(2):
+        alone = processor(images=pictures[row], text=prompts[row], return_tensors="pt")
+        expected = model.compress(**alone)
+        for found, wanted in zip(memory.rows(row).key_values, expected.key_values, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        written = model.generate(**question, memory=expected, **GREEDY)
+        assert model.generate(**question, memory=memory.rows(row), **GREEDY).equal(written)
+        given = {name if name.startswith("pixel") else f"context_{name}": value for name, value in alone.items()}
+        assert model.generate(**question, **given, **GREEDY).equal(written)
