@@ -31,7 +31,7 @@ from ..modeling.memory.compressed_context import CompressedContext
 from .server_engine import Engine, Job, ServerError
 from .server_jobs import Answer, AnswerJob, CompressionJob, Sampling, ServedModel
 from .server_memories import ProcessMemories, StoredMemories
-from .server_requests import ChatRequest, MemoriesRequest
+from .server_requests import ChatRequest, MemoriesRequest, MemoryPart
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
@@ -166,13 +166,15 @@ class _Server:
         message = f"there is no memory {memory_id!r}: {'; or '.join(place.absence for place in self.places)}"
         raise ServerError(404, message, "memory_not_found", "memory_id")
 
-    def memory_for(self, model: ServedModel, memory_id: str) -> CompressedContext:
-        """A memory that this model reads."""
-        maker, memory = self.find_memory(memory_id)
+    def memory_for(self, model: ServedModel, part: MemoryPart) -> CompressedContext:
+        """A memory that this model reads, at the ratio of the request."""
+        maker, memory = self.find_memory(part.memory_id)
         if memory.model_id != model.model_id:
-            message = f"the memory {memory_id!r} was made by the model {maker.name!r}: {model.name!r} cannot read it"
+            message = (
+                f"the memory {part.memory_id!r} was made by the model {maker.name!r}: {model.name!r} cannot read it"
+            )
             raise ServerError(400, message, "memory_of_another_model", "memory_id")
-        return memory
+        return memory if part.ratio is None else memory.at_ratio(part.ratio)
 
     def check_length(self, what: str, num_tokens: int, limit: int | None, param: str) -> None:
         """Refuse more tokens than the server, or a model, allows."""
@@ -190,7 +192,7 @@ class _Server:
 
     async def answer(self, model: ServedModel, request: ChatRequest) -> AnswerJob:
         """What answers a chat."""
-        memories = [await run_in_threadpool(self.memory_for, model, name) for name in request.memory_ids]
+        memories = [await run_in_threadpool(self.memory_for, model, part) for part in request.memories]
         messages = [{"role": message.role, "content": message.text} for message in request.messages]
         text_ids = await run_in_threadpool(model.text_ids, messages, bool(memories))
         # Below, scores overflow, and the likeliest token is drawn anyhow.

@@ -41,10 +41,11 @@ class TextPart(_Fields):
 
 
 class MemoryPart(_Fields):
-    """A memory, in place of the words that it was made of."""
+    """A memory, in place of the words that it was made of, at its own ratio or a coarser one that it holds."""
 
     type: Literal["memory"]
     memory_id: _Text
+    ratio: Annotated[int, Field(ge=1)] | None = None
 
 
 class Message(_Fields):
@@ -54,8 +55,8 @@ class Message(_Fields):
     content: Annotated[list[Annotated[TextPart | MemoryPart, Field(discriminator="type")]], _Parts]
 
     @property
-    def memory_ids(self) -> list[str]:
-        return [part.memory_id for part in self.content if isinstance(part, MemoryPart)]
+    def memories(self) -> list[MemoryPart]:
+        return [part for part in self.content if isinstance(part, MemoryPart)]
 
     @property
     def text(self) -> str:
@@ -63,7 +64,7 @@ class Message(_Fields):
 
     @model_validator(mode="after")
     def _memories_before_words(self) -> Message:
-        if not all(isinstance(part, MemoryPart) for part in self.content[: len(self.memory_ids)]):
+        if not all(isinstance(part, MemoryPart) for part in self.content[: len(self.memories)]):
             raise ValueError("parts of type 'memory' must stand before those of type 'text', as they are read")
         return self
 
@@ -92,12 +93,12 @@ class ChatRequest(_Fields):
     user: str = ""
 
     @property
-    def memory_ids(self) -> list[str]:
+    def memories(self) -> list[MemoryPart]:
         """The memories of the first message of the user, in order."""
-        return next((message.memory_ids for message in self.messages if message.role == "user"), [])
+        return next((message.memories for message in self.messages if message.role == "user"), [])
 
     @model_validator(mode="after")
     def _memories_in_front(self) -> ChatRequest:
-        if sum(len(message.memory_ids) for message in self.messages) > len(self.memory_ids):
+        if sum(len(message.memories) for message in self.messages) > len(self.memories):
             raise ValueError("memories are read in front of the first message of the user: name all of them there")
         return self

@@ -19,7 +19,7 @@ def mixed_memory(memories: Sequence[CompressedContext], asked: Collection[int], 
 
     Args:
         memories: of the same blocks at each ratio, one row for each block, such as
-            `pipe.compress(blocks, ratio=[2, 8, 32])` returns.
+            `pipe.compress(blocks, ratio=[2, 8, 32])` returns, or `at_ratio` of one that holds all of them.
         asked: rows of the blocks to read fine, such as BM25 finds; without any, all blocks are read alike.
         num_slots: most slots of the mixed memory.
 

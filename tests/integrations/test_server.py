@@ -138,6 +138,21 @@ def test_every_form_of_memory_is_served_in_batches_and_from_a_store_and_another_
         server.create_app({"m": pipes["selected"]}, stores={"m": stored["key/values"]})
 
 
+def test_a_memory_is_read_at_coarser_ratios_than_it_is_kept_at(serve):
+    method = next(method for method in TRAINING_FREE if method.name == "kv_zip")
+    pipe = Case(method).build().question_answering(tiny_tokenizer())
+    running = serve({"m": pipe})
+    messages = about(running.compress(TEXTS[:3], ratio=2))
+    messages[0]["content"][0]["ratio"], messages[0]["content"][2]["ratio"] = 8, 3
+    rows = [pipe.compress(text, ratio=ratio) for text, ratio in zip(TEXTS, (8, 2, 3), strict=False)]
+    found = running.client.chat.completions.create(model="m", messages=messages, max_tokens=6)
+    assert found.choices[0].message.content == pipe(QUESTION, memory=rows, join=True, max_new_tokens=6)["answer"]
+    assert found.usage.prompt_tokens_details.memory_slots == sum(int(row.num_slots) for row in rows)
+    messages[0]["content"][1]["ratio"] = 1
+    with pytest.raises(openai.BadRequestError, match="`ratio` must be from 2, the memory's own, to 255, got 1"):
+        running.client.chat.completions.create(model="m", messages=messages)
+
+
 def test_texts_are_kept_at_the_ratios_that_they_select(serve, pipe, small_checkpoints):
     own = pipe.model.config.compression_ratios
     config = pipe.model.config.from_pretrained(small_checkpoints / "mean_pooling", ratio_selector="ratio")
