@@ -34,8 +34,7 @@ import context_compressors
 from .data.prompts import default_prompts
 from .data.task_tokens import text_starts
 from .evaluation.metrics import normalize_answer
-from .modeling.parts.prompting import document_ids, full_context_ids
-from .modeling.parts.text_ids import context_start_ids
+from .modeling.parts.prompting import decoder_document_ids, full_context_ids
 from .reporting.environment import environment
 from .reporting.tables import markdown_table
 from .training.fields import DataArguments
@@ -192,12 +191,6 @@ def load(
     )
 
 
-def decoder_ids(pipe: Pipeline, text: str) -> list[int]:
-    """Token ids of a text as the decoder reads it without a memory; BOS is the prompt's, or a task token follows."""
-    ids = document_ids(pipe.model.config, pipe.tokenizer, text)
-    return ids if pipe.model.config.task_token_ids else ids[len(context_start_ids(pipe.tokenizer)) :]
-
-
 def num_shared(rows: Sequence[Sequence[int]]) -> int:
     """How many token ids all rows start with, less than the shortest row has: something has to be left to read."""
     differ = (place for place, ids in enumerate(zip(*rows, strict=False)) if len(set(ids)) > 1)
@@ -208,7 +201,7 @@ def num_shared(rows: Sequence[Sequence[int]]) -> int:
 def read_text(pipe: Pipeline, page: Page) -> Reading:
     """Ask a page's questions of the decoder that has the whole text, which it reads once."""
     model, tokenizer = pipe.model, pipe.tokenizer
-    document = decoder_ids(pipe, page.text)
+    document = decoder_document_ids(model.config, tokenizer, page.text)
     rows = [full_context_ids(model.config, tokenizer, document, question) for question in page.questions]
     shared = num_shared(rows)
     start = time.perf_counter()

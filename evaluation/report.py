@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result rows of an evaluation, their averages, and the file and table that show them."""
+"""Result rows of an evaluation, their averages, and the file that holds them."""
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..reporting.environment import environment
 from ..reporting.result_files import write_results
-from ..reporting.tables import markdown_table
-from .answer_kinds import ANSWER_KINDS
 from .benchmark_metrics import BENCHMARK_SCORE
-from .bootstrap import verdict
 from .metrics import teacher_normalized
 from .rows import (
     DOMAINS,
     FULL_CONTEXT,
     NO_CONTEXT,
-    RETENTION,
     EvaluationRow,
     SampleAnswers,
     plain_json,
@@ -38,10 +34,6 @@ MAIN_METRICS = {
     "reconstruction": "token_accuracy",
     "continuation": "perplexity",
 }
-# Name in the rows -> title in tables.
-_COSTS = {"slots": "slots", "memory_bytes": "bytes", "decoder_positions": "positions"}
-_COSTS["reached_ratio"] = "tokens a slot"
-_SECONDS = {"compress": "seconds to compress", "answer": "seconds to answer"}
 _FORMAT_VERSION = 1
 
 
@@ -285,145 +277,3 @@ class EvaluationReport:
             return cls(rows=rows, **{name: content[name] for name in names}, **later)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not an evaluation report: {error}") from error
-
-    def to_markdown(self) -> str:
-        """The report as Markdown: per task one table of all rows and one of the averages of its main metric."""
-        parts = [f"# {self.model}", f"Bounds (no_context, full_context): {self.bounds}."]
-        if any(row.intervals for row in self.rows):
-            parts.append("In brackets: 95 % bootstrap intervals over documents.")
-        parts += _held_out_lines(self.held_out)
-        if self.settings.get("memory_dtype"):
-            parts.append(f"Memories are rounded to {self.settings['memory_dtype']}.")
-        if self.settings.get("leave_out_long"):
-            limit = self.settings["max_context_tokens"]
-            counts = "; ".join(f"{number:,} of {name}" for name, number in self.settings["left_out"].items())
-            parts.append(f"Left out, with contexts of more than {limit:,} tokens: {counts}.")
-        for task in self.tasks():
-            parts += [f"## {task}", self._rows_table(task), self._averages_table(task)]
-            parts += filter(None, [self._kinds_table(task), self._differences_table(task)])
-        return "\n\n".join(parts) + "\n"
-
-    def _rows_table(self, task: str) -> str:
-        metrics = self.metric_names(task)
-        order = {condition: index for index, condition in enumerate(self.conditions(task))}
-        datasets = self.datasets(task)
-        rows = sorted(
-            (row for row in self.rows if row.task == task),
-            key=lambda row: (datasets.index(row.dataset), row.seed, order[row.condition]),
-        )
-        costs = [name for name in _COSTS if any(name in row.costs for row in rows)]
-        seconds = [name for name in _SECONDS if any(name in row.seconds for row in rows)]
-        kept = [RETENTION] if any(row.retention is not None for row in rows) else []
-        header = ["data set", "domain", "seed", "condition", "samples", "documents", "truncated"]
-        body = [
-            [row.dataset, row.domain, row.seed, row.condition, row.num_samples, row.num_documents or "-"]
-            + [row.num_truncated, *(_with_interval(row.metrics.get(metric), row, metric) for metric in metrics)]
-            + [_with_interval(row.retention, row, RETENTION) for _ in kept]
-            + [_text(row.costs.get(name)) for name in costs]
-            + [_text(row.seconds.get(name)) for name in seconds]
-            for row in rows
-        ]
-        titles = [*(_COSTS[name] for name in costs), *(_SECONDS[name] for name in seconds)]
-        return markdown_table([*header, *metrics, *kept, *titles], body)
-
-    def _kinds_table(self, task: str) -> str | None:
-        """The main metric by kind of answer."""
-        rows = [row for row in self.rows if row.task == task and row.by_kind]
-        metric = self.main_metric(task)
-        kinds = [kind for kind in ANSWER_KINDS if any(kind in row.by_kind for row in rows)]
-        if not kinds:
-            return None
-        body = []
-        for row in rows:
-            found = [row.by_kind.get(kind, {}) for kind in kinds]
-            cells = [_text(kind.get(metric)) + _brackets(kind.get("interval")) for kind in found]
-            cells = [
-                f"{cell}, {kind['num_samples']}" if kind else "-" for cell, kind in zip(cells, found, strict=True)
-            ]
-            body.append([row.dataset, row.seed, row.condition, *cells])
-        title = f"{metric} by kind of answer, and how many questions ask for one"
-        return f"{title}\n\n" + markdown_table(["data set", "seed", "condition", *kinds], body)
-
-    def _differences_table(self, task: str) -> str | None:
-        """Slots beside text at the same number of positions, on the same questions."""
-        body = [
-            [
-                *(row.dataset, row.seed, row.condition, other, row.num_samples, row.num_documents or "-"),
-                _text(found["difference"]) + _brackets(found["interval"]),
-                verdict(found["interval"], found["metric"]),
-            ]
-            for row in self.rows
-            for other, found in row.differences.items()
-            if row.task == task
-        ]
-        if not body:
-            return None
-        title = f"{self.main_metric(task)}: slots less text at the same number of positions, on the same questions"
-        header = ["data set", "seed", "slots", "text", "samples", "documents", "difference", "slots are"]
-        return f"{title}\n\n" + markdown_table(header, body)
-
-    def _averages_table(self, task: str) -> str:
-        metric = self.main_metric(task)
-        averages = self.averages(task, metric)
-        undefined = averages.pop("undefined_datasets", [])
-        intervals = averages.pop("macro_average_interval", {})
-        titles = {
-            "macro_average": "all data sets",
-            "teacher_normalized_per_dataset_then_averaged": "teacher-normalised",
-            "in_domain": "in-domain",
-            "out_domain": "out-of-domain",
-            "domain_gap": "gap (teacher-normalised)",
-        }
-        body = [
-            [condition, *(_text(values.get(condition)) for values in averages.values())]
-            for condition in self.conditions(task)
-        ]
-        for cells in body:
-            cells[1] += _brackets(intervals.get(cells[0]))
-        lines = [f"Averages of {metric}; teacher-normalised scores are taken per data set, then averaged."]
-        if undefined:
-            lines.append(f"Without a teacher-normalised score (full context = no context): {', '.join(undefined)}.")
-        return "\n".join([*lines, "", markdown_table(["condition", *(titles[name] for name in averages)], body)])
-
-
-def _held_out_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What `check_held_out` found, for people: a sentence for each model."""
-    lines = []
-    for model, facts in found.items():
-        if facts["record"] == "none":
-            lines.append(f"Whether {model} was trained on these documents is unknown: it has no record of its own.")
-            continue
-        counts = f"{facts['trained']:,} that trained {model} and the {facts['chose']:,} that chose it"
-        if facts["record"] == "in part":
-            counts += ", as far as these are recorded"
-        shared = [
-            f"{number} of {dataset} {part}"
-            for dataset, parts in facts["shared"].items()
-            for part, number in parts.items()
-        ]
-        if shared:
-            lines.append(
-                f"**Not held out**: among the {counts}, are documents that are scored here: {', '.join(shared)}."
-            )
-        else:
-            lines.append(f"Held out: no document here is among the {counts}.")
-    return lines
-
-
-def _with_interval(value: float | None, row: EvaluationRow, metric: str) -> str:
-    text = _text(value)
-    return text if text == "-" else text + _brackets(row.intervals.get(metric))
-
-
-def _brackets(interval: tuple[float, float] | None) -> str:
-    if interval is None or math.isnan(interval[0]):
-        return ""
-    return f" [{_text(interval[0])}, {_text(interval[1])}]"
-
-
-def _text(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "-"
-    if abs(value) >= 10_000:
-        return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.2f}"

@@ -128,33 +128,9 @@ class Scorer:
         self.pad_token_id = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     @torch.inference_mode()
-    def score(
-        self,
-        task: str,
-        samples: Sequence[Sample],
-        batch_size: int,
-        max_new_tokens: int | None = None,
-        reconstruction_bleu: bool = False,
-        on_batch: Callable[[list[int], dict[str, Tally]], Any] = lambda rows, tallies: None,
-        answer_perplexity: bool = False,
-    ) -> dict[str, dict[str, float]]:
-        """Score a task under all conditions.
-
-        Args:
-            task: the task of the samples.
-            samples: what to score.
-            batch_size: samples per batch.
-            max_new_tokens: most tokens that an answer or summary may have.
-            reconstruction_bleu: also write reconstructions greedily, and score how they match.
-            on_batch: called with a batch's rows and what the conditions have scored, once it is done.
-            answer_perplexity: also score each question's first answer token by token.
-
-        Returns:
-            Condition -> metric -> score.
-        """
-        tallies = self.tallies(
-            task, samples, batch_size, max_new_tokens, reconstruction_bleu, on_batch, answer_perplexity
-        )
+    def score(self, task: str, *arguments: Any, **options: Any) -> dict[str, dict[str, float]]:
+        """As `tallies`, of all samples together: condition -> metric -> score."""
+        tallies = self.tallies(task, *arguments, **options)
         return {
             name: {metric: statistic.score() for metric, statistic in tally.statistics(task, self.bert_scorer).items()}
             for name, tally in tallies.items()
@@ -172,10 +148,21 @@ class Scorer:
         answer_perplexity: bool = False,
         done: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> dict[str, Tally]:
-        """As `score`, by sample: condition -> what it scored.
+        """Score a task under all conditions, by sample.
 
-        Rows that are `done` are taken over from what their tallies' `state` gave, by condition; batches are those that
-        there would be without them.
+        Args:
+            task: the task of the samples.
+            samples: what to score.
+            batch_size: samples per batch.
+            max_new_tokens: most tokens that an answer or summary may have.
+            reconstruction_bleu: also write reconstructions greedily, and score how they match.
+            on_batch: called with a batch's rows and what the conditions have scored, once it is done.
+            answer_perplexity: also score each question's first answer token by token.
+            done: rows that are taken over from what their tallies' `state` gave, by condition; batches are those that
+                there would be without them.
+
+        Returns:
+            Condition -> what it scored.
         """
         written = task in ("question_answering", "summarisation")
         given = not written or (task == "question_answering" and answer_perplexity)

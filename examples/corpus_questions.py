@@ -21,9 +21,8 @@ import torch
 
 from context_compressors import CorpusCompressor, MemoryStore, cli
 from context_compressors.corpus.text_search import BM25Search
-from context_compressors.demo import decoder_ids
 from context_compressors.evaluation.metrics import squad_scores
-from context_compressors.modeling.parts.prompting import full_context_ids
+from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids
 
 
 def read_questions(path: str, num_chunks: int, num_questions: int) -> tuple[list[str], list[dict[str, Any]]]:
@@ -38,9 +37,10 @@ def read_questions(path: str, num_chunks: int, num_questions: int) -> tuple[list
 @torch.no_grad()
 def answer_from_text(pipe: Any, question: str, texts: list[str], max_new_tokens: int) -> str:
     """The answer of the decoder that has the texts themselves in its prompt."""
-    document = [token for text in texts for token in decoder_ids(pipe, text)]
-    ids = torch.tensor([full_context_ids(pipe.model.config, pipe.tokenizer, document, question)], device=pipe.device)
-    end = pipe.tokenizer.eos_token_id
+    config, tokenizer = pipe.model.config, pipe.tokenizer
+    document = [token for text in texts for token in decoder_document_ids(config, tokenizer, text)]
+    ids = torch.tensor([full_context_ids(config, tokenizer, document, question)], device=pipe.device)
+    end = tokenizer.eos_token_id
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": end}
     output = pipe.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     return pipe.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from ..evaluation.analysis.slot_origins import can_reconstruct, reconstruction, slot_origins
 from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
-from ..modeling.parts.prompting import context_opening, document_ids, full_context_ids, question_ids
+from ..modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
 from ..modeling.parts.text_ids import text_tokenizer
 
 MAX_TOKENS, MAX_NEW_TOKENS = 4096, 64
@@ -206,10 +206,8 @@ class PageModel:
         return self.pipe.document_ids(document)[0]
 
     def _text_ids(self, document: str) -> list[int]:
-        """As the decoder reads it without a memory; what opens a text is the prompt's, or a task token follows."""
-        config = self.model.config
-        ids = document_ids(config, self._tokenizer, document)
-        return ids if config.task_token_ids else ids[len(context_opening(config, self._tokenizer)) :]
+        """As the decoder reads it without a memory."""
+        return decoder_document_ids(self.model.config, self._tokenizer, document)
 
     def _written(self, cost: Answer, ids: Sequence[int], **inputs: Any) -> Generator[Answer, None, None]:
         """An answer behind token ids, piece by piece; nobody waits for what is no longer asked for."""

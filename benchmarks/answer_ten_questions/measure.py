@@ -27,9 +27,9 @@ from transformers import Cache, Pipeline
 from transformers.utils import logging
 
 from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, positive_int, save_and_report, timed
-from context_compressors.demo import CHECKPOINT, decoder_ids, fastest_dtype, load, num_shared, read_pages
+from context_compressors.demo import CHECKPOINT, fastest_dtype, load, num_shared, read_pages
 from context_compressors.modeling.memory.compressed_context import CompressedContext
-from context_compressors.modeling.parts.prompting import full_context_ids, question_ids
+from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
 from context_compressors.reporting.tables import markdown_table
 
 TEXT = "text"
@@ -90,7 +90,8 @@ def page_of(pipe: Pipeline, length: int, questions: Sequence[str], new_tokens: i
     Raises:
         ValueError: nothing fits.
     """
-    config, page = pipe.model.config, decoder_ids(pipe, "\n\n".join(page.text for page in read_pages()))
+    config, text = pipe.model.config, "\n\n".join(page.text for page in read_pages())
+    page = decoder_document_ids(config, pipe.tokenizer, text)
     around = new_tokens + max(len(full_context_ids(config, pipe.tokenizer, [], question)) for question in questions)
     positions = config.decoder_config.max_position_embeddings
     if positions <= around:

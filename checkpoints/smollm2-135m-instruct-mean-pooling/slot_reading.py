@@ -171,7 +171,7 @@ class SlotReader(CompressorBackbone):
         return memory.num_context_tokens * ~starts_with_ae
 
     def num_in_front(self, input_ids: Tensor) -> int:
-        """Most tokens that a text without pads has in front of the slots: a first pass reads these and slots together."""
+        """Most tokens that a text without pads has in front of the slots; one pass has to read them and the slots."""
         moved = self._moves_first(input_ids, torch.ones_like(input_ids))
         return 0 if moved is None else int(moved.sum(dim=1).max())
 

@@ -362,12 +362,14 @@ def main(arguments: argparse.Namespace) -> None:
     """
     if not arguments.data and not arguments.out_of_domain:
         raise ValueError("give at least one data set with --data or --out-of-domain")
+    from ..evaluation.report_tables import report_markdown
+
     report, paths = _evaluate(arguments), []
     if arguments.plots:
         from ..evaluation.report import EvaluationReport
 
         others = [EvaluationReport.load(path) for path in arguments.compare_with]
         paths = write_plots(report, arguments.plots, others)
-    print(report.to_markdown())
+    print(report_markdown(report))
     for path in [*filter(None, [arguments.output, arguments.keep_answers]), *paths]:
         print(f"wrote {path}")

@@ -31,6 +31,16 @@ def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, d
     return passages_ids(config, tokenizer, [document])[0][0]
 
 
+def decoder_document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
+    """Token ids of a document for `full_context_ids`: what opens a text is the prompt's, or a task token follows.
+
+    Args:
+        config, tokenizer, document: as in `document_ids`.
+    """
+    ids = document_ids(config, tokenizer, document)
+    return ids if config.task_token_ids else ids[len(context_opening(config, tokenizer)) :]
+
+
 def passages_ids(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str | Sequence[str]]
 ) -> list[list[list[int]]]:
@@ -100,7 +110,7 @@ def full_context_ids(
 
     Args:
         config, tokenizer, question, prompt: as in `question_ids`.
-        document_ids: token ids of the document.
+        document_ids: token ids of the document, see `decoder_document_ids`.
     """
     head, tail = _around_document(config, tokenizer, question, prompt)
     if config.continuation_token_id is not None:

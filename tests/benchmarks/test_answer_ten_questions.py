@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from context_compressors.data.task_tokens import add_task_tokens
-from context_compressors.demo import decoder_ids, load
+from context_compressors.demo import load
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.modeling.parts.chat_template import opening_ids
-from context_compressors.modeling.parts.prompting import full_context_ids, question_ids
+from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
 
 CHAT = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
@@ -76,7 +76,8 @@ def test_answers_from_a_kept_cache_are_those_of_generate(script, checkpoint: Pat
 
 def test_a_page_is_the_demos_pages_again_and_again(script, checkpoint: Path):
     benchmark, pipe = script("answer_ten_questions.measure"), load(checkpoint, torch.float32, torch.device("cpu"))
-    whole = decoder_ids(pipe, "\n\n".join(page.text for page in benchmark.read_pages()))
+    text = "\n\n".join(page.text for page in benchmark.read_pages())
+    whole = decoder_document_ids(pipe.model.config, pipe.tokenizer, text)
     assert benchmark.page_of(pipe, 50, QUESTIONS, 6) == whole[:50]
     pipe.model.config.decoder_config.max_position_embeddings = 10**6
     assert benchmark.page_of(pipe, len(whole) + 7, QUESTIONS, 6) == [*whole, *whole[:7]]

@@ -10,6 +10,7 @@ from naive_twin import QA, RECONSTRUCTION, ROWS, naive_scores, run
 from context_compressors import CorpusCompressor, MemoryStore, cli
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.report import EvaluationReport
+from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.memory.compressed_context import CompressedContext
@@ -74,7 +75,7 @@ def test_scores_and_the_reached_ratio_are_those_of_each_text_at_its_own(pipe, to
     # Text at the same number of positions, document by document.
     assert list(rows["ratio=auto"].differences) == ["cut=auto"]
     assert rows["cut=auto"].costs["decoder_positions"] == costs["decoder_positions"]
-    assert "tokens a slot" in report.to_markdown()
+    assert "tokens a slot" in report_markdown(report)
     assert report.settings["ratio_scale"] == 0
     report.save(tmp_path / "report.json")
     read = EvaluationReport.load(tmp_path / "report.json").rows[-3]

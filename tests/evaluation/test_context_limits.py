@@ -20,6 +20,7 @@ from context_compressors import (
     TCPAutoencoderForCausalLM,
 )
 from context_compressors.evaluation.context_limits import context_limit
+from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 
 POSITIONS = 256
@@ -78,7 +79,7 @@ def test_contexts_beyond_the_limit_are_left_out_before_samples_are_drawn_and_cou
     ids = [answers.id for answers in report.answers]
     assert (len(ids), {name.partition("/")[0] for name in ids}) == (6, {"fits", "exact"})
     assert {(row.num_samples, row.num_truncated) for row in report.rows} == {(6, 0)}
-    assert f"Left out, with contexts of more than 50 tokens: 4 of tiny, {QA}." in report.to_markdown()
+    assert f"Left out, with contexts of more than 50 tokens: 4 of tiny, {QA}." in report_markdown(report)
     with pytest.raises(ValueError, match="has no context of 47 tokens or less"):
         run(model, tokenizer, rows, leave_out_long=True, **{**how, "max_context_tokens": 47})
     with pytest.raises(ValueError, match="leave_out_long leaves out what is longer than max_context_tokens"):

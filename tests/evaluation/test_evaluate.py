@@ -25,6 +25,7 @@ from transformers import LlamaForCausalLM
 from context_compressors.data.task_tokens import add_task_tokens, task_start_ids
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.paired import paired_difference
+from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.tallies import Tally
 from context_compressors.modeling.parts.text_ids import text_tokenizer
 from context_compressors.training.objectives.compression_collator import CompressionCollator
@@ -105,7 +106,7 @@ def test_a_plain_language_model_has_full_and_no_context(teacher, tokenizer):
             assert report.score("tiny", RECONSTRUCTION, condition, metric) == pytest.approx(expected, rel=1e-4)
     assert report.num_parameters == teacher.num_parameters()
     assert report.settings["ratios"] == []
-    assert "| full_context" in report.to_markdown()
+    assert "| full_context" in report_markdown(report)
 
 
 def test_zero_shot_is_the_base_with_the_adapters_off(model, tokenizer, folders):
@@ -345,7 +346,7 @@ def test_rounded_memories_answer_in_place_of_exact_ones(model, tokenizer, monkey
             assert (row.metrics == whole.metrics) == (row.condition in ("no_context", "full_context"))
             if "slots" in row.costs:
                 assert row.costs["memory_bytes"] == pytest.approx(row.costs["slots"] * slot_bytes)
-        assert f"rounded to {dtype}" in report.to_markdown()
+        assert f"rounded to {dtype}" in report_markdown(report)
 
 
 @pytest.mark.slow
@@ -416,7 +417,7 @@ def test_rows_say_what_kinds_of_answers_score_and_how_slots_compare_with_as_much
             found = row.differences[other]
             assert found["difference"] == pytest.approx(expected.difference)
             assert found["interval"] == pytest.approx(expected.interval)
-    text = report.to_markdown()
+    text = report_markdown(report)
     assert "f1 by kind of answer" in text
     assert "f1: slots less text at the same number of positions, on the same questions" in text
     assert "cannot be told" in text
@@ -458,4 +459,4 @@ def test_ratios_alone_are_the_ratios(model, tokenizer):
             {name: whole.score("tiny", RECONSTRUCTION, row.condition, name) for name in row.metrics}
         )
         assert row.retention is None
-    assert "| ratio=4" in report.to_markdown()
+    assert "| ratio=4" in report_markdown(report)

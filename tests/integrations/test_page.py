@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from context_compressors import ComprExITForCausalLM, ICAEForCausalLM, SnapKVForCausalLM, cli
 from context_compressors.cli.loading import load_compressor
-from context_compressors.demo import decoder_ids
-from context_compressors.modeling.parts.prompting import full_context_ids
+from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids
 from context_compressors.serving import page_view as view
 from context_compressors.serving.page import hide, read_file, take_out
 from context_compressors.serving.page_answers import PageModel
@@ -135,7 +134,7 @@ def test_streamed_answers_are_those_of_the_pipeline_and_of_the_decoder_with_the_
     assert [answer.is_done for answer in shown] == [False] * (len(shown) - 1) + [True]
     assert (shown[-1].num_places, shown[-1].num_bytes) == (int(memory.num_slots), memory.nbytes)
 
-    text = decoder_ids(model.pipe, BAKERY)
+    text = decoder_document_ids(compressor.config, tokenizer, BAKERY)
     ids = torch.tensor([full_context_ids(compressor.config, tokenizer, text, QUESTIONS[BAKERY])])
     output = compressor.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     *_, shown = model.from_text(BAKERY, QUESTIONS[BAKERY])

@@ -17,6 +17,7 @@ import context_compressors.training
 from context_compressors import DeCALConfig, DeCALForConditionalGeneration
 from context_compressors.data.task_tokens import add_sentinel_tokens
 from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.parts.text_ids import context_end_ids
@@ -223,7 +224,7 @@ def test_pretraining_then_questions_then_answers(tmp_path, base_folder):
     settings = EvaluationSettings(tasks=("question_answering", "reconstruction"), max_samples=2, context_tokens=8)
     report = evaluate_model(model, tokenizer, [data], settings, progress=False)
     assert {row.condition for row in report.rows} == {"no_context", "ratio=2"}
-    assert report.to_markdown()
+    assert report_markdown(report)
     with pytest.raises(ValueError, match="no teacher, no zero shot"):
         evaluate_model(
             model, tokenizer, [data], EvaluationSettings(tasks=("reconstruction",), zero_shot=True), progress=False
