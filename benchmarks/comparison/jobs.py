@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs of the comparison that are no command of the package, each in a process of its own that run.py starts.
-
-python -m benchmarks.comparison.jobs FUNCTION ARGUMENTS COMMAND_LINE, the last two as JSON
-"""
+"""The jobs of the comparison that are no command of the package, each in a process of its own that run.py starts."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +109,8 @@ def write_page(comparison: Comparison) -> None:
     page.write(results.gather(comparison), comparison.folder / "page")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Do a job; returns the exit status."""
-    function, given, command_line = sys.argv[1:] if argv is None else argv
+def main() -> None:
+    """Do the job that this process's arguments name: a function, what it takes, and the command line, both as JSON."""
+    function, given, command_line = sys.argv[1:]
     arguments = argparse.Namespace(**json.loads(command_line))
-    jobs = (write_questions, merge_reader, train_trial, train_run, make_untrained, write_page)
-    job = next(job for job in jobs if job.__name__ == function)
-    job(Comparison(arguments, read_table(arguments.size)), *json.loads(given))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    globals()[function](Comparison(arguments, read_table(arguments.size)), *json.loads(given))

@@ -126,7 +126,8 @@ class Comparison:
     def _own(self, name: str, is_done: Callable[[], bool], function: str, *given: Any) -> Job:
         """A function of `jobs.py` in a process of its own."""
         arguments = json.dumps(given), json.dumps(vars(self.arguments))
-        return Job(name, lambda: ["-m", "benchmarks.comparison.jobs", function, *arguments], is_done)
+        start = "from benchmarks.comparison import jobs; jobs.main()"
+        return Job(name, lambda: ["-c", start, function, *arguments], is_done)
 
     # --- the family ---
 
