@@ -31,6 +31,8 @@ class Subject:
 
     name: str
     build: Callable[[], Any] = field(repr=False)
+    # Whether chunks are read with what came before them.
+    is_recurrent: bool = False
 
     @property
     def model(self) -> Any:
@@ -57,8 +59,8 @@ def _model(subject: Subject) -> Any:
 
 def _decoder_only(case: Any, chunk_size: int | None = None) -> Subject:
     if chunk_size is None:
-        return Subject(str(case), lambda: case.model)
-    return Subject(f"{case}-chunks_of_{chunk_size}", lambda: case.build(chunk_size=chunk_size))
+        return Subject(str(case), lambda: case.model, case.method.recurrent)
+    return Subject(f"{case}-chunks_of_{chunk_size}", lambda: case.build(chunk_size=chunk_size), case.method.recurrent)
 
 
 def _decal(setting: str, attention: str, chunk_size: int | None) -> Subject:
