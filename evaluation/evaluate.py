@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.document_ids import TrainingDocuments
 from ..data.prompts import default_prompts

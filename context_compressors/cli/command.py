@@ -127,6 +127,8 @@ BASE_MODEL = argument(
     metavar="MODEL",
     help="Hub id or folder of a light checkpoint's base (default: as the checkpoint says)",
 )
+# Of what loads a compressor.
+LOADING = (BASE_MODEL, TRUST_REMOTE_CODE, DEVICE, DTYPE)
 COLUMN = argument(
     "--column", default="context", help="column of .jsonl and .parquet files with the text (default: %(default)s)"
 )

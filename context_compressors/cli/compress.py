@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING
 
 from .command import (
     ALLOW_UNTRAINED_RATIO,
-    BASE_MODEL,
     COLUMN,
-    DEVICE,
-    DTYPE,
+    LOADING,
     MAX_TOKENS,
     RATIO_SCALE,
     REVISION,
-    TRUST_REMOTE_CODE,
     argument,
     command,
     positive_int,
@@ -37,7 +34,7 @@ MEMORY_SUFFIX = ".safetensors"
 MODEL = argument("model", help="Hub id or folder of a compressor")
 READING = (
     *(COLUMN, MAX_TOKENS, RATIO_SCALE, ALLOW_UNTRAINED_RATIO),
-    *(REVISION, BASE_MODEL, TRUST_REMOTE_CODE, DEVICE, DTYPE),
+    *(REVISION, *LOADING),
 )
 
 _EXAMPLES = """

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 
 from .command import (
     ALLOW_UNTRAINED_RATIO,
-    BASE_MODEL,
-    DEVICE,
-    DTYPE,
+    LOADING,
     MAX_TOKENS,
     REVISION,
-    TRUST_REMOTE_CODE,
     argument,
     command,
     positive_int,
@@ -99,10 +96,7 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
     MAX_TOKENS,
     ALLOW_UNTRAINED_RATIO,
     REVISION,
-    BASE_MODEL,
-    TRUST_REMOTE_CODE,
-    DEVICE,
-    DTYPE,
+    *LOADING,
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:

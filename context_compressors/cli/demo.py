@@ -8,7 +8,7 @@ import time
 import warnings
 from pathlib import Path
 
-from .command import BASE_MODEL, DEVICE, DTYPE, REVISION, TRUST_REMOTE_CODE, argument, command, positive_int
+from .command import LOADING, REVISION, argument, command, positive_int
 
 _PRINTED = {"checkpoint": None, "output": "outputs/demo", "steps": 20}
 _PAGE = {"host": "127.0.0.1", "port": None, "max_tokens": 4096, "max_new_tokens": 64}
@@ -41,10 +41,7 @@ context-compressors demo --checkpoint my-compressor --output outputs/demo --step
         help=f"of the page: longest answer (default: {_PAGE['max_new_tokens']})",
     ),
     REVISION,
-    BASE_MODEL,
-    TRUST_REMOTE_CODE,
-    DEVICE,
-    DTYPE,
+    *LOADING,
     argument("--checkpoint", metavar="FOLDER", help="of the printed demo (default: the one in the clone)"),
     argument("--output", metavar="FOLDER", help=f"of the printed demo: results (default: {_PRINTED['output']})"),
     argument(

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 from ..data.prompts import TASKS
 from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, NUM_RESAMPLES, EvaluationSettings
 from .command import (
-    BASE_MODEL,
-    DEVICE,
-    DTYPE,
+    LOADING,
     PROMPT_FORMAT,
     PROMPTS,
     RATIO_SCALE,
     TEACHER,
     TEACHER_BASE,
-    TRUST_REMOTE_CODE,
     argument,
     command,
     positive_int_or_auto,
@@ -257,7 +254,6 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     ),
     TEACHER,
     TEACHER_BASE,
-    BASE_MODEL,
     argument(
         "--alternatives",
         nargs="+",
@@ -349,9 +345,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument(
         "--num-resamples", type=int, default=NUM_RESAMPLES, metavar="N", help="of the bootstrap (default: %(default)s)"
     ),
-    DEVICE,
-    DTYPE,
-    TRUST_REMOTE_CODE,
+    *LOADING,
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:

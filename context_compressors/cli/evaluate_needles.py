@@ -6,14 +6,11 @@ from __future__ import annotations
 import argparse
 
 from .command import (
-    BASE_MODEL,
-    DEVICE,
-    DTYPE,
+    LOADING,
     PROMPT_FORMAT,
     PROMPTS,
     TEACHER,
     TEACHER_BASE,
-    TRUST_REMOTE_CODE,
     argument,
     command,
     positive_int,
@@ -50,7 +47,6 @@ context-compressors evaluate-needles my-compressor --text books.parquet --length
     ),
     TEACHER,
     TEACHER_BASE,
-    BASE_MODEL,
     argument("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per batch (default: 8)"),
     argument("--max-new-tokens", type=positive_int, default=32, metavar="N", help="of an answer (default: 32)"),
     PROMPT_FORMAT,
@@ -63,9 +59,7 @@ context-compressors evaluate-needles my-compressor --text books.parquet --length
     ),
     argument("--plot", metavar="PNG", help="draw heat maps"),
     argument("--seed", type=int, default=0, help="draws facts, texts and places (default: 0)"),
-    DEVICE,
-    DTYPE,
-    TRUST_REMOTE_CODE,
+    *LOADING,
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from .command import BASE_MODEL, DEVICE, DTYPE, REVISION, TRUST_REMOTE_CODE, argument, command, positive_int
+from .command import LOADING, REVISION, argument, command, positive_int
 from .loading import load_compressor
 
 if TYPE_CHECKING:
@@ -66,10 +66,7 @@ context-compressors serve my-compressor another-compressor --batch-size 16
         "--grace", type=positive_int, default=30, help="seconds to end what runs when it stops (default: %(default)s)"
     ),
     REVISION,
-    BASE_MODEL,
-    TRUST_REMOTE_CODE,
-    DEVICE,
-    DTYPE,
+    *LOADING,
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:

@@ -6,16 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .command import (
-    BASE_MODEL,
-    DEVICE,
-    DTYPE,
-    PROMPT_FORMAT,
-    TRUST_REMOTE_CODE,
-    argument,
-    command,
-    positive_int,
-)
+from .command import LOADING, PROMPT_FORMAT, argument, command, positive_int
 
 _EXAMPLES = """
 # What an instruct model answers to the questions of a file, in its chat template:
@@ -48,7 +39,6 @@ context-compressors write-targets my-instruct-model --task summarisation --outpu
     argument("--output", required=True, metavar="FILE", help="JSONL file; the teacher and its settings go beside it"),
     argument("--task", default="question_answering", help="question_answering (default) or summarisation"),
     argument("--data-dir", metavar="FOLDER", help="folder that the files are relative to"),
-    BASE_MODEL,
     argument("--batch-size", type=positive_int, default=8, metavar="B", help="rows per batch (default: %(default)s)"),
     argument(
         "--max-new-tokens", type=positive_int, default=128, metavar="N", help="of a target (default: %(default)s)"
@@ -65,9 +55,7 @@ context-compressors write-targets my-instruct-model --task summarisation --outpu
     argument("--document-tokens", type=positive_int, default=128, metavar="N", help="length of these (default: 128)"),
     argument("--seed", type=int, default=0, help="draws generated documents and max_samples (default: 0)"),
     argument("--resume", action="store_true", help="go on with an --output that was stopped"),
-    DEVICE,
-    DTYPE,
-    TRUST_REMOTE_CODE,
+    *LOADING,
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:

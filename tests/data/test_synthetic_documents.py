@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from context_compressors.data.synthetic_documents import (
-    KINDS,
-    MAX_TOKENS,
-    MIN_TOKENS,
-    count_words,
-    generate_document,
-)
+from context_compressors.data.synthetic_documents import KINDS, MAX_TOKENS, MIN_TOKENS, count_words, generate_document
 
 
 def has_word(text: str, word: str) -> bool:

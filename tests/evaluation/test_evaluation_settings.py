@@ -3,15 +3,7 @@
 
 import pytest
 import torch
-from naive_twin import (
-    QA,
-    RECONSTRUCTION,
-    ROWS,
-    SUMMARISATION,
-    make_base,
-    naive_scores,
-    run,
-)
+from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARISATION, make_base, naive_scores, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors.data.document_ids import TrainingDocuments, document_id

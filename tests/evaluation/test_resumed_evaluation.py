@@ -2,13 +2,7 @@
 """An evaluation that was stopped goes on where it stopped, and with no other."""
 
 import pytest
-from naive_twin import (
-    QA,
-    RECONSTRUCTION,
-    ROWS,
-    SUMMARISATION,
-    run,
-)
+from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARISATION, run
 
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.report import EvaluationReport

@@ -23,12 +23,7 @@ from context_compressors.configuration.configuration_tcp_autoencoder import TCPA
 from context_compressors.configuration.methods import METHODS, config_class
 from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.hub_cards.card_records import Score, TrainingData, TrainingRecord
-from context_compressors.hub_cards.cards import (
-    language_model_card,
-    method_text,
-    model_card,
-    score_table,
-)
+from context_compressors.hub_cards.cards import language_model_card, method_text, model_card, score_table
 
 RECORD = TrainingRecord(
     data=[

@@ -7,12 +7,7 @@ import pytest
 import torch
 from decal_models import SETTINGS, build, raises
 from tokenizers import Tokenizer, models
-from transformers import (
-    DataCollatorForSeq2Seq,
-    PreTrainedTokenizerFast,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-)
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from context_compressors import DeCALForConditionalGeneration
 

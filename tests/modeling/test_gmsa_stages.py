@@ -8,14 +8,7 @@ import torch
 from gmsa_cases import TEXT, both, on_every_base, trainable
 from tiny_bases import ids_of
 from torch.nn import functional
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    GPT2Config,
-    LlamaConfig,
-    Phi3Config,
-    Qwen2Config,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, LlamaConfig, Phi3Config, Qwen2Config
 from transformers.integrations.flash_attention import get_target_dtype
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask

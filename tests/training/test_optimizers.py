@@ -5,12 +5,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from context_compressors import (
-    ComprExITForCausalLM,
-    DeCALConfig,
-    DeCALForConditionalGeneration,
-    ICAEForCausalLM,
-)
+from context_compressors import ComprExITForCausalLM, DeCALConfig, DeCALForConditionalGeneration, ICAEForCausalLM
 from context_compressors.training.optimizers import (
     MuonWithAdamW,
     adafactor,
