@@ -6,7 +6,8 @@ A memory and a text: `memory_checks`, then `slot_reading` makes one sequence of 
 language model over it, and `causal_lm` has the loss and `generate`. Where the decoder looks at slots by
 cross-attention, all of that is in `encoder_decoder_compressor`.
 
-Several methods share `memory_token_compressor`, `key_value_selection` and `headwise_reading`. Weights are taken and
-saved by `pretrained_compressor`, and those of causal language models by `decoder_only`. `context_compression_qa` goes
-from texts to answers; `serving` and `decoder_export` are for servers of the decoder alone.
+Several methods share `memory_token_compressor`, `key_value_selection` and `headwise_reading`; `opened_contexts` is for
+contexts behind a chat's opening, and for those longer than a base's positions. Weights are taken and saved by
+`pretrained_compressor`, and those of causal language models by `decoder_only`. `context_compression_qa` goes from texts
+to answers; `serving` and `decoder_export` are for servers of the decoder alone.
 """
