@@ -62,8 +62,8 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 
 - Of SQuAD's training rows the first 85,000 train, those behind them choose, and the dev set is reported; documents
   that are reported are in neither.
-- A method's two trials differ in the learning rate alone, the same two for all; they are the first quarter of its run,
-  and that with the lower loss on the choosing part goes on.
+- A method's two trials differ in the learning rate alone, the same two for all; they restore texts, the first two
+  fifths of its run, and that with the lower loss on contexts of the choosing part goes on.
 - What is trained starts from the reader's weights, which all others are read by: it has to learn compression, and not
   the form of an answer. The adapters that it trains are its own.
 - Methods keep the start values of their papers, so that slots start at sizes of their own: beside token embeddings
@@ -299,7 +299,7 @@ def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     ]
     header = ["method", "trainable", "steps", "context tokens", *(f"trial at {rate}" for rate in _rates(results))]
     text = (
-        "Trials: the loss on the choosing part behind the first quarter, summed over ratios. Loss and hours are those "
+        "Trials: the loss on the choosing part behind the first two fifths, summed over ratios. Loss and hours are those "
         "of the first seed.\n\n"
     )
     if budget:
