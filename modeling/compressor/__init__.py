@@ -8,6 +8,6 @@ cross-attention, all of that is in `encoder_decoder_compressor`.
 
 Several methods share `memory_token_compressor`, `key_value_selection` and `headwise_reading`; `opened_contexts` is for
 contexts behind a chat's opening, and for those longer than a base's positions. Weights are taken and saved by
-`pretrained_compressor`, and those of causal language models by `decoder_only`. `context_compression_qa` goes from texts
-to answers; `serving` and `decoder_export` are for servers of the decoder alone.
+`pretrained_compressor`, and those of causal language models by `decoder_only`. `context_compression_qa` goes from
+texts to answers; `serving` and `decoder_export` are for servers of the decoder alone.
 """
