@@ -45,7 +45,7 @@ the last batch. What fails stops its own system alone. `--list` prints the jobs,
 does some. The second command measures seconds, one system at a time: run it on a machine at rest.
 
 What is compared, in which order and with which budget, is in `systems.yaml`: `--size small`, the default, is some
-eleven hours of one core and at most 9 GiB for each system at work; `--size full` has the numbers of questions of a
+ten hours of one core and at most 9 GiB for each system at work; `--size full` has the numbers of questions of a
 paper and six times the training. `--seeds 1 2 3` trains each method twice more, at the rate that the first seed chose,
 and `--rounds 1 2` adds the systems of orderings about one method. The recipes are `smollm2/comparison/*.yaml`.
 `--reader` is the adapter that `smollm2/reader.yaml` trains. `ENVIRONMENTS` holds a virtual environment for each
