@@ -154,15 +154,9 @@ def stand_in_checkpoints(small: Path, folder: Path) -> None:
 
 def letters_tokenizer(name: str, is_reversed: bool = False) -> Any:
     """Save a tokenizer whose tokens are letters in a folder of the current directory."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from byte_tokenizers import byte_tokenizer
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=is_reversed)
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer = byte_tokenizer(backwards=is_reversed, bos_token="<s>", eos_token="</s>", pad_token="</s>")
     tokenizer.save_pretrained(name)
     return tokenizer
 

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizers import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,12 +40,7 @@ def comparison(script: Callable[[str], ModuleType]) -> Callable[..., Any]:
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    return byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
 @pytest.fixture(scope="module")

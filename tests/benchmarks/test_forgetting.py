@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from byte_tokenizers import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 
@@ -26,20 +26,14 @@ def forgetting(script):
     return script("forgetting.measure")
 
 
-def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
-    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *more]
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A language model, a compressor on it before the second stage, and one whose decoder has changed."""
     root = tmp_path_factory.mktemp("checkpoints")
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(**SPECIAL)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=258, max_position_embeddings=256, bos_token_id=256, eos_token_id=257, **sizes)
@@ -62,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @torch.no_grad()
 def answer_perplexity(folder: Path) -> float:
     """The language model's own, of the answers to the questions about the texts in words."""
-    model, tokenizer = LlamaForCausalLM.from_pretrained(folder).eval(), byte_tokenizer()
+    model, tokenizer = LlamaForCausalLM.from_pretrained(folder).eval(), byte_tokenizer(**SPECIAL)
     nll, count = 0.0, 0
     for row in ROWS:
         text = f"{row['context']}\nQuestion: {row['question']}\nAnswer:"
@@ -112,7 +106,7 @@ def test_mmlu_is_answered_with_the_likeliest_letter(forgetting, folders: dict[st
     more = ["--data", str(folders["data"]), "--mmlu", "mmlu.jsonl", "--samples", "6"]
     *_, row = run(forgetting, tmp_path, folders["base"], folders["second"], *more)
     assert (row["dataset"], row["num_samples"]) == ("mmlu", 6)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(**SPECIAL)
     for side, model in (
         ("before", LlamaForCausalLM.from_pretrained(folders["base"])),
         ("after", GMSAForCausalLM.from_pretrained(folders["second"])),
@@ -138,7 +132,7 @@ def test_what_cannot_be_compared_is_refused(
 ):
     other = tmp_path / "other"
     LlamaForCausalLM.from_pretrained(folders["base"]).save_pretrained(other)
-    swapped = byte_tokenizer("extra")
+    swapped = byte_tokenizer(behind=["extra"], **SPECIAL)
     swapped.save_pretrained(other)
     for arguments, message in (
         ([str(folders["base"]), str(other)], "must have one vocabulary, they have two"),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizers import byte_tokenizer
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import context_compressors
@@ -43,19 +44,9 @@ def llama() -> LlamaConfig:
     )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer()
+    return byte_tokenizer(bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +293,7 @@ def test_questions_come_from_the_option_or_line_by_line(
 def test_a_method_with_task_tokens_is_asked_with_its_own(
     method: str, llama: LlamaConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>")
     tokens = add_task_tokens(tokenizer)
     config_class = getattr(context_compressors, f"{method}Config")
     torch.manual_seed(0)

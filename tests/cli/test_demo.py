@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from byte_tokenizers import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors import cli, demo
 from context_compressors.configuration.configuration_icae import ICAEConfig
@@ -34,14 +34,7 @@ CHAT = (
 @pytest.fixture(scope="module", params=["chat", "icae"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny compressor with one token a byte, saved as a checkpoint is."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
+    tokenizer = byte_tokenizer(bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>")
     llama = LlamaConfig(
         vocab_size=258,
         hidden_size=16,

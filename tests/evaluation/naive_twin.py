@@ -4,8 +4,8 @@
 import math
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from byte_tokenizers import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.rows import SampleAnswers
@@ -36,13 +36,8 @@ CONDITIONS = ["no_context", "full_context", "ratio=2", "ratio=4"]
 
 def make_tokenizer():
     """One token per byte, and three special ones."""
-    tokens = ["<bos>", "<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", model_max_length=10_000
-    )
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    return byte_tokenizer([*names.values()], **names, model_max_length=10_000)
 
 
 def make_base(tokenizer, seed, max_position_embeddings=512):

@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import small_recipes
 import torch
 import yaml
 from transformers import MistralConfig
@@ -21,19 +22,11 @@ RUNS = {
     "pisco": ["pisco/pisco.yaml"],
 }
 SMALL = {
-    "max_steps": 2,
-    "learning_rate": 1.0e-2,
-    "dtype": "float32",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 2,
+    **small_recipes.SMALL,
     "gradient_accumulation_steps": 1,
     "warmup_steps": 0,
     "prompts": "default",
     "prompt_format": "plain",
-    "save_strategy": "no",
-    "disable_tqdm": True,
 }
 
 

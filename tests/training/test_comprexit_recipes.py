@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+import small_recipes
 import torch
 import yaml
+from small_recipes import parse
 from transformers import AutoTokenizer, LlamaConfig
 from transformers.optimization import get_scheduler
 
@@ -31,10 +33,6 @@ ABLATIONS = {
 }
 PROMPT_TUNING = ["comprexit/fine_tuning.yaml", "comprexit/prompt_tuning.yaml"]
 on_each_base = pytest.mark.parametrize("base", BASES)
-
-
-def parse(*files, folder):
-    return parse_recipe([*files, "--output_dir", str(folder), "--use_cpu", "true"])
 
 
 def test_every_base_and_ablation_has_a_recipe():
@@ -104,22 +102,7 @@ def test_an_ablation_changes_its_own_fields(name, tmp_path):
 
 # --- what trains in a second ---
 
-SMALL = {
-    "max_steps": 2,
-    "warmup_steps": 0,
-    "learning_rate": 1.0e-2,
-    "dtype": "float32",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "min_context_tokens": 16,
-    "max_context_tokens": 60,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "disable_tqdm": True,
-}
+SMALL = {**small_recipes.SMALL, "warmup_steps": 0, "min_context_tokens": 16, "max_context_tokens": 60}
 
 
 @pytest.fixture

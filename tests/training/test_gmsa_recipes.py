@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import small_recipes
 import torch
 import yaml
+from small_recipes import parse
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MistralConfig
 from transformers.optimization import get_scheduler
 
@@ -40,10 +42,6 @@ ABLATIONS = {
     "encoder_layers_32": {"encoder_layers": 32},
     **{f"lsa_layers_{number}": {"lsa_layers": number} for number in (2, 3, 4, 5)},
 }
-
-
-def parse(*files, folder):
-    return parse_recipe([*files, "--output_dir", str(folder), "--use_cpu", "true"])
 
 
 def test_every_base_data_set_and_ablation_has_a_recipe():
@@ -119,22 +117,7 @@ def test_without_autoencoding_the_second_stage_starts_from_the_base(tmp_path):
 
 # --- what trains in a second ---
 
-SMALL = {
-    "max_steps": 2,
-    "learning_rate": 1.0e-2,
-    "dtype": "float32",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "min_context_tokens": 16,
-    "max_context_tokens": 60,
-    "max_target_tokens": 61,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "disable_tqdm": True,
-}
+SMALL = {**small_recipes.SMALL, "min_context_tokens": 16, "max_context_tokens": 60, "max_target_tokens": 61}
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import small_recipes
 import torch
 import yaml
+from small_recipes import parse
 from transformers import AutoTokenizer, LlamaConfig
 from transformers.optimization import get_scheduler
 
@@ -31,10 +33,6 @@ SHAPES = {
     "llama3.2_3b": (3072, 1024, 28, 8192),
     "llama3.1_8b": (4096, 1024, 32, 14336),
 }
-
-
-def parse(*files, folder):
-    return parse_recipe([*files, "--output_dir", str(folder), "--use_cpu", "true"])
 
 
 def meta_model(method, base, method_config):
@@ -154,22 +152,12 @@ def test_comprexit_baselines_hold_its_table_8(method, base, tmp_path):
 
 
 SMALL = {
+    **small_recipes.SMALL,
     "method_config": {"chunk_size": 16, "encoder_lora": {"rank": 2}},
-    "max_steps": 2,
     "warmup_steps": 0,
-    "learning_rate": 1.0e-2,
-    "dtype": "float32",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
     "min_document_tokens": 24,
     "max_document_tokens": 80,
     "max_context_tokens": 60,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "disable_tqdm": True,
 }
 
 

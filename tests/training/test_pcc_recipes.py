@@ -4,10 +4,12 @@
 from pathlib import Path
 
 import pytest
+import small_recipes
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+from byte_tokenizers import byte_tokenizer
+from small_recipes import parse
+from transformers import AutoModel, AutoTokenizer, GPT2Config
 
 from context_compressors import PCCConfig, PCCForCausalLM
 from context_compressors.training.arguments import parse_recipe
@@ -15,25 +17,12 @@ from context_compressors.training.train import build_trainer, main
 
 GENERATED = {"generated": True, "weight": 1}
 SMALL = {
-    "max_steps": 2,
+    **small_recipes.SMALL,
     "warmup_steps": 0,
-    "learning_rate": 1.0e-2,
-    "dtype": "float32",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
     "min_context_tokens": 16,
     "max_context_tokens": 60,
     "max_target_tokens": 64,
-    "save_strategy": "no",
-    "disable_tqdm": True,
 }
-
-
-def parse(*files, folder):
-    return parse_recipe([*files, "--output_dir", str(folder), "--use_cpu", "true"])
 
 
 def test_recipes_hold_the_authors_table(tmp_path):
@@ -66,11 +55,8 @@ def gpt2_folder(tmp_path):
     """A small GPT-2 whose tokens are bytes."""
     folder = tmp_path / "gpt2"
     torch.manual_seed(0)
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    config = GPT2Config(vocab_size=len(tokens), n_embd=24, n_layer=1, n_head=2, n_positions=64)
+    byte_tokenizer().save_pretrained(folder)
+    config = GPT2Config(vocab_size=256, n_embd=24, n_layer=1, n_head=2, n_positions=64)
     AutoModel.from_config(config).save_pretrained(folder)
     return folder
 

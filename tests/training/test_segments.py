@@ -5,8 +5,10 @@ import json
 
 import datasets
 import pytest
+import small_recipes
 import torch
 import yaml
+from small_recipes import parse
 from transformers import AutoModelForCausalLM
 
 from context_compressors import AutoCompressorConfig, AutoCompressorForCausalLM, cli
@@ -19,23 +21,7 @@ from context_compressors.training.train import build_trainer, main
 LORA = {"rank": 4, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
 NOTHING = datasets.Dataset.from_dict({"index": [0]})
 CONTINUED = {"generated": True, "tasks": ["continuation"], "weight": 1}
-# Read last: what brings a paper's settings down to what trains in a second.
-SMALL = {
-    "max_document_tokens": 64,
-    "max_steps": 2,
-    "warmup_steps": 0,
-    "learning_rate": 1.0e-2,
-    "dtype": "float32",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+SMALL = {**small_recipes.SMALL, "max_document_tokens": 64, "warmup_steps": 0}
 
 
 @pytest.fixture
@@ -177,10 +163,6 @@ def test_what_cannot_be_trained_in_segments_is_refused(base_folder, compressor, 
 
 
 # --- the papers' settings ---
-
-
-def parse(*files, folder):
-    return parse_recipe([*files, "--output_dir", str(folder), "--use_cpu", "true"])
 
 
 def test_autocompressors_recipe_holds_the_authors_settings(tmp_path):

@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import small_recipes
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
@@ -14,21 +15,7 @@ from context_compressors.training.arguments import DataArguments, parse_recipe
 from context_compressors.training.objectives.windows import WindowDataset, WindowTrainer
 from context_compressors.training.train import main
 
-# Read last: what brings a paper's settings down to what trains in a second.
-SMALL = {
-    "max_steps": 2,
-    "learning_rate": 1.0e-2,
-    "dtype": "float32",
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "max_target_tokens": 48,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "disable_tqdm": True,
-}
+SMALL = {**small_recipes.SMALL, "max_target_tokens": 48}
 NO_ROWS = Dataset.from_dict({"input_ids": [[5]]})
 PAPER = ["activation_beacon/activation_beacon.yaml", "activation_beacon/bases/llama3_8b.yaml"]
 

@@ -2,14 +2,16 @@
 """Recipes of xRAG: the values of the authors' configuration files, and both stages one after the other."""
 
 import pytest
+import small_recipes
 import torch
 import yaml
+from small_recipes import parse
 
 from context_compressors import XRAGForCausalLM
-from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.train import main
 
 SMALL = {
+    **small_recipes.SMALL,
     "sources": [{"generated": True, "tasks": ["question_answering", "reconstruction"], "weight": 1}],
     "data_dir": None,
     "method_config": {"compression_ratios": [24], "passage_readout": "mean"},
@@ -17,19 +19,8 @@ SMALL = {
     "prompt_format": "plain",
     "min_context_tokens": 16,
     "max_context_tokens": 60,
-    "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1,
-    "max_steps": 2,
-    "learning_rate": 1.0e-2,
-    "bf16": False,
-    "dtype": "float32",
-    "use_cpu": True,
-    "disable_tqdm": True,
 }
-
-
-def parse(*files, folder):
-    return parse_recipe([*files, "--output_dir", str(folder), "--use_cpu", "true"])
 
 
 def test_recipes_hold_the_authors_values(tmp_path):

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from context_compressors import cli
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
@@ -22,35 +20,9 @@ TEXT = "The mill stands by the river."
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    """One token per byte, and BOS in front of a document."""
-    tokens = ["<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
-
-
-def llama(tokenizer):
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
+def model(llama):
     torch.manual_seed(0)
-    config = ICAEConfig(
-        decoder_config=llama(tokenizer), compression_ratios=(4, 8), chunk_size=64, position_layout="enhanced"
-    )
+    config = ICAEConfig(decoder_config=llama, compression_ratios=(4, 8), chunk_size=64, position_layout="enhanced")
     return ICAEForCausalLM(config).eval()
 
 
@@ -96,11 +68,11 @@ def test_a_document_gives_a_row_for_each_memory_token(model, tokenizer):
     torch.testing.assert_close(attention, torch.stack([layer[0].mean(dim=0) for layer in heads]))
 
 
-def test_a_method_without_memory_tokens_is_refused(tokenizer):
-    pooling = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=llama(tokenizer)))
+def test_a_method_without_memory_tokens_is_refused(llama, tokenizer):
+    pooling = MeanPoolingForCausalLM(MeanPoolingConfig(decoder_config=llama))
     with pytest.raises(ValueError, match="MeanPoolingForCausalLM has no memory tokens"):
         memory_attention(pooling, tokenizer, TEXT)
-    merging = GMSAForCausalLM(GMSAConfig(decoder_config=llama(tokenizer), encoder_layers=1))
+    merging = GMSAForCausalLM(GMSAConfig(decoder_config=llama, encoder_layers=1))
     with pytest.raises(ValueError, match="GMSAForCausalLM has no memory tokens"):
         memory_attention(merging, tokenizer, TEXT)
 

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from byte_tokenizers import byte_tokenizer
 from matplotlib.figure import Figure
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from context_compressors import cli
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
@@ -51,35 +50,6 @@ from context_compressors.modeling.modeling_snap_kv import SnapKVForCausalLM
 from context_compressors.modeling.modeling_streaming_llm import StreamingLLMForCausalLM
 
 TEXT = "The mill\nstands by the river, for $3 a day or $4."
-
-
-def byte_tokenizer(backwards=False):
-    """One token per byte, and BOS in front of a document."""
-    tokens = ["<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=backwards)]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def llama(tokenizer):
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
 
 
 def build(model_class, config):
@@ -228,7 +198,8 @@ def test_merged_groups_have_no_memory_tokens_to_show(llama, tokenizer):
 def test_a_document_is_read_in_the_encoders_tokens(llama, tokenizer):
     config = GMSAConfig(decoder_config=llama, encoder_layers=1, compression_ratios=(4,), appended_tokens=16)
     model = build(GMSAForCausalLM, config)
-    model.encoder_tokenizer = byte_tokenizer(backwards=True)
+    names = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    model.encoder_tokenizer = byte_tokenizer([*names.values()], backwards=True, **names)
     inputs = model.encoder_tokenizer(TEXT, return_tensors="pt")
     assert inputs.input_ids.tolist() != tokenizer(TEXT, return_tensors="pt").input_ids.tolist()
     analysis = analyse_slots(model, tokenizer, TEXT)
