@@ -173,7 +173,7 @@ class Compressor:
         folder: the checkpoint.
         base: folder of its base.
         dtype: of the weights.
-        memory_dtype: that memories are kept in, "int8" or "int4"; as they are when `None`.
+        memory_dtype: that memories are kept in, "int8", "int4" or "int2"; as they are when `None`.
     """
 
     def __init__(self, folder: str, base: str, dtype: str, memory_dtype: str | None = None):
@@ -261,7 +261,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reader", metavar="FOLDER", help="language model that reads what is left of a context")
     add("--base", required=True, metavar="FOLDER", help="the base: small model of LLMLingua, and of --checkpoint")
     add("--checkpoint", metavar="FOLDER", help="a compressor, in place of a peer")
-    add("--memory-dtype", choices=("int8", "int4"), help="that memories of --checkpoint are kept in")
+    add("--memory-dtype", choices=("int8", "int4", "int2"), help="that memories of --checkpoint are kept in")
     add("--questions", nargs="+", required=True, metavar="FILE[#N]", help="JSONL of questions, the first N of them")
     add("--ratios", nargs="+", type=int, required=True, metavar="R", help="tokens for a position; 0: none are kept")
     add("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")

@@ -34,6 +34,7 @@ from benchmarks.common.tools import (
 )
 from context_compressors.evaluation.flops import compression_flops
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
+from context_compressors.modeling.memory.memory_quantization import num_blocks
 from context_compressors.reporting.tables import markdown_table
 
 RATIOS = (4, 16)
@@ -102,7 +103,7 @@ def row_of(shape: str, ratio: int, share: float, arguments: argparse.Namespace) 
     flops = compression_flops(config, arguments.chunk_tokens, ratio) * arguments.tokens / arguments.chunk_tokens
     least_hours = flops / H200.flops_per_second / 3600
     num_slots = arguments.tokens / arguments.chunk_tokens * -(-arguments.chunk_tokens // ratio)
-    num_bytes = num_slots * (base.hidden_size + 2)
+    num_bytes = num_slots * (base.hidden_size + 2 * num_blocks(base.hidden_size))
     return {
         "shape": shape,
         "ratio": ratio,
