@@ -13,6 +13,7 @@ from .command import (
     ALLOW_UNTRAINED_RATIO,
     LOADING,
     MAX_TOKENS,
+    MEMORY_DTYPE,
     REVISION,
     argument,
     command,
@@ -50,12 +51,7 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
         metavar="R",
         help="context tokens per slot, or auto for a model that selects them",
     ),
-    argument(
-        "--memory-dtype",
-        choices=("int8", "int4", "int2", "float16"),
-        default="int8",
-        help="what slots are kept in (default: %(default)s)",
-    ),
+    MEMORY_DTYPE,
     argument("--column", default="text", help="with the text, of files of rows (default: %(default)s)"),
     argument(
         "--id-column", metavar="COLUMN", help="with the rows' ids (default: the file's name and the row's number)"

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from .command import LOADING, REVISION, argument, command, positive_int
+from .command import LOADING, MEMORY_DTYPE, REVISION, argument, command, positive_int
 from .loading import load_compressor
 
 if TYPE_CHECKING:
@@ -35,12 +35,7 @@ context-compressors serve my-compressor another-compressor --batch-size 16
         help="where memories are kept, a folder or an address; one for each model, in their order (default: in the "
         "process, as long as it runs)",
     ),
-    argument(
-        "--memory-dtype",
-        choices=("int8", "int4", "int2", "float16"),
-        default="int8",
-        help="what a new store keeps slots in (default: %(default)s)",
-    ),
+    MEMORY_DTYPE,
     argument("--no-texts", action="store_true", help="do not keep the texts in the store"),
     argument(
         "--memory-megabytes",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import small_recipes
 import yaml
 from huggingface_hub import ModelCard
 
@@ -20,36 +21,9 @@ from context_compressors.training.train import main as train
 
 QA, RECONSTRUCTION, CONTINUATION = "question_answering", "reconstruction", "continuation"
 LIMITS = ["It has seen two steps.", "It has read generated English only."]
-RUN = {
-    "max_context_tokens": 60,
-    "max_target_tokens": 64,
-    "per_device_train_batch_size": 2,
-    "max_steps": 2,
-    "seed": 7,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "use_cpu": True,
-    "include_num_input_tokens_seen": True,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-LANGUAGE_MODEL = {
-    "objective": "language_modeling",
-    "model_config": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    },
-    "train_tokenizer": {"vocab_size": 300, "num_texts": 20},
-    "row_mixture": {"text": 1, "generated": 1},
-    "tokens_per_batch": 200,
-}
+SIZES = {"max_context_tokens": 60, "max_target_tokens": 64}
+RUN = {**small_recipes.RUN, **SIZES, "seed": 7, "include_num_input_tokens_seen": True}
+LANGUAGE_MODEL = {**small_recipes.new_model(), "row_mixture": {"text": 1, "generated": 1}}
 COMPRESSOR = {"objective": "compression", "method_config": {"compression_ratios": [2, 4]}}
 
 

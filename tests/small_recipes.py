@@ -7,21 +7,19 @@ import yaml
 
 from context_compressors.training.arguments import parse_recipe
 
-# Read last: what brings a paper's settings down to what trains in a second.
-SMALL = {
+RUN = {
     "max_steps": 2,
-    "learning_rate": 1.0e-2,
-    "dtype": "float32",
     "bf16": False,
     "use_cpu": True,
     "gradient_checkpointing": False,
     "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
     "save_strategy": "no",
     "logging_steps": 1,
     "report_to": "none",
     "disable_tqdm": True,
 }
+# Read last: what brings a paper's settings down to what trains in a second.
+SMALL = {**RUN, "learning_rate": 1.0e-2, "dtype": "float32", "gradient_accumulation_steps": 2}
 GENERATED = "[{generated: true, tasks: [question_answering, reconstruction], weight: 1}]"
 
 
@@ -30,9 +28,8 @@ def parse(*files, folder):
 
 
 def write_recipe(path: Path, **fields) -> str:
-    own = ("learning_rate", "dtype", "gradient_accumulation_steps")
     defaults = {
-        **{name: value for name, value in SMALL.items() if name not in own},
+        **RUN,
         "sources": yaml.safe_load(GENERATED),
         "max_context_tokens": 60,
         "max_target_tokens": 64,
