@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from small_recipes import parse
 from transformers.optimization import get_scheduler
 
 import context_compressors.training
@@ -27,7 +28,7 @@ def test_paper_recipes_hold_table_6(tmp_path):
     for setting, base in itertools.product(SETTINGS, BASES):
         first = ["mean_pooling/multi_ratio.yaml", *(f"mean_pooling/{name}.yaml" for name in setting)]
         files = [*first, f"mean_pooling/bases/{base}.yaml", "mean_pooling/data.yaml"]
-        model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path), "--use_cpu", "true"])
+        model, data, args = parse(*files, folder=tmp_path)
         assert (args.learning_rate, args.max_steps, args.warmup_steps) == (2e-4, 48_000, 2_400)
         assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.0, 1.0)
         assert (data.max_context_tokens, data.max_target_tokens) == (1024, 256)
@@ -102,7 +103,7 @@ def test_each_ablation_of_table_3_changes_its_own_field(tmp_path):
     assert {path.stem for path in (RECIPES / "mean_pooling" / "ablations").glob("*.yaml")} == set(own)
     for name, fields in own.items():
         files = ["mean_pooling/multi_ratio.yaml", f"mean_pooling/ablations/{name}.yaml"]
-        model, _, args = parse_recipe([*files, "--output_dir", str(tmp_path), "--use_cpu", "true"])
+        model, _, args = parse(*files, folder=tmp_path)
         config = MeanPoolingConfig(**model.method_config)
         assert config.to_dict() == MeanPoolingConfig(**fields).to_dict()
         assert (config.to_dict() == MeanPoolingConfig().to_dict()) == (name == "ratio_sampling")
@@ -168,7 +169,7 @@ def test_every_base_of_the_paper_has_a_recipe():
 
 
 def test_learning_rate_schedule_of_table_6(tmp_path):
-    _, _, args = parse_recipe(["mean_pooling/multi_ratio.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    _, _, args = parse("mean_pooling/multi_ratio.yaml", folder=tmp_path)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     scheduler = get_scheduler(
         args.lr_scheduler_type,

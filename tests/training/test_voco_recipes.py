@@ -4,6 +4,7 @@
 import pytest
 import torch
 import yaml
+from small_recipes import parse
 from transformers import LlamaConfig
 
 from context_compressors import VoCoConfig, VoCoForCausalLM
@@ -19,7 +20,7 @@ def on_meta(base, fields):
 
 
 def test_the_papers_settings_and_all_of_vicuna_trains(tmp_path):
-    model, data, args = parse_recipe(["voco/voco.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    model, data, args = parse("voco/voco.yaml", folder=tmp_path)
     assert (args.learning_rate, args.lr_scheduler_type, args.warmup_steps) == (2e-5, "cosine", 0.03)
     assert (args.num_train_epochs, args.weight_decay) == (2, 0.0)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 128
@@ -31,7 +32,7 @@ def test_the_papers_settings_and_all_of_vicuna_trains(tmp_path):
 
 
 def test_the_comparisons_adapter_has_the_budget_of_all_methods(tmp_path):
-    model, *_ = parse_recipe(["smollm2/comparison/voco.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    model, *_ = parse("smollm2/comparison/voco.yaml", folder=tmp_path)
     shape = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
     base = LlamaConfig(**shape, intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True)
     _, trained = on_meta(base, model.method_config)

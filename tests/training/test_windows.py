@@ -7,11 +7,12 @@ import pytest
 import small_recipes
 import torch
 from datasets import Dataset
+from small_recipes import parse
 from transformers import AutoModelForCausalLM
 
 from context_compressors import ActivationBeaconConfig, ActivationBeaconForCausalLM, MeanPoolingForCausalLM
 from context_compressors.data.sources import DataSource
-from context_compressors.training.arguments import DataArguments, parse_recipe
+from context_compressors.training.arguments import DataArguments
 from context_compressors.training.objectives.windows import WindowDataset, WindowTrainer
 from context_compressors.training.train import main
 
@@ -29,7 +30,7 @@ def test_recipes_hold_the_authors_values(tmp_path):
     stages = [("pretraining", 5e-5, (2400, 20_000), None), ("fine_tuning", 1e-5, (7200, 20_000), [[0.0, [2, 4, 8]]])]
     for stage, rate, lengths, schedule in stages:
         files = [*PAPER, f"activation_beacon/{stage}.yaml"]
-        model, data, args = parse_recipe([*files, "--output_dir", str(tmp_path), "--use_cpu", "true"])
+        model, data, args = parse(*files, folder=tmp_path)
         assert (args.objective, args.ratio_mode, args.learning_rate) == ("windows", "random", rate)
         assert (data.min_context_tokens, data.max_context_tokens, args.ratio_schedule) == (*lengths, schedule)
         assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
@@ -37,9 +38,7 @@ def test_recipes_hold_the_authors_values(tmp_path):
             config = ActivationBeaconConfig(**model.method_config)
             assert (config.window_size, config.num_sinks, config.compression_ratios) == (1024, 1, (2, 4, 8, 16, 32))
             assert config.beacon_maps == ["query", "key", "value"]
-    copied, *_ = parse_recipe(
-        ["comprexit_baselines/activation_beacon.yaml", "--output_dir", str(tmp_path), "--use_cpu", "true"]
-    )
+    copied, *_ = parse("comprexit_baselines/activation_beacon.yaml", folder=tmp_path)
     config = ActivationBeaconConfig(**copied.method_config)
     assert (config.window_size, config.num_sinks, config.compression_ratios) == (64, 0, (4,))
 

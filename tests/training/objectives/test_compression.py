@@ -3,6 +3,7 @@ import copy
 
 import pytest
 import torch
+from small_recipes import RUN
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -96,19 +97,9 @@ def test_a_context_is_encoded_once_for_all_ratios(make_trainer, dataset, tokeniz
 def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compressor, tmp_path, padding_side):
     before = {name: p.detach().clone() for name, p in compressor.named_parameters()}
     trainable = {name for name, p in compressor.named_parameters() if p.requires_grad}
-    args = SFTConfig(
-        output_dir=str(tmp_path / "stock"),
-        max_steps=4,
-        per_device_train_batch_size=3,
-        learning_rate=1e-2,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        remove_unused_columns=False,
-        save_strategy="no",
-        report_to="none",
-        bf16=False,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    fields = {**RUN, "max_steps": 4, "per_device_train_batch_size": 3, "learning_rate": 1e-2}
+    given = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+    args = SFTConfig(str(tmp_path / "stock"), **fields, **given)
     trainer = SFTTrainer(
         model=compressor,
         args=args,

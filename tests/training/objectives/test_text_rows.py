@@ -4,6 +4,7 @@
 import datasets
 import pytest
 import torch
+from small_recipes import RUN
 from trl import SFTConfig, SFTTrainer
 
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
@@ -111,21 +112,10 @@ def test_the_stock_trainer_trains_rows_as_they_stand(chat, tokenizer, tmp_path, 
         for number in range(6)
     ]
     before = {name: parameter.detach().clone() for name, parameter in chat.named_parameters()}
+    given = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     trainer = SFTTrainer(
         model=chat,
-        args=SFTConfig(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            dataset_kwargs={"skip_prepare_dataset": True},
-            remove_unused_columns=False,
-            save_strategy="no",
-            report_to="none",
-            bf16=False,
-            use_cpu=True,
-            disable_tqdm=True,
-        ),
+        args=SFTConfig(str(tmp_path), **{**RUN, "max_steps": 3, "learning_rate": 1e-2}, **given),
         train_dataset=datasets.Dataset.from_list([{"context": CONTEXT, **row} for row in rows]),
         data_collator=CompressionCollator.from_model(chat, tokenizer),
         processing_class=tokenizer,
