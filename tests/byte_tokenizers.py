@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of one token a byte."""
+"""Tokenizers of one token a byte, and the shape of tiny language models that read them."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 
 def byte_tokenizer(
@@ -17,3 +17,10 @@ def byte_tokenizer(
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def tiny_llama(tokenizer: PreTrainedTokenizerFast, **fields: Any) -> LlamaConfig:
+    """Of one layer, 16 wide, with the tokenizer's vocabulary and special tokens."""
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaConfig(**{"vocab_size": len(tokenizer), **ids, **shape, **fields})

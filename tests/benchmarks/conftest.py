@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from byte_tokenizers import byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from byte_tokenizers import byte_tokenizer, tiny_llama
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,18 +47,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def base(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny language model with random weights."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=257,
-    )
+    config = tiny_llama(tokenizer, max_position_embeddings=1024)
     folder = tmp_path_factory.mktemp("base")
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

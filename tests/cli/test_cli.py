@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from byte_tokenizers import byte_tokenizer
+from byte_tokenizers import byte_tokenizer, tiny_llama
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -30,18 +30,8 @@ TEXTS = {"first": "The mill stands by the river.", "second": "Nora keeps eleven 
 
 
 @pytest.fixture(scope="module")
-def llama() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=258,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=256,
-        eos_token_id=257,
-    )
+def llama(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    return tiny_llama(tokenizer, num_hidden_layers=2, max_position_embeddings=256)
 
 
 @pytest.fixture(scope="module")

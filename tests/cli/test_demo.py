@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from byte_tokenizers import byte_tokenizer
+from byte_tokenizers import byte_tokenizer, tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors import cli, demo
@@ -35,18 +35,7 @@ CHAT = (
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny compressor with one token a byte, saved as a checkpoint is."""
     tokenizer = byte_tokenizer(bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>")
-    llama = LlamaConfig(
-        vocab_size=258,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=257,
-    )
+    llama = tiny_llama(tokenizer, max_position_embeddings=8192)
     torch.manual_seed(0)
     fields = {"decoder_config": llama, "compression_ratios": (4, 16), "chunk_size": 512}
     if request.param == "icae":
