@@ -299,8 +299,8 @@ def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     ]
     header = ["method", "trainable", "steps", "context tokens", *(f"trial at {rate}" for rate in _rates(results))]
     text = (
-        "Trials: the loss on the choosing part behind the first two fifths, summed over ratios. Loss and hours are those "
-        "of the first seed.\n\n"
+        "Trials: the loss on the choosing part behind the first two fifths, summed over ratios. Loss and hours are "
+        "those of the first seed.\n\n"
     )
     if budget:
         counts = f"{budget['tokens']:,} tokens of contexts and texts, {budget['examples']:,} examples"

@@ -154,7 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hidden-size", type=positive_int, default=576, metavar="H", help="of a slot (default: 576)")
     add("--chunk-tokens", type=positive_int, default=512, metavar="N", help="default: 512")
     add("--ratios", type=positive_int, nargs="+", default=[4, 16], metavar="R", help="default: 4 16")
-    add("--dtypes", nargs="+", default=["float16", "int8", "int4", "int2"], metavar="T", help="default: float16 int8 int4 int2")
+    add("--dtypes", nargs="+", default=["float16", "int8", "int4", "int2"], metavar="T", help="default: all four")
     add("--rows", type=positive_int, default=300, help="of each ratio and type (default: 300)")
     add("--many-hidden-size", type=positive_int, default=128, metavar="H", help="of these (default: 128)")
     add("--many-rows", type=positive_int, default=100_000, help="at the last ratio in int8, which is compacted")
