@@ -94,9 +94,14 @@ def best_rate(trials: Mapping[float, Path]) -> float:
 
 
 def make_untrained(comparison: Comparison, name: str, seed: int) -> None:
-    """A checkpoint of a method that trains nothing, on the reader."""
-    changes, folder = comparison.table["family"][name].get("changes", {}), comparison.checkpoint(name, seed)
-    ratios = comparison.table["ratios"]
+    """A checkpoint of a method that trains nothing, on the reader, or whose scorers are fitted without a step."""
+    entry, folder = comparison.table["family"][name], comparison.checkpoint(name, seed)
+    if contexts := entry.get("fit_scorers"):
+        # To contexts of all lengths and kinds.
+        options = {"max_steps": -1, "num_train_epochs": 0, "task_schedule": "null", "length_schedule": "null"}
+        train(comparison.training_command(name, seed, 0.0, folder, fit_scorers=contexts, **options))
+        return
+    changes, ratios = entry.get("changes", {}), comparison.table["ratios"]
     model = model_class(name).from_base(comparison.start, dtype="bfloat16", compression_ratios=ratios, **changes)
     tokenizer = AutoTokenizer.from_pretrained(comparison.base)
     record_prompts(model.config, tokenizer, DataArguments(prompts="chat", prompt_format="chat"))

@@ -72,12 +72,13 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
   architectures.
 - Every decoder has an adapter, also where a paper freezes it.
 - KVzip, SnapKV and StreamingLLM are this package's, on the reader's weights; of kvpress's own the last two are rows
-  beside them.
+  beside them. So is "Ranked key/values, fitted", whose scorers are fitted by least squares to 240 contexts: no step is
+  trained.
 - Positions are those in place of the context; the chat template's opening and the question are read by all. A press
   keeps as many places more as the opening has, and where it sees the question, as the question has.
 - Bytes are what has to be kept for later questions: slots or keys and values in bfloat16, or text in UTF-8; for what
   picks by the question, the whole text.
-- Rows in int8 or int4 answer from the memories of the checkpoint above them, rounded: nothing is trained again.
+- Rows in int8, int4 or int2 answer from the memories of the checkpoint above them, rounded: nothing is trained again.
 - Seconds are medians over the first questions of SQuAD, one at a time, on the threads that the command was given, with
   nothing else running beside them.
 
