@@ -184,11 +184,12 @@ def _training(comparison: Any, name: str) -> dict[str, Any]:
     }
     seeds = comparison.arguments.seeds
     runs = [found for seed in seeds if (found := summary(comparison.checkpoint(name, seed)))]
-    if not runs:
+    # Scorers that are fitted have no trials.
+    if not (runs and trials):
         return {}
     return {
         "trials": trials,
-        "learning_rate": float(min(trials, key=lambda rate: trials[rate])) if trials else None,
+        "learning_rate": float(min(trials, key=lambda rate: trials[rate])),
         "seeds": len(runs),
         "trainable_parameters": num_trained(comparison.checkpoint(name, seeds[0]) / "model.safetensors"),
         **runs[0],
