@@ -62,8 +62,9 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 
 - Of SQuAD's training rows the first 85,000 train, those behind them choose, and the dev set is reported; documents
   that are reported are in neither.
-- A method's two trials differ in the learning rate alone, the same two for all; they restore texts, the first two
-  fifths of its run, and that with the lower loss on contexts of the choosing part goes on.
+- A method's two trials differ in the learning rate alone, the same two for all; they restore texts, and that with the
+  lower loss on contexts of the choosing part goes on. They are the first three fifths of its run; of mean pooling,
+  500xCompressor and ranked key/values two fifths, behind which ICAE and compression tokens had found nothing yet.
 - What is trained starts from the reader's weights, which all others are read by: it has to learn compression, and not
   the form of an answer. The adapters that it trains are its own.
 - Methods keep the start values of their papers, so that slots start at sizes of their own: beside token embeddings
@@ -115,6 +116,8 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
             parts.append("It has not been run to its end yet, so there are no figures here.\n")
         else:
             write_results(results, Path(place, "comparison.json"))
+            # The page says what the file says, rounded as it is there.
+            results = json.loads(Path(place, "comparison.json").read_text(encoding="utf-8"))
             parts += [_paid(results), *_found(results, table, Path(place))]
         Path(place, "README.md").write_text("\n".join([*parts, _HOW]), encoding="utf-8")
         for file in Path(place).iterdir():
@@ -279,7 +282,7 @@ def _orderings(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str, str]
         if entry not in equal
         for at in entry["ratios"]
     ]
-    return text + ("\n" + markdown_table(["at other ratios", "difference"], lines) if lines else "")
+    return text + ("\n\n" + markdown_table(["at other ratios", "difference"], lines) if lines else "")
 
 
 def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
@@ -300,7 +303,7 @@ def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     ]
     header = ["method", "trainable", "steps", "context tokens", *(f"trial at {rate}" for rate in _rates(results))]
     text = (
-        "Trials: the loss on the choosing part behind the first two fifths, summed over ratios. Loss and hours are "
+        "Trials: the loss on the choosing part at their end, summed over ratios. Loss and hours are "
         "those of the first seed.\n\n"
     )
     if budget:

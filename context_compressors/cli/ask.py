@@ -45,7 +45,8 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
         "--ratio",
         type=positive_int_or_auto,
         metavar="R",
-        help="for documents: context tokens per slot, or auto for a model that selects them",
+        help="context tokens per slot, of documents and of memory files that hold it; for documents also auto, for a "
+        "model that selects them",
     ),
     argument(
         "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
@@ -62,8 +63,8 @@ def main(arguments: argparse.Namespace) -> None:
     if "-" in arguments.sources and not arguments.question:
         raise ValueError("standard input is a document here, so that questions must be given with --question")
     is_memory = [source.endswith(MEMORY_SUFFIX) for source in arguments.sources]
-    if arguments.ratio and all(is_memory):
-        raise ValueError("--ratio is for documents: a memory file has its ratio already")
+    if arguments.ratio == "auto" and any(is_memory):
+        raise ValueError("--ratio auto is for documents: a memory file has its ratio already")
     for source in itertools.compress(arguments.sources, is_memory):
         if not Path(source).is_file():
             raise ValueError(f"there is no memory file {source}")
@@ -123,7 +124,8 @@ def _gather_memories(
             compressed = dict(compress_all(pipe, texts, ratios, 1, arguments))
             memories.extend(compressed[index][0] for index in range(len(texts)))
         else:
-            memories.append(pipe.load_memory(source))
+            memory = pipe.load_memory(source)
+            memories.append(memory if arguments.ratio is None else memory.at_ratio(arguments.ratio))
     return memories
 
 

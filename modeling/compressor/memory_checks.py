@@ -135,7 +135,10 @@ def check_source(
     own, asked = torch.as_tensor(memory.ratio).cpu(), torch.as_tensor(ratio).cpu()
     fit = own.dim() == 0 or asked.dim() == 0 or 1 in (len(own), len(asked)) or own.shape == asked.shape
     if not fit or not bool((own == asked).all()):
-        raise ValueError(f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out")
+        coarser = "" if memory.coarsest_ratios is None else ", or give `memory.at_ratio(ratio)` if it is coarser"
+        raise ValueError(
+            f"`memory` was compressed at ratio {memory.ratio}, `ratio` is {ratio}: leave `ratio` out{coarser}"
+        )
 
 
 def warn_about_positions(

@@ -19,9 +19,11 @@ from context_compressors import cli
 from context_compressors.cli import loading
 from context_compressors.cli.command import check_device
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.configuration.configuration_ranked_key_values import RankedKeyValuesConfig
 from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.modeling.memory.compressed_context import CompressedContext
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.modeling.modeling_ranked_key_values import RankedKeyValuesForCausalLM
 from context_compressors.modeling.parts.text_ids import text_tokenizer
 from context_compressors.training.arguments import ModelArguments
 from context_compressors.training.loading import load_compressor
@@ -279,6 +281,28 @@ def test_questions_come_from_the_option_or_line_by_line(
     assert ask(capsys, model_folder, documents[0]) == given
 
 
+def test_a_memory_file_is_asked_at_a_coarser_ratio_that_it_holds(
+    llama: LlamaConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    folder, ratio = str(tmp_path / "ranked"), ["--ratio", "8", "--question", "Who?"]
+    model = RankedKeyValuesForCausalLM(RankedKeyValuesConfig(decoder_config=llama, compression_ratios=(2, 8)))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    # Bytes beyond ASCII would all be written as the same sign.
+    torch.nn.init.zeros_(model.get_output_embeddings().weight[128:])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert cli.main(["compress", folder, documents[0], "--ratio", "2", "--output", str(tmp_path)]) == 0
+    memory = str(tmp_path / "first.safetensors")
+    answer = ask(capsys, folder, memory, *ratio)
+    assert answer == ask(capsys, folder, documents[0], *ratio) != ask(capsys, folder, memory, *ratio[2:])
+    assert ask(capsys, folder, memory, documents[1], *ratio) == ask(capsys, folder, *documents, *ratio)
+
+
 @pytest.mark.parametrize("method", ["ICAE", "FiveHundredX"])
 def test_a_method_with_task_tokens_is_asked_with_its_own(
     method: str, llama: LlamaConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -365,7 +389,8 @@ def test_ask_refuses_what_it_cannot_do(
     assert cli.main(["compress", model_folder, documents[0], "--output", str(tmp_path)]) == 0
     memory = tmp_path / "first.safetensors"
     for arguments, message in (
-        ([str(memory), "--ratio", "8"], "a memory file has its ratio already"),
+        ([str(memory), "--ratio", "auto"], "a memory file has its ratio already"),
+        ([str(memory), "--ratio", "8", "--question", "Who?"], "`ratio` must be 4, the memory's own, got 8"),
         (["nowhere.safetensors"], "there is no memory file nowhere.safetensors"),
         (["-"], "questions must be given with --question"),
     ):
