@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..configuration.nearest_names import check_choice
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
+from ..modeling.memory.memory_quantization import QUANTIZATIONS
 from ..modeling.parts.prompting import restored_ids
 from ..modeling.parts.text_ids import context_start_ids
 from .alternatives import (
@@ -96,7 +97,7 @@ class Scorer:
         repetition_penalty: on tokens that were already written, those of the prompt apart; none when `None`.
         generation: what else everything is written with, see `generation_fields`.
         seed: of what is sampled.
-        memory_dtype: "int8" or "int4", which memories are rounded to; as they are when `None`.
+        memory_dtype: one of `MEMORY_DTYPES`, which memories are rounded to; as they are when `None`.
     """
 
     def __init__(
@@ -238,7 +239,8 @@ class Scorer:
         began = _now(self.compressor.device)
         memories = self._compress([samples[rows[0]] for rows in group])
         for ratio in self._ratios if self.memory_dtype is not None else ():
-            memories[ratio] = memories[ratio].quantize(self.memory_dtype)
+            given, dtype = memories[ratio], self.memory_dtype
+            memories[ratio] = given.quantize(dtype) if dtype in QUANTIZATIONS else given.to(dtype=dtype)
         seconds = (_now(self.compressor.device) - began) / len(group)
         for part in parts:
             index = [place for place, _ in part]

@@ -14,7 +14,7 @@ ALTERNATIVES = ("cut", "bm25", "self_information")
 NUM_RESAMPLES = 2000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
 TRUNCATION_SIDES = ("right", "left")
-MEMORY_DTYPES = ("int8", "int4", "int2")
+MEMORY_DTYPES = ("bfloat16", "float16", "int8", "int4", "int2")
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class EvaluationSettings:
     Args:
         tasks: what to ask of every data set whose columns allow it.
         ratios: compression ratios, and "auto" for a checkpoint with a ratio selector; all of its numbers when `None`.
-        memory_dtype: round memories to "int8", "int4" or "int2" before they are read, see
-            `CompressedContext.quantize`; they stay as the compressor makes them when `None`.
+        memory_dtype: round memories to "bfloat16" or "float16", or to "int8", "int4" or "int2", see
+            `CompressedContext.quantize`, before they are read; they stay as the compressor makes them when `None`.
         max_samples: samples per data set and task, drawn by the seed; all when `None`. A data set's own number goes
             first.
         batch_size: samples per batch.

@@ -146,7 +146,8 @@ class Press:
         self.press = getattr(kvpress, kind)(**arguments)
         config = reader.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.position_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * size * reader.dtype.itemsize
+        # Kept in bfloat16, whatever is computed in.
+        self.position_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * size * torch.bfloat16.itemsize
 
     def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
         num_kept = -(-len(question["context_ids"]) // ratio)
@@ -173,10 +174,10 @@ class Compressor:
         folder: the checkpoint.
         base: folder of its base.
         dtype: of the weights.
-        memory_dtype: that memories are kept in, "int8", "int4" or "int2"; as they are when `None`.
+        memory_dtype: that memories are kept in, "bfloat16", "int8", "int4" or "int2".
     """
 
-    def __init__(self, folder: str, base: str, dtype: str, memory_dtype: str | None = None):
+    def __init__(self, folder: str, base: str, dtype: str, memory_dtype: str):
         from context_compressors.cli.loading import load_compressor
 
         self.model, _ = load_compressor(folder, device="cpu", dtype=dtype, base_model=base)
@@ -185,7 +186,8 @@ class Compressor:
     def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
         context = torch.tensor([question["context_ids"]])
         memory = self.model.compress(context, ratio=ratio, allow_untrained_ratio=True)
-        memory = memory.quantize(self.memory_dtype) if self.memory_dtype else memory
+        dtype = self.memory_dtype
+        memory = memory.to(dtype=dtype) if dtype == "bfloat16" else memory.quantize(dtype)
         return memory, int(memory.num_slots), memory.nbytes
 
     def answer(self, question: Question, memory: Any) -> list[int]:
@@ -261,7 +263,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--reader", metavar="FOLDER", help="language model that reads what is left of a context")
     add("--base", required=True, metavar="FOLDER", help="the base: small model of LLMLingua, and of --checkpoint")
     add("--checkpoint", metavar="FOLDER", help="a compressor, in place of a peer")
-    add("--memory-dtype", choices=("int8", "int4", "int2"), help="that memories of --checkpoint are kept in")
+    kept = "that memories of --checkpoint are kept in (default: bfloat16)"
+    add("--memory-dtype", default="bfloat16", choices=("bfloat16", "int8", "int4", "int2"), help=kept)
     add("--questions", nargs="+", required=True, metavar="FILE[#N]", help="JSONL of questions, the first N of them")
     add("--ratios", nargs="+", type=int, required=True, metavar="R", help="tokens for a position; 0: none are kept")
     add("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")

@@ -148,6 +148,10 @@ class Comparison:
         """A system's ratios."""
         return self.entry(name).get("ratios", self.table["ratios"])
 
+    def memory_dtype(self, name: str) -> str:
+        """What memories of a system of the family are kept in."""
+        return self.entry(name).get("memory_dtype", "bfloat16")
+
     def _trains(self, name: str) -> bool:
         return self.table["family"][name].get("trains", True)
 
@@ -209,6 +213,8 @@ class Comparison:
             "max_context_tokens": self.table["context_tokens"][1],
             "resume_from_checkpoint": "latest",
             "disable_tqdm": "true",
+            "dtype": self.arguments.dtype,
+            "bf16": str(self.arguments.dtype == "bfloat16").lower(),
             **options,
         }
         return [*recipes, *(part for option, value in options.items() for part in (f"--{option}", str(value)))]
@@ -234,8 +240,7 @@ class Comparison:
             given = ["--max-new-tokens", str(self.table["max_new_tokens"][task]), "--tasks", task, "--ratios-only"]
             if ratios != self.table["ratios"]:
                 given += ["--ratios", *map(str, ratios), "--allow-untrained-ratio"]
-            if "memory_dtype" in self.entry(name):
-                given += ["--memory-dtype", self.entry(name)["memory_dtype"]]
+            given += ["--memory-dtype", self.memory_dtype(name)]
             for option, sources in zip(("--data", "--out-of-domain"), groups.values(), strict=True):
                 given += [option, *sources] if sources else []
             given += [] if self.arguments.reader else ["--base-model", str(self.base)]
@@ -246,7 +251,7 @@ class Comparison:
         return Job(f"{name}/seed_{seed}/{report.stem}", command, lambda: num_scored(report) == num_sets)
 
     def _evaluate(self, model: Path, report: Path, *given: str) -> list[str]:
-        files = ["--output", str(report), "--keep-answers", f"{report}l", "--resume"]
+        files = ["--output", str(report), "--keep-answers", f"{report}l", "--resume", "--dtype", self.arguments.dtype]
         return ["-m", "context_compressors.cli", "evaluate", str(model), *given, *files, "--device", "cpu"]
 
     # --- what people would use instead ---
@@ -269,7 +274,7 @@ class Comparison:
         """The bounds of what is restored."""
         report, sets = self.peers / "restored.json", self.table["sets"]
         titles = [title for title, entry in sets.items() if entry["task"] == "reconstruction"]
-        given = ["--prompt-format", "chat", "--prompts", "chat", "--tasks", "reconstruction", "--dtype", "bfloat16"]
+        given = ["--prompt-format", "chat", "--prompts", "chat", "--tasks", "reconstruction"]
         given += ["--data", *(f"{title}={self.questions / title}.parquet" for title in titles)]
         return Job(
             "peers/restored",
@@ -301,7 +306,8 @@ class Comparison:
                 given += ["--reader", str(self.reader)]
             else:
                 given += ["--checkpoint", str(self.checkpoint(system, self.arguments.seeds[0]))]
-                given += ["--memory-dtype", entry["memory_dtype"]] if "memory_dtype" in entry else []
+                given += ["--memory-dtype", self.memory_dtype(system)]
+            given += ["--dtype", self.arguments.dtype]
             return [str(HERE / "peers.py"), *given, "--output", str(output), "--questions", *sources]
 
         def is_done() -> bool:

@@ -48,6 +48,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--size", default="small", choices=("small", "full"), help="of budget and sets (default: small)")
     add("--rounds", nargs="+", type=int, default=[1], metavar="N", help="of the table's systems (default: 1)")
     add("--seeds", nargs="+", type=int, default=[1], metavar="S", help="of the trainings (default: 1)")
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="to compute in: float32 where the processor has no avx512_bf16 (default: bfloat16)",
+    )
     add("-n", "--side-by-side", type=int, default=1, metavar="N", help="systems at the same time (default: 1)")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="jobs whose names start with one of these")
     instead = parser.add_mutually_exclusive_group().add_argument

@@ -94,6 +94,22 @@ def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
     assert "--plots draws quality by ratio, and teacher is a plain language model" in capsys.readouterr().err
 
 
+def test_merged_adapters_answer_as_those_beside_the_weights(folders, qa_file, tmp_path, capsys):
+    argv = [str(folders / "tiny-compressor"), "--data-dir", str(tmp_path), "--data", "qa_rows.parquet", "--tasks", QA]
+    argv += ["--max-new-tokens", "3", "--num-resamples", "50", "--device", "cpu", "--alternatives", "cut"]
+    answers = []
+    for given in ([], ["--merge-adapters"]):
+        assert main([*argv, *given, "--keep-answers", str(tmp_path / "answers.jsonl")]) == 0
+        answers.append([json.loads(line)["answers"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()])
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == len(ROWS)
+    assert main([*argv, "--merge-adapters", "--zero-shot"]) == 1
+    assert "--zero-shot and self_information read the base with the adapters off" in capsys.readouterr().err
+    argv[0] = str(folders / "teacher")
+    assert main([*argv, "--merge-adapters"]) == 1
+    assert "--merge-adapters is for a compressor, not for a LlamaForCausalLM" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp_path, capsys):
     output, answers = tmp_path / "results.json", tmp_path / "kept" / "answers.jsonl"
