@@ -42,7 +42,9 @@ side by side: questions, two trials and a run of each method, its answers, peers
 no process behind; the same command goes on, inside a training from its last checkpoint, inside a set of questions from
 the last batch. What fails stops its own system alone. `--list` prints the jobs, `OUT/logs` has what they write,
 `OUT/page` what is known whenever a system is done, `--page` writes it at any time, and `--only mean_pooling peers`
-does some. The second command measures seconds, one system at a time: run it on a machine at rest.
+does some. What `comparison.json` has is not done again without `--again`: its rows stay, and since it has what each
+question scored, a system that is added is put beside them on the same questions. `--dtype float32` is for processors
+without `avx512_bf16`. The second command measures seconds, one system at a time: run it on a machine at rest.
 
 What is compared, in which order and with which budget, is in `systems.yaml`: `--size small`, the default, is some
 ten hours of one core and at most 9 GiB for each system at work; `--size full` has the numbers of questions of a
@@ -126,7 +128,7 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
 
 def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -> list[str]:
     """The parts of the page that have results."""
-    titles = {name: entry["title"] for group in ("family", "rounded", "peers") for name, entry in table[group].items()}
+    titles = _titles()
     aware = {name for name, entry in table["peers"].items() if entry.get("aware")}
     means = [row for row in results["rows"] if row["set"] == "mean"]
     settings, parts = results["settings"], []
@@ -173,8 +175,24 @@ def _paid(results: Mapping[str, Any]) -> str:
     text += f"{low} to {high} tokens. "
     if run:
         text += f"Each method was trained on {run['tokens']:,} tokens, {run['examples']:,} examples: "
-        text += "what it would learn from more is not known here.\n" if settings["size"] == "small" else "see below.\n"
-    return text
+        text += "what it would learn from more is not known here. " if settings["size"] == "small" else "see below. "
+    return text + _computed_in(results) + "\n"
+
+
+def _computed_in(results: Mapping[str, Any]) -> str:
+    """What answers were computed in, and of the type that few systems have, their names."""
+    titles, found = _titles(), {}
+    for row in results["rows"]:
+        found.setdefault(row["dtype"], {})[titles[row["system"]]] = None
+    common, *others = sorted(found, key=lambda dtype: -len(found[dtype]))
+    text = f"Trained and answered in {common}"
+    return text + "".join(f"; in {dtype}: {', '.join(found[dtype])}" for dtype in others) + "."
+
+
+def _titles() -> dict[str, str]:
+    """What systems are called."""
+    table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
+    return {name: entry["title"] for group in ("family", "rounded", "peers") for name, entry in table[group].items()}
 
 
 def _interval(row: Mapping[str, Any], metric: str) -> str:

@@ -147,7 +147,9 @@ class Press:
         config = reader.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         # Kept in bfloat16, whatever is computed in.
-        self.position_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * size * torch.bfloat16.itemsize
+        self.position_bytes = (
+            2 * config.num_hidden_layers * config.num_key_value_heads * size * torch.bfloat16.itemsize
+        )
 
     def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
         num_kept = -(-len(question["context_ids"]) // ratio)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).parent
+PUBLISHED = HERE / "comparison.json"
 _RECIPE = "smollm2/comparison"
 SHARED = ["smollm2/data.yaml", f"{_RECIPE}/budget.yaml"]
 _PEER_TASKS = ("question_answering", "summarisation")
@@ -88,10 +89,24 @@ class Comparison:
         # Of a base by its name a checkpoint is light; of a folder it holds all weights.
         return self.reader if self.arguments.reader else self.arguments.base or self.table["base"]
 
+    @cached_property
+    def published(self) -> dict[str, Any]:
+        """The result file beside this one; empty where it is about other questions or another reader."""
+        content = read_json(PUBLISHED)
+        asked = {name: self.table[name] for name in ("base", "ratios", "sets", "context_tokens", "max_new_tokens")}
+        is_same = asked.items() <= content.get("settings", {}).items() and content["reader"] == self.reader_name
+        return content if is_same else {}
+
+    def is_published(self, *names: str) -> bool:
+        """Whether the result file has these systems at all of their ratios; of several seeds it has none."""
+        found = {(row["system"], row["ratio"]) for row in self.published.get("rows", []) if row["set"] == "mean"}
+        wanted = {(name, ratio) for name in names for ratio in self.ratios(name)}
+        return wanted <= found and len(self.arguments.seeds) == 1 and not self.arguments.again
+
     # --- the order of things ---
 
     def stages(self) -> Iterator[list[list[Job]]]:
-        """One after another: what all need, the first seed with the peers, and each other seed.
+        """One after another: what all need, the first seed with the peers, and each other seed; not what is published.
 
         Of a stage systems may stand side by side; each is a list of jobs that need those in front of them.
         """
@@ -99,11 +114,13 @@ class Comparison:
         if self.arguments.reader:
             first.append(self._own("reader", (self.reader / "tokenizer.json").is_file, "merge_reader"))
         yield [first]
-        peers, (first_seed, *seeds) = self.table["peers"], self.arguments.seeds
+        peers = {name: entry for name, entry in self.table["peers"].items() if not self.is_published(name)}
+        members = [name for name in self.members() if not self.is_published(name, *self.rounded(name))]
+        first_seed, *seeds = self.arguments.seeds
         # What takes minutes stands between what takes longer, so that a run that is not at its end has some of both.
         others = [name for name, entry in peers.items() if not entry.get("all")]
         mixed = []
-        for member, peer in zip_longest(self.members(), others):
+        for member, peer in zip_longest(members, others):
             mixed += [self._member(member, first_seed)] if member else []
             mixed += [[self._peer(peer)]] if peer else []
         yield [*([self._peer(name)] for name, entry in peers.items() if entry.get("all")), *mixed, [self._restored()]]

@@ -39,12 +39,12 @@ Scores = dict[str, dict[int, dict[str, dict[str, dict[str, list[float]]]]]]
 
 
 def gather(comparison: Any) -> dict[str, Any]:
-    """The result file's content, of all that has been answered so far.
+    """The result file's content: what has been answered here, and of other systems what is published.
 
     Args:
         comparison: a `plan.Comparison`.
     """
-    table, questions = comparison.table, _questions(comparison)
+    table, questions, published = comparison.table, _questions(comparison), comparison.published
     scores: Scores = {}
     costs: dict[tuple[str, int], dict[str, float]] = {}
     family = [*table["family"], *table["rounded"]]
@@ -54,8 +54,23 @@ def gather(comparison: Any) -> dict[str, Any]:
         _add_peer(comparison, name, questions, scores, costs)
     _add_seconds(comparison, costs)
     _add_restored(comparison, scores)
-    rows = [row for name in scores for row in _rows(name, scores, costs, questions, table)]
-    given = scores, questions, table
+    kept = _kept(published, scores)
+    for name, of_system in kept.items():
+        scores[name] = _by_question(of_system, questions)
+    rows = []
+    for name in [*family, *table["peers"]]:
+        if name in kept:
+            rows += kept[name]
+        elif name in scores:
+            rows += _rows(name, scores, costs, questions, table, comparison.arguments.dtype)
+    trained = {
+        name: published["family"].get(name) if name in kept else _training(comparison, name)
+        for name in table["family"]
+    }
+    carriers = {
+        name: published["carriers"].get(name) if name in kept else _carrier(comparison, name) for name in family
+    }
+    given = scores, questions, table, _differences(published, kept)
     return {
         "format_version": 1,
         "benchmark": "comparison",
@@ -63,14 +78,63 @@ def gather(comparison: Any) -> dict[str, Any]:
         "reader": comparison.reader_name,
         "budget": read_json(comparison.questions / "budget.json"),
         "environment": environment(),
-        "family": {name: found for name in table["family"] if (found := _training(comparison, name))},
+        "family": {name: found for name, found in trained.items() if found},
+        "carriers": {name: carrier for name, carrier in carriers.items() if carrier},
         "rows": rows,
-        "against_embeddings": _against_embeddings(rows, {name: _carrier(comparison, name) for name in family}, *given),
+        "against_embeddings": _against_embeddings(rows, carriers, *given),
         # And of every method whether it is better than cutting the text.
         "orderings": [
             _ordering(pair, *given)
             for pair in [*table["orderings"], *([name, "cut"] for name in table["family"] if name in scores)]
         ],
+    }
+
+
+def _kept(published: Mapping[str, Any], scores: Scores) -> dict[str, list[dict[str, Any]]]:
+    """The published rows of systems that have not answered all of it here."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in published.get("rows", []):
+        found.setdefault(row["system"], []).append(row)
+    return {
+        name: rows
+        for name, rows in found.items()
+        if any(
+            len(scores.get(name, {}).get(row["ratio"], {}).get(row["set"], {})) < row["num_questions"]
+            for row in rows
+            if row["set"] != "mean"
+        )
+    }
+
+
+def _by_question(
+    rows: Sequence[Mapping[str, Any]], questions: Mapping[str, Any]
+) -> dict[int, dict[str, dict[str, dict[str, list[float]]]]]:
+    """The main scores of a system's published rows, which differences are made of."""
+    found: dict[int, dict[str, dict[str, dict[str, list[float]]]]] = {}
+    for row in rows:
+        of_seeds = row.get("by_question", [])
+        for (id_, question), *values in zip(questions[row["set"]].items(), *of_seeds, strict=True) if of_seeds else ():
+            if None not in values:
+                of_set = found.setdefault(row["ratio"], {}).setdefault(row["set"], {})
+                of_set[id_] = {METRICS[question["task"]][0]: values}
+    return found
+
+
+def _differences(published: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """Differences between two systems that are both published, also where their scores by question are not."""
+    found = {}
+    for entry in published.get("orderings", []):
+        for at in entry["ratios"]:
+            found[(entry["first"], at["ratio"]), (entry["second"], at["second_ratio"])] = at
+    for entry in published.get("against_embeddings", []):
+        for side in ("positions", "fewer", "more"):
+            if at := entry.get(side):
+                found[(entry["system"], entry["ratio"]), (at["system"], at["ratio"])] = at
+    names = ("difference", "interval", "num_questions", "verdict")
+    return {
+        pair: {name: at[name] for name in names}
+        for pair, at in found.items()
+        if "difference" in at and all(system in kept for system, _ in pair)
     }
 
 
@@ -211,7 +275,9 @@ def num_trained(path: Path) -> int:
     return sum(math.prod(entry["shape"]) for entry in trained)
 
 
-def _rows(name: str, scores: Scores, costs: Any, questions: Any, table: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _rows(
+    name: str, scores: Scores, costs: Any, questions: Any, table: Mapping[str, Any], dtype: str
+) -> list[dict[str, Any]]:
     """A row for each ratio and set, and one for the mean over the sets of questions."""
     rows = []
     for ratio in sorted(scores[name]):
@@ -238,7 +304,7 @@ def _rows(name: str, scores: Scores, costs: Any, questions: Any, table: Mapping[
                     "num_documents": sum(row["num_documents"] for row in of_parts),
                 }
             )
-    return _plain(rows)
+    return _plain([{**row, "dtype": dtype} for row in rows])
 
 
 def _row(
@@ -269,6 +335,11 @@ def _row(
         "intervals": {metric: percentile_interval(resampled[metric]) for metric in means},
         "num_questions": len(ids),
         "num_documents": len(set(documents)),
+        # Of each seed, in the order of the set's questions, which are the same wherever they are drawn.
+        "by_question": [
+            [answered[id_][main][seed] if id_ in set(ids) else None for id_ in questions]
+            for seed in range(len(values[main]))
+        ],
     }
     return row, resampled
 
@@ -291,19 +362,30 @@ def _retention(score: Any, none: Any, full: Any) -> Any:
         return 100 * np.subtract(score, none) / np.subtract(full, none)
 
 
-def _ordering(pair: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any]) -> dict[str, Any]:
+def _ordering(
+    pair: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any], published: Mapping[Any, Any]
+) -> dict[str, Any]:
     """Whether the first system's F1 is above the second's, at each ratio, or at those that the names end in ("=4")."""
     (first, _, ratio), (second, _, other) = (side.partition("=") for side in pair)
     ratios = [(int(ratio), int(other))] if ratio else [(ratio, ratio) for ratio in table["ratios"]]
     found = [
-        {"ratio": one, "second_ratio": two, **_paired((first, one), (second, two), scores, questions, table)}
+        {
+            "ratio": one,
+            "second_ratio": two,
+            **_paired((first, one), (second, two), scores, questions, table, published),
+        }
         for one, two in ratios
     ]
     return {"first": first, "second": second, "ratios": found}
 
 
 def _paired(
-    first: tuple[str, int], second: tuple[str, int], scores: Scores, questions: Any, table: Mapping[str, Any]
+    first: tuple[str, int],
+    second: tuple[str, int],
+    scores: Scores,
+    questions: Any,
+    table: Mapping[str, Any],
+    published: Mapping[Any, dict[str, Any]],
 ) -> dict[str, Any]:
     """How much a system's F1 at a ratio is above another's: the mean over sets of paired differences."""
     mine, theirs = (scores.get(name, {}).get(ratio, {}) for name, ratio in (first, second))
@@ -311,7 +393,7 @@ def _paired(
     for number, title in enumerate(averaged_sets(table)):
         ids = _whole(questions[title], mine.get(title, {}), theirs.get(title, {}))
         if not ids:
-            return {"verdict": NOT_RUN}
+            return published.get((first, second), {"verdict": NOT_RUN})
         values = [_values(system[title], ids, "f1") for system in (mine, theirs)]
         documents = [questions[title][id_]["document"] for id_ in ids]
         better, worse = resampled_means(values, documents, seed=number)
@@ -330,9 +412,7 @@ def _paired(
 def _against_embeddings(
     rows: Sequence[Mapping[str, Any]],
     carriers: Mapping[str, str | None],
-    scores: Scores,
-    questions: Any,
-    table: Mapping[str, Any],
+    *given: Any,
 ) -> list[dict[str, Any]]:
     """Of each system of keys and values how much its F1 is above that of embeddings of as many positions and bytes.
 
@@ -360,7 +440,7 @@ def _against_embeddings(
             ),
         }
         against = {
-            side: {"system": rival[0], "ratio": rival[1], **_paired(key, rival, scores, questions, table)}
+            side: {"system": rival[0], "ratio": rival[1], **_paired(key, rival, *given)}
             for side, rival in rivals.items()
             if rival is not None
         }

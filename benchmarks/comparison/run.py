@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("-n", "--side-by-side", type=int, default=1, metavar="N", help="systems at the same time (default: 1)")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="jobs whose names start with one of these")
+    add("--again", action="store_true", help="also what comparison.json has, which is taken from there otherwise")
     instead = parser.add_mutually_exclusive_group().add_argument
     instead("--times", action="store_true", help="only measure seconds, one job at a time: on a machine at rest")
     instead("--page", action="store_true", help="only write the page, also beside another run")

@@ -156,6 +156,32 @@ def test_seeds_and_rounds_add_jobs_and_what_an_earlier_run_answered_is_done(comp
     }
 
 
+def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
+    script, comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
+    table = comparison(tmp_path).table
+    rows = [
+        {"system": name, "ratio": ratio, "set": "mean"}
+        for name, ratios in (("cut", (2, 4, 8)), ("snapkv", (2, 4)), ("icae", (2, 4, 8)), ("snap_kv", (2, 4, 8)))
+        for ratio in ratios
+    ]
+    content = {"settings": {**table, "budget": {}}, "reader": "base", "rows": rows}
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+
+    def systems(*options: str) -> set[str]:
+        jobs = [job.name for stage in comparison(tmp_path, *options).stages() for jobs in stage for job in jobs]
+        return {name.removeprefix("peers/").partition("/")[0] for name in jobs}
+
+    everything = systems("--again")
+    # Memories of ICAE are to be rounded, too: its checkpoint is needed.
+    assert everything - systems() == {"cut", "snap_kv"}
+    assert {"cut", "snapkv", "icae", "icae_int4", "snap_kv"} <= everything
+    # Of more seeds there is nothing, and another reader's answers are others.
+    assert systems("--seeds", "1", "2") == everything
+    assert systems("--reader", "other") - {"reader"} == everything
+
+
 def test_rounded_memories_and_more_ratios_are_asked_of_the_checkpoint_that_is_there(comparison, base, tmp_path: Path):
     systems = comparison(tmp_path, "--base", str(base))
     found = {job.name: job.command() for stage in systems.stages() for jobs in stage for job in jobs}
@@ -173,7 +199,7 @@ def test_rounded_memories_and_more_ratios_are_asked_of_the_checkpoint_that_is_th
         command[:4] == ["-m", "context_compressors.cli", "evaluate", trained] for command in (whole, more, rounded)
     )
     assert "--ratios" not in whole
-    assert "--memory-dtype" not in more
+    assert more[more.index("--memory-dtype") + 1] == "bfloat16"
     assert "--ratios 16 32 --allow-untrained-ratio" in " ".join(more)
     assert "--ratios 4 8 16 32 --allow-untrained-ratio --memory-dtype int4" in " ".join(rounded)
     assert not list(systems.timed())[: -len(systems.table["peers"])], "nothing is trained"

@@ -137,6 +137,52 @@ def test_the_page_says_what_holds_what_does_not_and_what_cannot_be_told(script, 
     assert (tmp_path / "again" / "README.md").read_text() == committed
 
 
+def test_published_rows_stay_until_as_much_is_answered_again(
+    script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    results, page = script("comparison.results"), script("comparison.page")
+    first, second = (comparison(tmp_path / name) for name in ("first", "second"))
+    right, wrong = [f"Nora Zill {number}" for number in range(12)], ["bees"] * 12
+    for systems in (first, second):
+        ask(systems, tokenizer)
+        systems.table["orderings"] = [["bm25", "cut"], ["bm25", "longllmlingua"]]
+    for name, answers in (("bm25", right), ("longllmlingua", wrong)):
+        for ratio in (2, 4, 8):
+            write_answers(first.peers, name, ratio, answers, first.table)
+    write_answers(first.peers, "no_context", 0, wrong, first.table)
+    write_answers(first.peers, "full_context", 1, right, first.table)
+    page.write(results.gather(first), tmp_path)
+    published = json.loads((tmp_path / "comparison.json").read_text())
+    monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
+    for ratio in (2, 4, 8):
+        write_answers(second.peers, "cut", ratio, [*right[:6], *wrong[6:]], second.table)
+    # Not all of what is published.
+    write_answers(second.peers, "bm25", 2, wrong, second.table)
+    content = results.gather(second)
+    assert [row for row in content["rows"] if row["system"] != "cut"] == published["rows"]
+    found = {entry["second"]: entry["ratios"][0] for entry in content["orderings"]}
+    assert (found["cut"]["difference"], found["cut"]["verdict"]) == (50, "holds")
+    assert found["longllmlingua"] == published["orderings"][1]["ratios"][0]
+    row = next(row for row in content["rows"] if (row["system"], row["ratio"], row["set"]) == ("cut", 4, "squad"))
+    assert row["scores"]["retention"] == 50, "from published bounds"
+
+    # A file of before that has no scores by question: what it says of two systems stays, others cannot be paired.
+    for row in published["rows"]:
+        row.pop("by_question", None)
+    (tmp_path / "comparison.json").write_text(json.dumps(published))
+    again = comparison(tmp_path / "second")
+    again.table["orderings"] = second.table["orderings"]
+    content = results.gather(again)
+    found = {entry["second"]: entry["ratios"][0] for entry in content["orderings"]}
+    assert found["cut"] == {"ratio": 2, "second_ratio": 2, "verdict": "not run"}
+    assert found["longllmlingua"] == published["orderings"][1]["ratios"][0]
+
+    for ratio in (4, 8):
+        write_answers(second.peers, "bm25", ratio, wrong, second.table)
+    row = next(row for row in results.gather(again)["rows"] if (row["system"], row["set"]) == ("bm25", "mean"))
+    assert row["scores"]["f1"] == 0, "all of it is answered again"
+
+
 def write_member(systems, name: str, model_type: str, found: dict[int, tuple[int, int]]) -> None:
     """A trained system's answers: ratio -> how many of the 12 questions are right, and the bytes of a memory."""
     sets = [title for title, entry in systems.table["sets"].items() if entry["task"] == "question_answering"]
