@@ -161,6 +161,12 @@ TEACHER = argument(
     metavar="MODEL",
     help="language model, or adapter folder of PEFT, of the bounds (default: the compressor's own decoder)",
 )
+MERGE_ADAPTERS = argument(
+    "--merge-adapters",
+    action="store_true",
+    help="merge the compressor's adapters first: faster, rounded in low precision, and two copies of a base that "
+    "encoder and decoder share unless they share their adapter, too",
+)
 TEACHER_BASE = argument(
     "--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)"
 )

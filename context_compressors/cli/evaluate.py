@@ -13,6 +13,7 @@ from ..data.prompts import TASKS
 from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, NUM_RESAMPLES, EvaluationSettings
 from .command import (
     LOADING,
+    MERGE_ADAPTERS,
     PROMPT_FORMAT,
     PROMPTS,
     RATIO_SCALE,
@@ -22,7 +23,7 @@ from .command import (
     command,
     positive_int_or_auto,
 )
-from .loading import set_ratio_scale
+from .loading import merge_adapters, set_ratio_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -144,19 +145,6 @@ def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> P
     )
 
 
-def _merge_adapters(model: Any, settings: EvaluationSettings) -> None:
-    """Merge a compressor's adapters into its weights.
-
-    Raises:
-        ValueError: another model, or something is asked of its base.
-    """
-    if not hasattr(model, "merge_adapters"):
-        raise ValueError(f"--merge-adapters is for a compressor, not for a {type(model).__name__}")
-    if settings.zero_shot or "self_information" in settings.alternatives:
-        raise ValueError("--merge-adapters: --zero-shot and self_information read the base with the adapters off")
-    model.merge_adapters()
-
-
 def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     """Load what the arguments name, score it, and write the report and the answers while they come."""
     from transformers import AutoTokenizer
@@ -205,7 +193,9 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     model = _load(arguments.model, arguments, arguments.base_model)
     set_ratio_scale(model, arguments.ratio_scale)
     if arguments.merge_adapters:
-        _merge_adapters(model, settings)
+        if settings.zero_shot or "self_information" in settings.alternatives:
+            raise ValueError("--merge-adapters: --zero-shot and self_information read the base with the adapters off")
+        merge_adapters(model)
     if arguments.plots and not can_compress(model):
         raise ValueError(
             f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
@@ -278,12 +268,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         "that the base expects least (self_information)",
     ),
     argument("--zero-shot", action="store_true", help="also score the base language model with the adapters off"),
-    argument(
-        "--merge-adapters",
-        action="store_true",
-        help="merge the compressor's adapters first: faster, rounded in low precision, and two copies of a base that "
-        "encoder and decoder share unless they share their adapter, too",
-    ),
+    MERGE_ADAPTERS,
     argument("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)"),
     argument("--batch-size", type=int, default=8, metavar="B", help="samples per batch (default: 8)"),
     argument(

@@ -7,6 +7,7 @@ import argparse
 
 from .command import (
     LOADING,
+    MERGE_ADAPTERS,
     PROMPT_FORMAT,
     PROMPTS,
     TEACHER,
@@ -47,6 +48,7 @@ context-compressors evaluate-needles my-compressor --text books.parquet --length
     ),
     TEACHER,
     TEACHER_BASE,
+    MERGE_ADAPTERS,
     argument("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per batch (default: 8)"),
     argument("--max-new-tokens", type=positive_int, default=32, metavar="N", help="of an answer (default: 32)"),
     PROMPT_FORMAT,
@@ -78,7 +80,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ..evaluation.plots import plot_needles
     from ..evaluation.settings import EvaluationSettings
     from ..modeling.checkpoint.pretrained_bases import base_place
-    from .loading import load_model
+    from .loading import load_model, merge_adapters
 
     if arguments.resume and not arguments.output:
         raise ValueError("--resume goes on with the grid in --output: name it")
@@ -90,6 +92,8 @@ def main(arguments: argparse.Namespace) -> None:
     rows = [row for data in load_datasets([arguments.text], tokenizer, seed=arguments.seed) for row in data.examples]
     how = {name: getattr(arguments, name) for name in ("dtype", "device", "trust_remote_code")}
     model = load_model(arguments.model, base_model=arguments.base_model, **how)
+    if arguments.merge_adapters:
+        merge_adapters(model)
     teacher = None
     if arguments.teacher is not None:
         teacher = load_model(arguments.teacher, base_model=arguments.teacher_base, **how)

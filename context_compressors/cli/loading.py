@@ -74,6 +74,17 @@ def set_ratio_scale(model: PreTrainedModel, scale: float | None) -> None:
     model.config.ratio_scale = scale
 
 
+def merge_adapters(model: PreTrainedModel) -> None:
+    """Merge a compressor's adapters into its weights, see `--merge-adapters`.
+
+    Raises:
+        ValueError: a plain language model.
+    """
+    if not hasattr(model, "compress"):
+        raise ValueError(f"--merge-adapters is for a compressor, not for a {type(model).__name__}")
+    model.merge_adapters()
+
+
 def load_model(
     name: str,
     *,
