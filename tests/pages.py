@@ -5,8 +5,8 @@
 
 runs README.md and docs/use.md on the checkpoints of this repository, and writes into them what their code prints; and
 into README.md and benchmarks/smollm2/README.md the scores of the file that lies there for each checkpoint, under its
-name. A `text` block that stands right behind a `python` or `bash` block is what that block prints. With `--scores`
-nothing runs.
+name, and those of files with many sets. A `text` block that stands right behind a `python` or `bash` block is what that
+block prints. With `--scores` nothing runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -37,7 +38,7 @@ SCORES = ROOT / "benchmarks" / "smollm2"
 # Pages whose output is that of the checkpoint, and what of them runs.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_SCORES = re.compile(r"(<!-- scores ?(\S*) -->\n).*?(?=\n<!-- /scores -->)", re.DOTALL)
+_SCORES = re.compile(r"(<!-- (scores|sets) ?(\S*) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
 _MISSING = "…"
 _RATIOS = (2, 4, 8, 16)
 _READ = {"ratio": "{name}", "cut": "cut text, read by it", "bm25": "BM25's sentences, read by it"}
@@ -281,12 +282,71 @@ def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
     return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
+def tables_by_set(content: Mapping[str, Any]) -> str:
+    """Of a result file with many sets: their scores, what cut text and BM25's sentences lack, and the means over sets.
+
+    Args:
+        content: of a result file of `context-compressors evaluate`.
+    """
+    from context_compressors.reporting.tables import markdown_table
+
+    parts = []
+    for task, metric, title in (("question_answering", "f1", "F1"), ("summarisation", "rougeL", "ROUGE-L")):
+        found: dict[str, dict[str, Any]] = {}
+        for row in content["rows"]:
+            if row["task"] == task:
+                found.setdefault(row["dataset"], {})[row["condition"]] = row
+        if not found:
+            continue
+        first = next(iter(found.values()))
+        ratios = sorted(int(name.partition("=")[2]) for name in first if name.startswith("ratio="))
+        columns = ["no_context", "full_context", *(f"ratio={ratio}" for ratio in ratios)]
+
+        def cells(rows: Mapping[str, Any], columns: Sequence[str] = columns, metric: str = metric) -> list[Any]:
+            return [(rows[name]["metrics"][metric], rows[name]["intervals"][metric]) for name in columns]
+
+        header = [title, "no context", "full text", *(f"{ratio}x" for ratio in ratios)]
+        titles = {
+            name: f"{name}{', out of domain' if rows['no_context']['domain'] == 'out' else ''} "
+            f"({rows['no_context']['num_samples']} about {rows['no_context']['num_documents']})"
+            for name, rows in found.items()
+        }
+        parts.append(markdown_table(header, _with_mean({titles[name]: cells(rows) for name, rows in found.items()})))
+        for kind, alternative in (("cut", "cut text"), ("bm25", "BM25's sentences")):
+            less = {
+                name: [rows[f"ratio={ratio}"]["differences"].get(f"{kind}={ratio}") for ratio in ratios]
+                for name, rows in found.items()
+            }
+            if all(None not in cells_of for cells_of in less.values()):
+                pairs = {
+                    name: [(cell["difference"], cell["interval"]) for cell in cells_of]
+                    for name, cells_of in less.items()
+                }
+                parts.append(markdown_table([f"slots less {alternative}", *header[3:]], _with_mean(pairs)))
+    return "\n\n".join(parts)
+
+
+def _with_mean(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> list[list[str]]:
+    """Lines of a table, and of several their mean, its interval that of independent sets."""
+    body = [[name, *(_with(value, ends) for value, ends in cells)] for name, cells in lines.items()]
+    if len(lines) > 1:
+        means = []
+        for column in zip(*lines.values(), strict=True):
+            mean = math.fsum(value for value, _ in column) / len(column)
+            half = math.hypot(*((high - low) / 2 for _, (low, high) in column)) / len(column)
+            means.append(_with(mean, (mean - half, mean + half)))
+        body.append(["mean over sets", *means])
+    return body
+
+
 def with_scores(text: str) -> str:
-    """A page with the scores of the result files: README's table, or those of the checkpoint that the place names."""
+    """A page with the scores of the result files: README's table, or those of the file that the place names."""
 
     def table(match: re.Match[str]) -> str:
-        if match[2]:
-            return match[1] + interval_tables(scores_of(match[2]))
+        if match[2] == "sets":
+            return match[1] + tables_by_set(json.loads((SCORES / f"{match[3]}.json").read_text(encoding="utf-8")))
+        if match[3]:
+            return match[1] + interval_tables(scores_of(match[3]))
         return match[1] + score_table({name: scores_of(name) for name in CHECKPOINTS})
 
     return _SCORES.sub(table, text)

@@ -82,6 +82,32 @@ def test_tables_of_scores_are_filled_from_reports():
         assert part in tables
 
 
+def test_sets_of_questions_have_a_line_each_and_their_means():
+    def row(dataset: str, condition: str, f1: float, width: float, **more) -> dict:
+        counts = {"task": "question_answering", "domain": "out", "num_samples": 9, "num_documents": 8}
+        intervals = {"f1": [f1 - width, f1 + width]}
+        return (
+            {"dataset": dataset, "condition": condition, "metrics": {"f1": f1}, "intervals": intervals} | counts | more
+        )
+
+    rows = []
+    for name, f1, width in (("nq", 40, 3), ("qed", 60, 4)):
+        less = {"cut=4": {"difference": f1 / 10, "interval": [f1 / 10 - width, f1 / 10 + width]}}
+        rows += [row(name, "no_context", 8, 2), row(name, "full_context", 80, 5)]
+        rows += [row(name, "ratio=4", f1, width, differences=less), row(name, "cut=4", f1 - f1 / 10, 5)]
+    lines = [" ".join(line.split()) for line in pages.tables_by_set({"rows": rows}).splitlines()]
+    assert [line for line in lines if line and not line.startswith("|-")] == [
+        "| F1 | no context | full text | 4x |",
+        "| nq, out of domain (9 about 8) | 8.0 [6.0, 10.0] | 80.0 [75.0, 85.0] | 40.0 [37.0, 43.0] |",
+        "| qed, out of domain (9 about 8) | 8.0 [6.0, 10.0] | 80.0 [75.0, 85.0] | 60.0 [56.0, 64.0] |",
+        "| mean over sets | 8.0 [6.6, 9.4] | 80.0 [76.5, 83.5] | 50.0 [47.5, 52.5] |",
+        "| slots less cut text | 4x |",
+        "| nq | 4.0 [1.0, 7.0] |",
+        "| qed | 6.0 [2.0, 10.0] |",
+        "| mean over sets | 5.0 [2.5, 7.5] |",
+    ]
+
+
 def test_what_code_prints_goes_into_the_text_block_right_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     fences = [
