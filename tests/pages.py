@@ -5,8 +5,8 @@
 
 runs README.md and docs/use.md on the checkpoints of this repository, and writes into them what their code prints; and
 into README.md and benchmarks/smollm2/README.md the scores of the file that lies there for each checkpoint, under its
-name, and those of files with many sets. A `text` block that stands right behind a `python` or `bash` block is what that
-block prints. With `--scores` nothing runs.
+name, and those of files with many sets. A `text` block that stands right behind a `python` or `bash` block is what
+that block prints. With `--scores` nothing runs.
 """
 
 from __future__ import annotations
