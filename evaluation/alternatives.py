@@ -12,12 +12,11 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.parts.text_ids import encode
-from .settings import ALTERNATIVES
+from .settings import ALTERNATIVES, WRITTEN_TASKS
 
 CUT, BM25, SELF_INFORMATION = ALTERNATIVES
-_ANSWERED = ("question_answering", "summarisation")
 # BM25 needs a question to pick by; a text is continued from its end, and repeated from all of it.
-TASKS_OF_ALTERNATIVE = {CUT: _ANSWERED, BM25: ("question_answering",), SELF_INFORMATION: _ANSWERED}
+TASKS_OF_ALTERNATIVE = {CUT: WRITTEN_TASKS, BM25: ("question_answering",), SELF_INFORMATION: WRITTEN_TASKS}
 _LOGITS_AT_ONCE = 512
 _SENTENCE_END = re.compile(
     r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|Jr|Sr|No|vs|cf)\.)(?<!\b(?:Mrs|Gen|Col|Rev|Hon)\.)(?<!\bProf\.)"

@@ -12,6 +12,7 @@ from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ..modeling.parts.prompting import context_opening
 from ..modeling.parts.text_ids import context_start_ids
 from .samples import EvaluationDataset, Sample, SampleBuilder
+from .settings import WRITTEN_TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def within_encoder_tokens(
         length = num_tokens(sample)
         if length <= limit:
             return sample
-        prefix = builder.prefix_ids if task in ("question_answering", "summarisation") else []
+        prefix = builder.prefix_ids if task in WRITTEN_TASKS else []
 
         def cut(kept: int) -> Sample:
             return replace(builder, max_context_tokens=len(prefix) + kept).fit(task, sample, dataset.name)

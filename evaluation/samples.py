@@ -20,6 +20,7 @@ from ..modeling.parts.prompting import cut_passages
 from ..modeling.parts.text_ids import encode, prefix_ids
 from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
 from .rows import DOMAINS
+from .settings import WRITTEN_TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ class SampleBuilder:
         self, task: str, examples: Sequence[Mapping[str, Any]], name: str
     ) -> Sequence[Mapping[str, Any]]:
         """What samples may be drawn from, where contexts that are too long are left out."""
-        if self.most_tokens is None or task not in ("question_answering", "summarisation"):
+        if self.most_tokens is None or task not in WRITTEN_TASKS:
             return examples
         too_long = self.most_tokens + 1 - len(self.prefix_ids)
         kept = [example for example in examples if not self._has_tokens(example["context"], too_long)]
@@ -253,7 +254,7 @@ class SampleBuilder:
         prompt, prefix = self._prompt(task, example)
         ids_of_prompt = make_prompt_ids(self.tokenizer, [prompt], self.prompt_format)
         head_ids, prompt_ids, eos = ids_of_prompt.head, ids_of_prompt.turns[0], ids_of_prompt.end
-        if task in ("question_answering", "summarisation"):
+        if task in WRITTEN_TASKS:
             references = list(example["answers"])
             prompt_ids = [*prompt_ids, *encode(self.tokenizer, prefix)]
             answer = before_answer(prompt, self.prompt_format) + references[0]
@@ -321,7 +322,7 @@ class SampleBuilder:
         Raises:
             ValueError: it does not fit and may not be cut.
         """
-        prefix = self.prefix_ids if task in ("question_answering", "summarisation") else []
+        prefix = self.prefix_ids if task in WRITTEN_TASKS else []
         text, room = sample.context_ids[len(prefix) :], self._room(task, sample) - len(prefix)
         if len(text) <= room:
             return sample

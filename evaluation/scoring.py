@@ -28,6 +28,7 @@ from .alternatives import (
 from .bert_score import BertScorer
 from .metrics import summed_nll
 from .samples import Sample
+from .settings import WRITTEN_TASKS
 from .tallies import GivenTokens, Tally, empty_tally, note_costs
 
 _IGNORED = -100
@@ -165,7 +166,7 @@ class Scorer:
         Returns:
             Condition -> what it scored.
         """
-        written = task in ("question_answering", "summarisation")
+        written = task in WRITTEN_TASKS
         given = not written or (task == "question_answering" and answer_perplexity)
         writes = written or (task == "reconstruction" and reconstruction_bleu)
         conditions = [condition for condition in self.conditions if condition.serves(task)]

@@ -13,6 +13,8 @@ from ..data.prompts import TASKS
 ALTERNATIVES = ("cut", "bm25", "self_information")
 NUM_RESAMPLES = 2000
 DEFAULT_TASKS = ("question_answering", "reconstruction", "continuation")
+# Tasks whose answers are written token by token from a question or an instruction.
+WRITTEN_TASKS = ("question_answering", "summarisation")
 TRUNCATION_SIDES = ("right", "left")
 MEMORY_DTYPES = ("bfloat16", "float16", "int8", "int4", "int2")
 
@@ -121,7 +123,7 @@ class EvaluationSettings:
             raise ValueError(
                 f"ratios must be one or more different numbers of at least 1 or 'auto', got {self.ratios}"
             )
-        for task in ("question_answering", "summarisation"):
+        for task in WRITTEN_TASKS:
             if self.max_new_tokens.get(task, 0) < 1:
                 raise ValueError(f"max_new_tokens must be at least 1 for {task}, got {self.max_new_tokens}")
         for name in ("batch_size", "context_tokens", "continuation_tokens", "num_resamples"):

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS
-from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, NUM_RESAMPLES, EvaluationSettings
+from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, NUM_RESAMPLES, WRITTEN_TASKS, EvaluationSettings
 from .command import (
     LOADING,
     MERGE_ADAPTERS,
@@ -103,10 +104,27 @@ def settings_from_arguments(arguments: argparse.Namespace) -> EvaluationSettings
         values = getattr(arguments, name)
         fields[name] = None if values is None else tuple(values)
     fields["generation"] = generation_from_arguments(arguments.generation_config)
-    del fields["max_new_tokens"]
-    if arguments.max_new_tokens is not None:
-        fields["max_new_tokens"] = dict.fromkeys(("question_answering", "summarisation"), arguments.max_new_tokens)
+    fields["max_new_tokens"] = EvaluationSettings().max_new_tokens | max_new_tokens_from_arguments(
+        arguments.max_new_tokens
+    )
     return EvaluationSettings(**fields)
+
+
+def max_new_tokens_from_arguments(values: Sequence[str]) -> dict[str, int]:
+    """Most tokens of each task that is written, from values such as "24", which is of all, and "summarisation=64".
+
+    Raises:
+        ValueError: no number above 0, or a task that is not written.
+    """
+    found: dict[str, int] = {}
+    for value in values:
+        task, is_of_one, number = value.rpartition("=")
+        if not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"--max-new-tokens takes numbers from 1 on, or TASK=N, got {value!r}")
+        if is_of_one:
+            check_choice("task of --max-new-tokens", task, WRITTEN_TASKS)
+        found |= dict.fromkeys([task] if is_of_one else WRITTEN_TASKS, int(number))
+    return found
 
 
 def generation_from_arguments(values: Sequence[str]) -> dict[str, Any]:
@@ -272,7 +290,11 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)"),
     argument("--batch-size", type=int, default=8, metavar="B", help="samples per batch (default: 8)"),
     argument(
-        "--max-new-tokens", type=int, metavar="N", help="most tokens to write (default: answers 32, summaries 128)"
+        "--max-new-tokens",
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="most tokens to write, of one task TASK=N (default: question_answering=32 summarisation=128)",
     ),
     argument("--context-tokens", type=int, default=256, metavar="N", help="window of reconstruction and continuation"),
     argument("--continuation-tokens", type=int, default=64, metavar="N", help="tokens to continue with (default: 64)"),

@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ..evaluation.evaluate import model_label
     from ..evaluation.needles import LENGTHS, NUM_NEEDLES, NeedleGrid, evaluate_needles
     from ..evaluation.plots import plot_needles
-    from ..evaluation.settings import EvaluationSettings
+    from ..evaluation.settings import WRITTEN_TASKS, EvaluationSettings
     from ..modeling.checkpoint.pretrained_bases import base_place
     from .loading import load_model, merge_adapters
 
@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace) -> None:
         ratios=arguments.ratios and tuple(arguments.ratios),
         batch_size=arguments.batch_size,
         seed=arguments.seed,
-        max_new_tokens=dict.fromkeys(("question_answering", "summarisation"), arguments.max_new_tokens),
+        max_new_tokens=dict.fromkeys(WRITTEN_TASKS, arguments.max_new_tokens),
         prompts=arguments.prompts,
         prompt_format=arguments.prompt_format,
     )

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from context_compressors import cli
-from context_compressors.cli.evaluate import generation_from_arguments
+from context_compressors.cli.evaluate import generation_from_arguments, max_new_tokens_from_arguments
 from context_compressors.evaluation.evaluate import model_label
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.scoring import generation_fields
@@ -189,6 +189,21 @@ def test_a_killed_evaluation_goes_on_with_the_samples_that_are_left(folders, tmp
     assert found == expected
     answers, same = ((tmp_path / name / "answers.jsonl").read_text() for name in ("killed", "whole"))
     assert answers == same
+
+
+def test_longest_answers_are_of_all_tasks_or_of_one():
+    assert max_new_tokens_from_arguments([]) == {}
+    assert max_new_tokens_from_arguments(["24"]) == {"question_answering": 24, "summarisation": 24}
+    both = max_new_tokens_from_arguments(["24", "summarisation=64"])
+    assert both == {"question_answering": 24, "summarisation": 64}
+    assert max_new_tokens_from_arguments(["summarisation=64"]) == {"summarisation": 64}
+    for value, message in (
+        ("0", "numbers from 1 on, or TASK=N, got '0'"),
+        ("summarisation=many", "got 'summarisation=many'"),
+        ("summarization=64", "did you mean 'summarisation'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            max_new_tokens_from_arguments([value])
 
 
 def test_generation_settings_come_from_files_and_fields(tmp_path):
