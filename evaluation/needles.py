@@ -25,6 +25,7 @@ from ..reporting.result_files import write_results
 from ..reporting.tables import markdown_table
 from .evaluate import evaluate_model
 from .report import EvaluationReport
+from .rows import ordered_conditions
 from .running_text import hidden_in_text
 from .samples import EvaluationDataset
 from .settings import EvaluationSettings
@@ -221,8 +222,8 @@ class NeedleGrid:
         return sorted({cell.length for cell in self.cells})
 
     def conditions(self) -> list[str]:
-        """Conditions, as they came."""
-        return list(dict.fromkeys(cell.condition for cell in self.cells))
+        """Conditions, see `ordered_conditions`."""
+        return ordered_conditions(cell.condition for cell in self.cells)
 
     def cell(self, length: int, condition: str, kind: str = "all", metric: str = METRICS[0]) -> NeedleCell:
         """One cell; raises `ValueError` when the grid does not have it."""

@@ -4,7 +4,6 @@
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from .rows import (
     NO_CONTEXT,
     EvaluationRow,
     SampleAnswers,
+    ordered_conditions,
     plain_json,
     ratio_condition,
     ratio_of,
@@ -35,11 +35,6 @@ MAIN_METRICS = {
     "continuation": "perplexity",
 }
 _FORMAT_VERSION = 1
-
-
-def _place_of(condition: str, kinds: Sequence[str]) -> tuple[int, int]:
-    kind, _, number = condition.partition("=")
-    return (kinds.index(kind), int(number)) if number.isdecimal() else (-1, 0)
 
 
 @dataclass
@@ -94,10 +89,8 @@ class EvaluationReport:
         return list(dict.fromkeys(row.task for row in self.rows))
 
     def conditions(self, task: str) -> list[str]:
-        """Conditions of a task: those without a ratio first, as they came, then each kind by ascending ratio."""
-        names = list(dict.fromkeys(row.condition for row in self.rows if row.task == task))
-        kinds = list(dict.fromkeys(name.partition("=")[0] for name in names))
-        return sorted(names, key=lambda name: _place_of(name, kinds))
+        """Conditions of a task, see `ordered_conditions`."""
+        return ordered_conditions(row.condition for row in self.rows if row.task == task)
 
     def ratios(self, task: str) -> list[int | str]:
         """Compression ratios that a task was evaluated at, ascending, and behind them "auto" if it was."""

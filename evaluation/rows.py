@@ -34,6 +34,18 @@ def alternative_condition(selection: str, ratio: int | str) -> str:
     return f"{selection}={ratio}"
 
 
+def ordered_conditions(names: Iterable[str]) -> list[str]:
+    """Different conditions: those without a ratio first, as they came; each kind by ascending ratio, auto last."""
+    names = list(dict.fromkeys(names))
+    kinds = list(dict.fromkeys(name.partition("=")[0] for name in names))
+
+    def place(name: str) -> tuple[int, float]:
+        kind, has_ratio, ratio = name.partition("=")
+        return (kinds.index(kind), int(ratio) if ratio.isdecimal() else math.inf) if has_ratio else (-1, 0)
+
+    return sorted(names, key=place)
+
+
 @dataclass(frozen=True)
 class EvaluationRow:
     """Scores of one task on one data set under one condition.
