@@ -5,8 +5,8 @@
 
 runs README.md and docs/use.md on the checkpoints of this repository, and writes into them what their code prints; and
 into README.md and benchmarks/smollm2/README.md the scores of the file that lies there for each checkpoint, under its
-name, and those of files with many sets. A `text` block that stands right behind a `python` or `bash` block is what
-that block prints. With `--scores` nothing runs.
+name, and those of files with many sets, and with needles. A `text` block that stands right behind a `python` or `bash`
+block is what that block prints. With `--scores` nothing runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCORES = ROOT / "benchmarks" / "smollm2"
 # Pages whose output is that of the checkpoint, and what of them runs.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_SCORES = re.compile(r"(<!-- (scores|sets) ?(\S*) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
+_SCORES = re.compile(r"(<!-- (scores|sets|needles) ?(\S*) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
 _MISSING = "…"
 _RATIOS = (2, 4, 8, 16)
 _READ = {"ratio": "{name}", "cut": "cut text, read by it", "bm25": "BM25's sentences, read by it"}
@@ -339,10 +339,20 @@ def _with_mean(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> 
     return body
 
 
+def needle_table(path: Path) -> str:
+    """The share of needles of all kinds that the outputs contain, of a file of `evaluate-needles`."""
+    from context_compressors.evaluation.needles import NeedleGrid
+
+    # Of all tables the first.
+    return NeedleGrid.load(path).to_markdown().split("\n\n")[3]
+
+
 def with_scores(text: str) -> str:
     """A page with the scores of the result files: README's table, or those of the file that the place names."""
 
     def table(match: re.Match[str]) -> str:
+        if match[2] == "needles":
+            return match[1] + needle_table(SCORES / f"{match[3]}.json")
         if match[2] == "sets":
             return match[1] + tables_by_set(json.loads((SCORES / f"{match[3]}.json").read_text(encoding="utf-8")))
         if match[3]:
