@@ -125,7 +125,11 @@ def test_what_code_prints_goes_into_the_text_block_right_behind_it(tmp_path: Pat
 def test_links_lead_to_files():
     targets = set(re.findall(r"\]\((?!https?://)([^)]+)\)", TEXT))
     assert len(targets) > 20
-    assert [target for target in sorted(targets) if not (pages.ROOT / target).is_file()] == []
+    for target in targets:
+        name, _, place = target.partition("#")
+        assert (file := pages.ROOT / name).is_file(), target
+        headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE) if place else []
+        assert place in ["", *(heading.lower().replace(" ", "-") for heading in headings)], target
 
 
 def test_make_targets_exist():
