@@ -127,7 +127,8 @@ def test_links_lead_to_files():
     assert len(targets) > 20
     for target in targets:
         name, _, place = target.partition("#")
-        assert (file := pages.ROOT / name).is_file(), target
+        file = pages.ROOT / name
+        assert file.is_file(), target
         headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE) if place else []
         assert place in ["", *(heading.lower().replace(" ", "-") for heading in headings)], target
 
