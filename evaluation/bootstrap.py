@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bootstrap intervals over documents: questions that share a context are drawn together, or not at all."""
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -111,6 +112,15 @@ def resampled_scores(
     ends = np.cumsum([statistic.values.shape[1] for statistic in statistics.values()])
     parts = np.split(sums, ends[:-1], axis=1)
     return {name: s.of_sums(part) for (name, s), part in zip(statistics.items(), parts, strict=True)}
+
+
+def interval_of_mean(mean: float, intervals: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Both ends of a mean's interval, from those of its parts as independent ones.
+
+    Half its width is the root of the summed squares of theirs, divided by their number; NaN where one has none.
+    """
+    half = math.hypot(*((high - low) / 2 for low, high in intervals)) / len(intervals)
+    return mean - half, mean + half
 
 
 def is_lower_better(metric: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from ..reporting.environment import environment
 from ..reporting.result_files import write_results
 from .benchmark_metrics import BENCHMARK_SCORE
+from .bootstrap import interval_of_mean
 from .metrics import teacher_normalized
 from .rows import (
     DOMAINS,
@@ -139,10 +140,9 @@ class EvaluationReport:
     def macro_average_interval(
         self, task: str, metric: str, domain: str | None = None
     ) -> dict[str, tuple[float, float]]:
-        """Condition -> 95 % interval of `macro_average`, from those of its data sets as independent ones.
+        """Condition -> 95 % interval of `macro_average`, see `interval_of_mean`.
 
-        Half its width is the root of the summed squares of theirs, divided by their number. Conditions are left out
-        where a data set has no interval, or more than one seed.
+        Conditions are left out where a data set has no interval, or more than one seed.
         """
         averages, found = self.macro_average(task, metric, domain), {}
         datasets = self.datasets(task, domain)
@@ -152,9 +152,9 @@ class EvaluationReport:
                 for row in self.rows
                 if (row.task, row.condition) == (task, condition) and row.dataset in datasets
             ]
-            half = math.hypot(*((high - low) / 2 for low, high in ends)) / len(datasets)
-            if len(ends) == len(datasets) and math.isfinite(half):
-                found[condition] = (average - half, average + half)
+            interval = interval_of_mean(average, ends)
+            if len(ends) == len(datasets) and math.isfinite(interval[0]):
+                found[condition] = interval
         return found
 
     def teacher_normalized(self, task: str, metric: str, domain: str | None = None) -> dict[str, float]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import runpy
@@ -25,6 +24,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -283,60 +283,48 @@ def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
 
 
 def tables_by_set(content: Mapping[str, Any]) -> str:
-    """Of a result file with many sets: their scores, what cut text and BM25's sentences lack, and the means over sets.
+    """F1 on many sets of questions, what cut text and BM25's sentences lack, and the means over sets.
 
     Args:
         content: of a result file of `context-compressors evaluate`.
     """
     from context_compressors.reporting.tables import markdown_table
 
-    parts = []
-    for task, metric, title in (("question_answering", "f1", "F1"), ("summarisation", "rougeL", "ROUGE-L")):
-        found: dict[str, dict[str, Any]] = {}
-        for row in content["rows"]:
-            if row["task"] == task:
-                found.setdefault(row["dataset"], {})[row["condition"]] = row
-        if not found:
-            continue
-        first = next(iter(found.values()))
-        ratios = sorted(int(name.partition("=")[2]) for name in first if name.startswith("ratio="))
-        columns = ["no_context", "full_context", *(f"ratio={ratio}" for ratio in ratios)]
-
-        def cells(rows: Mapping[str, Any], columns: Sequence[str] = columns, metric: str = metric) -> list[Any]:
-            return [(rows[name]["metrics"][metric], rows[name]["intervals"][metric]) for name in columns]
-
-        header = [title, "no context", "full text", *(f"{ratio}x" for ratio in ratios)]
-        titles = {
-            name: f"{name}{', out of domain' if rows['no_context']['domain'] == 'out' else ''} "
-            f"({rows['no_context']['num_samples']} about {rows['no_context']['num_documents']})"
-            for name, rows in found.items()
-        }
-        parts.append(markdown_table(header, _with_mean({titles[name]: cells(rows) for name, rows in found.items()})))
-        for kind, alternative in (("cut", "cut text"), ("bm25", "BM25's sentences")):
+    found: dict[str, dict[str, Any]] = {}
+    for row in content["rows"]:
+        found.setdefault(row["dataset"], {})[row["condition"]] = row
+    first = next(iter(found.values()))
+    ratios = sorted(int(name.partition("=")[2]) for name in first if name.startswith("ratio="))
+    columns = ["no_context", "full_context", *(f"ratio={ratio}" for ratio in ratios)]
+    header = ["F1", "no context", "full text", *(f"{ratio}x" for ratio in ratios)]
+    lines = {}
+    for name, rows in found.items():
+        one = rows["no_context"]
+        domain = ", out of domain" if one["domain"] == "out" else ""
+        title = f"{name}{domain} ({one['num_samples']} about {one['num_documents']})"
+        lines[title] = [(rows[column]["metrics"]["f1"], rows[column]["intervals"]["f1"]) for column in columns]
+    parts = [markdown_table(header, _with_mean(lines))]
+    for kind, title in (("cut", "slots less cut text"), ("bm25", "slots less BM25's sentences")):
+        if f"{kind}={ratios[0]}" in first:
             less = {
-                name: [rows[f"ratio={ratio}"]["differences"].get(f"{kind}={ratio}") for ratio in ratios]
+                name: [rows[f"ratio={ratio}"]["differences"][f"{kind}={ratio}"] for ratio in ratios]
                 for name, rows in found.items()
             }
-            if all(None not in cells_of for cells_of in less.values()):
-                pairs = {
-                    name: [(cell["difference"], cell["interval"]) for cell in cells_of]
-                    for name, cells_of in less.items()
-                }
-                parts.append(markdown_table([f"slots less {alternative}", *header[3:]], _with_mean(pairs)))
+            pairs = {name: [(cell["difference"], cell["interval"]) for cell in cells] for name, cells in less.items()}
+            parts.append(markdown_table([title, *header[3:]], _with_mean(pairs)))
     return "\n\n".join(parts)
 
 
 def _with_mean(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> list[list[str]]:
-    """Lines of a table, and of several their mean, its interval that of independent sets."""
-    body = [[name, *(_with(value, ends) for value, ends in cells)] for name, cells in lines.items()]
-    if len(lines) > 1:
-        means = []
-        for column in zip(*lines.values(), strict=True):
-            mean = math.fsum(value for value, _ in column) / len(column)
-            half = math.hypot(*((high - low) / 2 for _, (low, high) in column)) / len(column)
-            means.append(_with(mean, (mean - half, mean + half)))
-        body.append(["mean over sets", *means])
-    return body
+    """Lines of a table and their mean, its interval that of independent sets."""
+    from context_compressors.evaluation.bootstrap import interval_of_mean
+
+    means = []
+    for column in zip(*lines.values(), strict=True):
+        mean = fmean(value for value, _ in column)
+        means.append((mean, interval_of_mean(mean, [ends for _, ends in column])))
+    table = {**lines, "mean over sets": means}
+    return [[name, *(_with(value, ends) for value, ends in cells)] for name, cells in table.items()]
 
 
 def needle_table(path: Path) -> str:

@@ -42,8 +42,9 @@ side by side: questions, two trials and a run of each method, its answers, peers
 no process behind; the same command goes on, inside a training from its last checkpoint, inside a set of questions from
 the last batch. What fails stops its own system alone. `--list` prints the jobs, `OUT/logs` has what they write,
 `OUT/page` what is known whenever a system is done, `--page` writes it at any time, and `--only mean_pooling peers`
-does some. What `comparison.json` has is not done again without `--again`: its rows stay, and since it has what each
-question scored, a system that is added is put beside them on the same questions. `--dtype float32` is for processors
+does some. Rows of `comparison.json` stay until all of them is answered anew. Systems whose rows there have a score for
+each question are not done again without `--again`, and those that are added are put beside them on the same questions;
+rows from before these scores were kept cannot be paired, and are done again. `--dtype float32` is for processors
 without `avx512_bf16`. The second command measures seconds, one system at a time: run it on a machine at rest.
 
 What is compared, in which order and with which budget, is in `systems.yaml`: `--size small`, the default, is some

@@ -98,8 +98,16 @@ class Comparison:
         return content if is_same else {}
 
     def is_published(self, *names: str) -> bool:
-        """Whether the result file has these systems at all of their ratios; of several seeds it has none."""
-        found = {(row["system"], row["ratio"]) for row in self.published.get("rows", []) if row["set"] == "mean"}
+        """Whether the result file has these systems at all of their ratios with a score for each question.
+
+        Rows without these cannot be paired with others. Of several seeds nothing counts as published.
+        """
+        rows = self.published.get("rows", [])
+        whole, paired = (
+            {(row["system"], row["ratio"]) for row in rows if is_such(row)}
+            for is_such in (lambda row: row["set"] == "mean", lambda row: "by_question" in row)
+        )
+        found = whole & paired
         wanted = {(name, ratio) for name in names for ratio in self.ratios(name)}
         return wanted <= found and len(self.arguments.seeds) == 1 and not self.arguments.again
 

@@ -162,7 +162,8 @@ def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
     monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
     table = comparison(tmp_path).table
     rows = [
-        {"system": name, "ratio": ratio, "set": "mean"}
+        {"system": name, "ratio": ratio, **of_set}
+        for of_set in ({"set": "mean"}, {"set": "squad", "by_question": [[100.0]]})
         for name, ratios in (("cut", (2, 4, 8)), ("snapkv", (2, 4)), ("icae", (2, 4, 8)), ("snap_kv", (2, 4, 8)))
         for ratio in ratios
     ]
@@ -177,6 +178,10 @@ def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
     # Memories of ICAE are to be rounded, too: its checkpoint is needed.
     assert everything - systems() == {"cut", "snap_kv"}
     assert {"cut", "snapkv", "icae", "icae_int4", "snap_kv"} <= everything
+    # Rows that cannot be paired are done again.
+    content["rows"] = [row for row in rows if row["set"] == "mean" or row["system"] != "cut"]
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+    assert everything - systems() == {"snap_kv"}
     # Of more seeds there is nothing, and another reader's answers are others.
     assert systems("--seeds", "1", "2") == everything
     assert systems("--reader", "other") - {"reader"} == everything
