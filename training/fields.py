@@ -25,6 +25,12 @@ OBJECTIVES = (
     *("denoising", "retrieval"),
 )
 OPTIMIZERS = ("adamw", "muon", "adafactor")
+# Fields of TRL's configuration that nothing here reads, and what to do instead.
+_OF_OTHER_LOSSES = {
+    "label_smoothing_factor": "leave it out",
+    "loss_type": "leave it out",
+    "max_length": "give max_context_tokens and max_target_tokens",
+}
 RATIO_MODES = ("all", "random", "per_sample")
 CONTEXT_MODES = ("compressed", "full_context", "no_context")
 OVERLONG_CONTEXTS = ("truncate", "truncate_left", "skip")
@@ -317,6 +323,12 @@ class TrainingFields:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.contrastive_temperature <= 0:
             raise ValueError(f"contrastive_temperature must be above 0, got {self.contrastive_temperature}")
+        for name, instead in _OF_OTHER_LOSSES.items():
+            if getattr(self, name) != (default := type(self).__dataclass_fields__[name].default):
+                raise ValueError(
+                    f"{name} has no part in the losses of this package: {instead}, got {getattr(self, name)!r} in "
+                    f"place of TRL's own {default!r}"
+                )
         check_choice("context_mode", self.context_mode, CONTEXT_MODES)
         if self.context_mode != "compressed" and self.objective not in ("compression", "joint"):
             raise ValueError(

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..data.document_ids import document_id
-from ..data.rows import read_rows
+from ..data.rows import PassageText, read_rows
 from ..reporting.tables import markdown_table
 from .base_trainer import BaseTrainer
 from .fields import DataArguments
@@ -128,5 +128,9 @@ def add_sample_answers(trainer: BaseTrainer, data_args: DataArguments, steps: in
             "sample_answers_steps needs questions that are not trained on: give eval_sources with the task "
             "question_answering and a path or name"
         )
-    trainer.documents.chose.update(document_id(row["context"]) for row in rows)
+    trainer.documents.chose.update(document_id(_whole(row["context"])) for row in rows)
     trainer.add_callback(LogAnswersCallback(rows, trainer.processing_class, steps))
+
+
+def _whole(context: str | list[str]) -> str:
+    return context if isinstance(context, str) else PassageText(context)

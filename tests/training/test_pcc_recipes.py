@@ -41,13 +41,26 @@ def test_recipes_hold_the_authors_table(tmp_path):
         assert (args.learning_rate, args.warmup_steps, args.max_grad_norm) == (1e-4, 300, 0.5)
         assert (args.lr_scheduler_type, args.max_steps) == ("cosine", 76_294)
         assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 256
-        assert (data.task_per_batch, data.max_context_tokens) == (True, 256)
+        # BOS is the 256th token of a segment.
+        assert (data.task_per_batch, data.min_context_tokens, data.max_context_tokens) == (True, 255, 255)
         assert [source.tasks for source in data.parsed_sources()] == [("reconstruction", "continuation")]
         model, data, args = parse(f"pcc/{name}.yaml", "pcc/fine_tuning.yaml", folder=tmp_path)
         assert (model.base, model.encoder, model.method_config) == (None, None, None)
         assert (args.learning_rate, args.warmup_steps, args.max_grad_norm) == (5e-5, 100, 0.5)
         assert (args.num_train_epochs, args.max_steps) == (3, -1)
         assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 128
+
+
+def test_a_chunk_for_the_tokens_in_front_of_a_context_alone_is_warned_of(base_folder, tmp_path, caplog):
+    sources = [{**GENERATED, "tasks": ["question_answering"]}]
+    fields = {**SMALL, "base": str(base_folder), "sources": sources, "method_config": {"chunk_size": 16}}
+    overlay = tmp_path / "overlay.yaml"
+    for longest, warned in ((32, True), (31, False), (33, False)):
+        overlay.write_text(yaml.safe_dump({**fields, "max_context_tokens": longest}))
+        caplog.clear()
+        trainer = build_trainer(*parse_recipe(["embedded/icae.yaml", str(overlay), "--output_dir", str(tmp_path)]))
+        assert len(trainer.data_collator.context_start_ids) == 1
+        assert ("with max_context_tokens 31 there is none of 1" in caplog.text) == warned
 
 
 @pytest.fixture

@@ -126,6 +126,25 @@ def test_fitted_scorers_are_the_ridge_regression_of_the_second_readings_attentio
             model.model.fit_scorers(batches, ridge=ridge)
 
 
+def test_the_error_is_shared_out_among_the_calls_of_a_step(base_folder, tmp_path):
+    torch.manual_seed(0)
+    model = RankedKeyValuesForCausalLM.from_base(base_folder, encoder_lora=LORA).train()
+    ids, found = torch.arange(5, 25)[None], []
+    for steps in (1, 4):
+        model.zero_grad()
+        model.model.accumulation_steps = steps
+        model(ids[:, 14:], memory=model.compress(ids[:, :14], ratio=2), labels=ids[:, 14:]).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient / (4 if "scorers." in name else 1))
+    assert any("scorers." in name and gradient.any() for name, gradient in found[0].items())
+    fields = {"method": "ranked_key_values", "method_config": {"compression_ratios": [2], "encoder_lora": LORA}}
+    fields |= {"objective": "compression", "base": str(base_folder), "gradient_accumulation_steps": 3, "max_steps": 1}
+    trainer = build_trainer(*parse_recipe([write_recipe(tmp_path, **fields), "--output_dir", str(tmp_path / "out")]))
+    trainer.train()
+    assert trainer.model.model.accumulation_steps == 3
+
+
 @pytest.mark.slow
 def test_a_reader_its_memories_and_fitted_scorers(tmp_path, base_folder):
     """The recipes of the checkpoint on SmolLM2, in small."""

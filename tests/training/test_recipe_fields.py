@@ -98,6 +98,9 @@ def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_f
         ({"questions_per_example": 1.5}, [], r"questions_per_example must be a whole number, got 1\.5"),
         ({"learning_rate": [1]}, [], r"learning_rate must be a number, such as .*, got \[1\]"),
         ({"prompts": ["a"]}, [], r"prompts must be a text, got \['a'\]"),
+        ({"label_smoothing_factor": 0.5}, [], "label_smoothing_factor has no part in the losses .* got 0.5 in place"),
+        ({"loss_type": "dft"}, [], "loss_type has no part in the losses of this package: leave it out, got 'dft'"),
+        ({"max_length": 8}, [], "max_length has no part .*: give max_context_tokens and max_target_tokens, got 8"),
         ({"canonical_prompts": 1}, [], "canonical_prompts must be true or false, got 1"),
     ],
 )

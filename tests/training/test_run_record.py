@@ -113,6 +113,26 @@ def test_words_are_no_folders():
 
 
 @pytest.mark.slow
+def test_a_run_of_epochs_that_is_resumed_inside_of_one_is_the_same(tmp_path, base_folder):
+    rows = [{"text": " ".join(f"word{n}x{i}" for i in range(40))} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {
+        "base": str(base_folder),
+        "sources": [{"path": str(tmp_path / "rows.jsonl"), "tasks": ["reconstruction", "continuation"]}],
+        **{"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 2, "ratio_mode": "per_sample"},
+        **{"method_config": {"compression_ratios": [2, 4]}, "save_strategy": "steps", "save_steps": 7},
+        **{"logging_steps": 1, "min_context_tokens": 4, "max_context_tokens": 24, "max_target_tokens": 24},
+    }
+    recipe = write_recipe(tmp_path, **fields)
+    main([recipe, "--output_dir", str(tmp_path / "whole")])
+    losses = losses_of(tmp_path / "whole")
+    assert len(losses) == 15
+    shutil.copytree(tmp_path / "whole" / "checkpoint-7", tmp_path / "again" / "checkpoint-7")
+    main([recipe, "--output_dir", str(tmp_path / "again"), "--resume_from_checkpoint", "latest"])
+    assert losses_of(tmp_path / "again") == losses
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("logging_steps", [1, 2, 100])
 def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folder, logging_steps):
     fields = {"method_config": {"compression_ratios": [2]}, "max_steps": 5, "include_num_input_tokens_seen": True}

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from ...configuration.configuration_compressor import CompressorConfig
 from ...configuration.nearest_names import check_choice
@@ -20,6 +21,8 @@ from .compression_dataset import CompressionDataset
 from .compression_trainer import CompressionTrainer
 from .encoder_decoder import Seq2SeqCollator, Seq2SeqCompressionTrainer, check_vocabulary
 from .packed_texts import PackedTexts
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -99,22 +102,59 @@ def trainer_arguments(
     if data_args.eval_sources:
         count = data_args.num_eval_examples
         evaluation = dataset_class(data_args.of_evaluation(), texts, count, seed=args.seed + 1, **how).as_dataset()
+    collator_arguments.setdefault("pad_to_multiple_of", args.pad_to_multiple_of or 1)
+    collator = collator_class.from_tokenizer(
+        tokenizer,
+        context_tokenizer,
+        seed=args.seed,
+        mode=mode,
+        with_metadata=True,
+        context_mode=args.context_mode if mode == "joint" else "compressed",
+        **collator_arguments,
+    )
+    epochs: list[TrainerCallback] = [NewEpochs(dataset)] if args.max_steps < 1 and args.num_train_epochs > 1 else []
+    if mode in ("compressed", "distillation", "joint"):
+        _warn_of_short_chunks(config, data_args, collator)
     return {
         "model": model,
         "args": args,
         "train_dataset": dataset.as_dataset(),
         "eval_dataset": evaluation,
         "processing_class": tokenizer,
-        "data_collator": collator_class.from_tokenizer(
-            tokenizer,
-            context_tokenizer,
-            seed=args.seed,
-            mode=mode,
-            with_metadata=True,
-            context_mode=args.context_mode if mode == "joint" else "compressed",
-            **collator_arguments,
-        ),
+        "data_collator": collator,
+        "callbacks": epochs,
     }
+
+
+class NewEpochs(TrainerCallback):
+    """Has each pass over a data set's rows draw examples of its own.
+
+    Args:
+        dataset: what is trained on.
+    """
+
+    def __init__(self, dataset: CompressionDataset):
+        self.dataset = dataset
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before the first epoch, and where a run is resumed, inside of one, too."""
+        # Behind an epoch of many steps their shares may not add up to a whole number.
+        self.dataset.set_epoch(int((state.epoch or 0) + 1e-6))
+
+
+def _warn_of_short_chunks(config: PreTrainedConfig, data_args: DataArguments, collator: CompressionCollator) -> None:
+    """Say so where the tokens in front of the longest contexts alone make one more chunk, which costs slots."""
+    chunk_size, most = getattr(config, "chunk_size", None), data_args.max_context_tokens
+    if chunk_size is None or most is None or collator.opens_context or collator.encoder_start_ids is not None:
+        return
+    num_start = len(collator.context_start_ids)
+    num_behind = (most + num_start) % chunk_size
+    if 0 < num_behind <= num_start:
+        logger.warning(
+            "max_context_tokens %d and %d in front of a context make chunks of %d and one of %d behind them: with "
+            "max_context_tokens %d there is none of %d",
+            *(most, num_start, chunk_size, num_behind, most - num_behind, num_behind),
+        )
 
 
 def record_prompts(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> None:

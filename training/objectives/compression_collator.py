@@ -144,9 +144,12 @@ class CompressionCollator:
         Args:
             model: a compressor that is no encoder-decoder.
             tokenizer: the tokenizer saved with it.
-            kwargs: arguments of the collator.
+            kwargs: arguments of the collator. Contexts that are compressed are read at `ratios`, which are all of the
+                checkpoint's if not given, one drawn for each row.
         """
-        own = model.encoder_tokenizer
+        own, known = model.encoder_tokenizer, list(model.config.compression_ratios)
+        if len(known) > 1 and kwargs.get("mode", "compressed") == "compressed" and kwargs.get("memories") is None:
+            kwargs.setdefault("ratios", known)
         collator = cls.from_tokenizer(tokenizer, own, **{**text_starts(model.config, tokenizer), **kwargs})
         collator.text_rows = TextRows(model.config, tokenizer, own)
         return collator
@@ -213,8 +216,9 @@ class CompressionCollator:
         }
 
     def _ratio(self, example: Mapping[str, Any]) -> int:
-        # A data set that comes to a row once more has another index for it.
-        row = [example.get(name, "") for name in ("id", "index", "target_ids")]
+        # A data set that comes to a row once more has another index for it. Of a row without one its context and its
+        # question draw along, so that nothing can be told of an answer by its ratio.
+        row = [example.get(name, "") for name in ("id", "index", "context_ids", "prompt_ids", "target_ids")]
         return random.Random("/".join(map(str, [self.seed, *row]))).choice(self.ratios or ())
 
     def _context(self, example: Mapping[str, Any]) -> list[int]:

@@ -41,6 +41,8 @@ class CompressionDataset(Dataset):
     lines between them), or `None`, and `documents` has the ids of the texts that the context is from (not of generated
     ones).
 
+    What `set_epoch` names is the pass over the rows that examples are of.
+
     Args:
         data: the sources, and how examples are made of them.
         tokenizer: makes the token ids.
@@ -82,6 +84,7 @@ class CompressionDataset(Dataset):
         self.end, self.seed = tokenizer.eos_token_id, seed
         self.batch_size, self.group_size = batch_size, batch_size * data.group_batches
         self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
+        self.epoch = 0
         self.shortest, self.longest = self._lengths()
         self.prefix_ids = prefix_ids(tokenizer, data.context_prefix)
         if len(self.prefix_ids) >= self.longest:
@@ -194,7 +197,17 @@ class CompressionDataset(Dataset):
         if self.task_points is not None:
             reached = [allowed for fraction, allowed in self.task_points if fraction * len(self) <= index]
             tasks = [task for task in tasks if task in reached[-1]]
-        return [random.Random(f"{self.seed}/task/{index}").choice(tasks)] if self.data.task_per_batch else tasks
+        return [random.Random(f"{self._seed}/task/{index}").choice(tasks)] if self.data.task_per_batch else tasks
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the examples of another pass over the rows: in another order, and with all that is drawn drawn anew."""
+        if epoch != self.epoch:
+            self.epoch, self._group = epoch, (-1, [])
+
+    @property
+    def _seed(self) -> str:
+        """What an epoch's examples are drawn by, with their index."""
+        return f"{self.seed}/epoch {self.epoch}" if self.epoch else str(self.seed)
 
     def __len__(self) -> int:
         return len(self.source_of)
@@ -217,7 +230,10 @@ class CompressionDataset(Dataset):
         batches = [examples[start : start + self.batch_size] for start in range(0, len(examples), self.batch_size)]
         # Only whole batches change places: the last group's short one has to stay the last.
         whole = len(examples) // self.batch_size
-        order = [*random.Random(f"{self.seed}/group/{group}").sample(range(whole), whole), *range(whole, len(batches))]
+        order = [
+            *random.Random(f"{self._seed}/group/{group}").sample(range(whole), whole),
+            *range(whole, len(batches)),
+        ]
         return [example for batch in order for example in batches[batch]]
 
     @staticmethod
@@ -227,7 +243,7 @@ class CompressionDataset(Dataset):
         return len(example["context_ids"]) + len(example["prompt_ids"]) + len(example["target_ids"]) + turns
 
     def _example_at(self, index: int) -> dict[str, Any]:
-        rng = random.Random(f"{self.seed}/{index}")
+        rng = random.Random(f"{self._seed}/{index}")
         limit = min(self.longest, scheduled_length(self.length_points, index / len(self)))
         position = int(self.source_of[index])
         source = self.sources[position]
@@ -238,7 +254,8 @@ class CompressionDataset(Dataset):
             }
         else:
             tasks = self._tasks_at(index, source.source.tasks)
-            example = self._from_file(source, tasks, position, int(self.turn_of[index]), limit, rng)
+            turn = int(self.turn_of[index]) + self.epoch * int((self.source_of == position).sum() if self.epoch else 0)
+            example = self._from_file(source, tasks, position, turn, limit, rng)
         if self.context_tokenizer is not None:
             tokenizers = (self.tokenizer, self.context_tokenizer)
             example["encoder_context_ids"] = in_encoder_tokens(example["context_ids"], *tokenizers)
@@ -246,7 +263,7 @@ class CompressionDataset(Dataset):
             example["encoder_passages"] = [in_encoder_tokens(passage, *tokenizers) for passage in passages]
         if self.with_log_ratios:
             example.setdefault("log_ratio", math.nan)
-        return {**example, "index": index}
+        return {**example, "index": index + self.epoch * len(self)}
 
     def as_dataset(self) -> datasets.Dataset:
         """The same examples as a `datasets.Dataset`, which `trl.SFTTrainer` needs; each is made when asked for."""

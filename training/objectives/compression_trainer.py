@@ -171,6 +171,8 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     ) -> tuple[Any, Tensor | float]:
         """What `compress` makes of the contexts, and the ratio selector's loss."""
         model = self._unwrapped()
+        if hasattr(model.base_model, "accumulation_steps"):
+            model.base_model.accumulation_steps = getattr(self, "current_gradient_accumulation_steps", 1)
         if not model.config.selects_ratios:
             return model.compress(**context, ratio=ratio), 0.0
         memories, predicted = model.base_model.compress_with_log_ratios(**context, ratios=ratio)

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from ...configuration.nearest_names import check_choice
 from ...data.document_ids import document_id
 from ...data.prompts import format_prompt, load_prompts
-from ...data.rows import distinct_texts, draw_document, read_rows
+from ...data.rows import PassageText, distinct_texts, draw_document, read_rows
 from ...data.sources import DataSource
 from ...data.synthetic_documents import MIN_TOKENS
 from ...data.tokenized_rows import TokenizedTexts
@@ -37,7 +37,10 @@ from ..schedules import check_length_schedule, scheduled_length
 
 ROW_KINDS = ("text", "copy", "generated", "question_answering")
 _SHORTEST_COPY = 16
+# Token ids and labels; and of those of a batch, how many tokens were cut off.
 _Row = tuple[list[int], list[int]]
+_CutRow = tuple[list[int], list[int], int]
+_MAX_ATTEMPTS = 100
 
 
 class _QuestionSource:
@@ -46,7 +49,8 @@ class _QuestionSource:
     def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
         by_context: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for row in read_rows(source, data_dir, seed).select(["context", "question", "answers"]).to_pylist():
-            by_context[row["context"]].append((row["question"], row["answers"][0]))
+            context = row["context"] if isinstance(row["context"], str) else PassageText(row["context"])
+            by_context[context].append((row["question"], row["answers"][0]))
         self.document_ids = list(map(document_id, by_context))
         pairs = [(encode(tokenizer, context), questions) for context, questions in by_context.items()]
         self.rows = sorted(pairs, key=lambda pair: len(pair[0]))
@@ -172,7 +176,8 @@ class LanguageModelingBatches(Dataset):
         tokens_per_batch: real tokens in a batch, roughly.
         batches_per_step: gradient accumulation steps.
         length_schedule: (fraction of training, document length limit in tokens) pairs, linear in between.
-        max_length: rows longer than this many tokens lose their end (counted in `num_truncated`).
+        max_length: rows longer than this many tokens lose their end, which is counted (`num_cut` of a batch); those
+            that then have nothing to learn are left out.
         seed: everything is drawn from it.
     """
 
@@ -194,8 +199,7 @@ class LanguageModelingBatches(Dataset):
             )
         self.rows, self.num_batches, self.tokens_per_batch = rows, num_batches, tokens_per_batch
         self.batches_per_step, self.points, self.max_length, self.seed = batches_per_step, points, max_length, seed
-        self.num_truncated = 0
-        self._step: tuple[int, list[list[_Row]]] = (-1, [])
+        self._step: tuple[int, list[list[_CutRow]]] = (-1, [])
 
     def __len__(self) -> int:
         return self.num_batches
@@ -204,28 +208,37 @@ class LanguageModelingBatches(Dataset):
         """Document length limit of batch `index` in tokens."""
         return scheduled_length(self.points, index / self.num_batches)
 
-    def __getitem__(self, index: int) -> list[_Row]:
+    def __getitem__(self, index: int) -> list[_CutRow]:
         step = index // self.batches_per_step
         if self._step[0] != step:
             self._step = (step, self._make_step(step))
         return self._step[1][index % self.batches_per_step]
 
-    def _make_step(self, step: int) -> list[list[_Row]]:
+    def _make_step(self, step: int) -> list[list[_CutRow]]:
         rng = random.Random(f"{self.seed}/{step}")
         limit = self.length_limit(step * self.batches_per_step)
         budget = self.tokens_per_batch * self.batches_per_step
-        rows: list[_Row] = []
-        total = 0
+        rows: list[_CutRow] = []
+        total = num_empty = 0
         while total < budget:
             ids, labels = self.rows.row(limit, rng)
-            self.num_truncated += len(ids) > self.max_length
-            rows.append((ids[: self.max_length], labels[: self.max_length]))
+            cut = labels[: self.max_length]
+            if all(label == -100 for label in cut):
+                num_empty += 1
+                if num_empty == _MAX_ATTEMPTS:
+                    raise ValueError(
+                        f"{_MAX_ATTEMPTS} rows in a row had nothing to learn within the model's {self.max_length} "
+                        f"positions, the last of {len(ids)} tokens: leave out longer contexts, or take another base"
+                    )
+                continue
+            num_empty = 0
+            rows.append((ids[: self.max_length], cut, max(0, len(ids) - self.max_length)))
             total += len(rows[-1][0])
         rows.sort(key=lambda row: len(row[0]))
         return _deal(rows, self.batches_per_step)
 
 
-def _deal(rows: list[_Row], num_batches: int) -> list[list[_Row]]:
+def _deal(rows: list[_CutRow], num_batches: int) -> list[list[_CutRow]]:
     """Cut rows, sorted by length, into batches with the least padding in all; each batch has a row."""
     while len(rows) < num_batches:
         rows = [rows[0], *rows]
@@ -257,13 +270,14 @@ class LanguageModelingCollator:
     def __init__(self, pad_token_id: int):
         self.pad_token_id = pad_token_id
 
-    def __call__(self, examples: Sequence[list[_Row]]) -> dict[str, torch.Tensor]:
-        """Return input_ids and labels, each `(batch_size, sequence_length)`."""
+    def __call__(self, examples: Sequence[list[_CutRow]]) -> dict[str, Any]:
+        """Return input_ids and labels, each `(batch_size, sequence_length)`, and the numbers of tokens cut off."""
         rows = [row for example in examples for row in example]
-        width = max(len(ids) for ids, _ in rows)
+        width = max(len(ids) for ids, *_ in rows)
         return {
-            "input_ids": torch.tensor([ids + [self.pad_token_id] * (width - len(ids)) for ids, _ in rows]),
-            "labels": torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows]),
+            "input_ids": torch.tensor([ids + [self.pad_token_id] * (width - len(ids)) for ids, *_ in rows]),
+            "labels": torch.tensor([labels + [-100] * (width - len(labels)) for _, labels, _ in rows]),
+            "num_cut": [cut for *_, cut in rows],
         }
 
 

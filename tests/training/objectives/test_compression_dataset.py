@@ -55,6 +55,25 @@ def test_an_example_depends_on_index_and_seed_only(tokenizer, folder):
     assert {example["task"] for example in backwards} == set(TASKS)
 
 
+def test_each_epoch_draws_its_own(tokenizer, folder):
+    fields = {"max_context_tokens": 120, "group_batches": 2, "batch_size": 2}
+    sources = [{**TEXT, "weight": None}, {**QUESTIONS, "weight": None}]
+    first, second = (make(tokenizer, folder, *sources, num_examples=None, **fields) for _ in range(2))
+    epochs = []
+    for epoch in range(3):
+        first.set_epoch(epoch)
+        epochs.append([first[index] for index in range(len(first))])
+        # Every row once, as ever, but for the empty text.
+        asked = [example["id"] for example in epochs[-1] if example["id"].startswith("qa")]
+        assert len(asked) == len(set(asked)) == 18
+    assert epochs[0] == [second[index] for index in range(len(second))]
+    drawn = [[(example["id"], example["task"], example["context_ids"]) for example in made] for made in epochs]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+    assert len({example["index"] for made in epochs for example in made}) == 3 * len(first)
+    second.set_epoch(1)
+    assert [second[index] for index in range(len(second))] == epochs[1]
+
+
 def dealt(dataset):
     return list(zip(dataset.source_of.tolist(), dataset.turn_of.tolist(), strict=True))
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import random
 
 import pyarrow
@@ -104,7 +105,7 @@ def test_a_step_holds_its_tokens_with_little_padding(rows):
     batches = LanguageModelingBatches(rows(), 40, 600, batches_per_step=4, length_schedule=[(0, 90)])
     real = padded = 0
     for step in range(10):
-        sizes = [[len(ids) for ids, _ in batches[4 * step + i]] for i in range(4)]
+        sizes = [[len(ids) for ids, *_ in batches[4 * step + i]] for i in range(4)]
         assert sum(map(sum, sizes)) >= 4 * 600
         real += sum(map(sum, sizes))
         padded += sum(len(batch) * max(batch) for batch in sizes)
@@ -134,8 +135,25 @@ def test_length_limit_grows_by_schedule(rows):
 
 def test_overlong_rows_are_cut_and_counted(rows):
     batches = LanguageModelingBatches(rows(), 4, 300, length_schedule=[(0, 200)], max_length=50)
-    assert max(len(ids) for index in range(4) for ids, _ in batches[index]) == 50
-    assert batches.num_truncated > 0
+    made = [row for index in range(4) for row in batches[index]]
+    assert max(len(ids) for ids, *_ in made) == 50
+    cut = [number for *_, number in made]
+    assert cut == LanguageModelingCollator(0)([batches[index] for index in range(4)])["num_cut"]
+    assert all(len(ids) == 50 for ids, _, number in made if number)
+    assert sum(cut) > 0
+    assert all(any(label != -100 for label in labels) for _, labels, _ in made)
+
+
+def test_rows_without_a_label_in_front_of_the_cut_are_refused(tokenizer, tmp_path):
+    # Passages are one text to a language model.
+    row = {"context": ["Nora keeps bees. " * 40, "Olaf does not."], "question": "Who?", "answers": ["Nora"]}
+    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
+    source = DataSource(path=str(tmp_path / "long.jsonl"), tasks=("question_answering",), weight=1)
+    data = DataArguments(row_mixture={"question_answering": 1}, sources=[source])
+    made = LanguageModelingRows(data, tokenizer)
+    assert len(LanguageModelingBatches(made, 1, 300, max_length=2000)[0]) == 1
+    with pytest.raises(ValueError, match="100 rows in a row had nothing to learn within the model's 50 positions"):
+        LanguageModelingBatches(made, 4, 300, max_length=50)[0]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,25 @@ def icae(base_folder):
     return ICAEForCausalLM.from_base(base_folder, compression_ratios=RATIOS, chunk_size=16, encoder_lora={"rank": 4})
 
 
+def test_a_ratio_tells_nothing_of_an_answer(compressor, tokenizer):
+    """Rows as TRL has them, without ids, of which many have the same answer."""
+    rows = [
+        {"context": f"Berth {n} is red.", "prompt": f"Is {n} red?", "completion": "yes" if n % 2 else "no"}
+        for n in range(400)
+    ]
+    collator = CompressionCollator.from_model(compressor, tokenizer)
+    ratios = collator(rows)["ratio"]
+    assert collator.ratios == list(compressor.config.compression_ratios)
+    assert ratios.equal(collator(rows)["ratio"])
+    for start in (0, 1):
+        of_answer = ratios[start::2]
+        for ratio in collator.ratios:
+            share = float((of_answer == ratio).float().mean())
+            assert share == pytest.approx(1 / len(collator.ratios), abs=0.12), (start, ratio)
+    assert "ratio" not in CompressionCollator.from_model(compressor, tokenizer, ratios=None)(rows[:2])
+    assert set(CompressionCollator.from_model(compressor, tokenizer, ratios=[4])(rows)["ratio"].tolist()) == {4}
+
+
 def gradients(model):
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
