@@ -60,7 +60,8 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     A passage is its title and below it its sentences; blank lines stand between passages, or with `separate_passages`
     they are a list of texts. PubMedQA's `contexts`, the
     parts of an abstract, become lines. Of a source with
-    `supporting_passages`, those alone are taken that `supporting_facts` names, as in the mean-pooling paper (A.1).
+    `supporting_passages`, those alone are taken that `supporting_facts` names, as in the mean-pooling paper (A.1): by
+    their number where it has `passage`, else by their title.
 
     Raises:
         ValueError: `supporting_passages` of a source that has none.
@@ -73,15 +74,16 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
             return _replaced(table, {"context": pyarrow.compute.binary_join(parts, "\n")})
         return table
     named: list[Any] = [None] * table.num_rows
+    by_number = has_column(table, "supporting_facts.passage")
     if source.supporting_passages:
-        named = column_of(table, "supporting_facts.title", source).to_pylist()
+        named = column_of(table, f"supporting_facts.{'passage' if by_number else 'title'}", source).to_pylist()
     texts: list[Any] = []
-    for context, titles in zip(table["context"].to_pylist(), named, strict=True):
+    for context, wanted in zip(table["context"].to_pylist(), named, strict=True):
         if context is None:
             texts.append(None)
             continue
-        pairs = zip(context["title"], context["sentences"], strict=True)
-        kept = [(title, sentences) for title, sentences in pairs if titles is None or title in titles]
+        pairs = enumerate(zip(context["title"], context["sentences"], strict=True))
+        kept = [pair for number, pair in pairs if wanted is None or (number if by_number else pair[0]) in wanted]
         passages = [f"{title}\n{' '.join(' '.join(sentences).split())}" for title, sentences in kept]
         texts.append(passages if source.separate_passages else "\n\n".join(passages))
     kind = pyarrow.list_(pyarrow.string()) if source.separate_passages else pyarrow.large_string()
@@ -113,17 +115,27 @@ def kept_rows(table: pyarrow.Table, source: Any) -> pyarrow.Table:
 
 
 def complete_rows(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
-    """The rows that have a value in each of these columns: no null, no blank text, no empty list."""
+    """The rows that have a value in each of these columns: no null, no blank text, no empty list.
+
+    Of a list, nulls and blank texts are left out.
+    """
     for name in names:
         column = table[name]
         mask = column.is_valid()
         if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+            lists = [None if found is None else list(filter(_has_value, found)) for found in column.to_pylist()]
+            column = pyarrow.chunked_array([pyarrow.array(lists, column.type)])
+            table = _replaced(table, {name: column})
             mask = pyarrow.compute.greater(pyarrow.compute.list_value_length(column), 0)
         elif pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
             mask = pyarrow.compute.not_equal(pyarrow.compute.utf8_trim_whitespace(column), "")
         # What is null in a mask is left out.
         table = table.filter(mask)
     return table
+
+
+def _has_value(item: Any) -> bool:
+    return bool(item.strip()) if isinstance(item, str) else item is not None
 
 
 def _mask(column: pyarrow.ChunkedArray, wanted: Any) -> pyarrow.ChunkedArray:

@@ -110,7 +110,11 @@ def retrieved_passage_rows(records: Iterable[Record], folder: Path | None, split
                 "title": [passage["title"] for passage in passages],
                 "sentences": [[passage["text"]] for passage in passages],
             },
-            "supporting_facts": {"title": [passage["title"] for passage in gold]},
+            # Others may have the same title: an article is cut into many passages.
+            "supporting_facts": {
+                "title": [passage["title"] for passage in gold],
+                "passage": [number for number, passage in enumerate(passages or ()) if passage in gold],
+            },
         }
 
 

@@ -192,6 +192,22 @@ def test_a_row_that_lacks_a_value_is_named(tmp_path, task, row, message):
         read_rows(source(path="qa.jsonl", tasks=[task]), str(tmp_path))
 
 
+def test_blanks_and_nulls_in_lists_are_no_values(tmp_path):
+    answers = [["a"], [""], ["  ", None], ["Nora", None, " "], [], None]
+    rows = [{**QUESTION, "question": str(number), "answers": given} for number, given in enumerate(answers)]
+    contexts = [["", " "], ["one", "", None, "two"]]
+    rows += [{**QUESTION, "question": str(6 + n), "context": given} for n, given in enumerate(contexts)]
+    for name, part in (("qa", rows[:6]), ("passages", rows[6:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in part))
+    asked = {"tasks": ["question_answering"], "skip_incomplete": True}
+    table = read_rows(source(path="qa.jsonl", **asked), str(tmp_path))
+    assert table.select(["question", "answers"]).to_pylist() == [
+        {"question": "0", "answers": ["a"]}, {"question": "3", "answers": ["Nora"]},
+    ]  # fmt: skip
+    table = read_rows(source(path="passages.jsonl", **asked), str(tmp_path))
+    assert table["context"].to_pylist() == [["one", "two"]]
+
+
 @pytest.mark.parametrize(
     ("task", "column", "value", "message"),
     [
