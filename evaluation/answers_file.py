@@ -14,7 +14,7 @@ class AnswersFile:
     """Writes the answers of a report as they come.
 
     Args:
-        path: the file; folders are made. An existing file is replaced.
+        path: the file; folders are made. An existing file is replaced when there is something to write.
         done: data sets and tasks that are not scored again, whose lines an existing file keeps.
 
     Raises:
@@ -23,15 +23,17 @@ class AnswersFile:
 
     def __init__(self, path: str | os.PathLike[str], done: Collection[tuple[str, str]] = ()):
         self.path = Path(path)
-        self._num_written = 0
-        kept = [line for line in self._lines() if _key(line, self.path) in done] if done else []
-        if missing := set(done) - {_key(line, self.path) for line in kept}:
+        self._num_written: int | None = None
+        self._kept = [line for line in self._lines() if _key(line, self.path) in done] if done else []
+        if missing := set(done) - {_key(line, self.path) for line in self._kept}:
             raise ValueError(f"{path} does not have the answers of {sorted(missing)}, which are not scored again")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     def write_new(self, report: EvaluationReport) -> None:
         """Append the answers that came since the last call."""
+        if self._num_written is None:
+            self._num_written = 0
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("".join(f"{line}\n" for line in self._kept), encoding="utf-8")
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(f"{answers.to_json()}\n" for answers in report.answers[self._num_written :])
         self._num_written = len(report.answers)

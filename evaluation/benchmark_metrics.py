@@ -152,7 +152,7 @@ def _best(score: Callable[[str, str], float]) -> Callable[[str, Sequence[str], S
 
 def _first_line(score: Callable[..., float]) -> Callable[[str, Sequence[str], Sequence[str]], float]:
     """Tasks with solved examples: a model goes on with more of them."""
-    return lambda prediction, answers, classes: score(prediction.lstrip().split("\n")[0], answers, classes)
+    return lambda prediction, answers, classes: score(prediction.lstrip("\n").split("\n")[0], answers, classes)
 
 
 def _label(prediction: str, answers: Sequence[str], classes: Sequence[str]) -> float:

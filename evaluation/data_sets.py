@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_docume
 from ..modeling.parts.text_ids import encode
 from . import ruler
 from .samples import EvaluationDataset
+
+logger = logging.getLogger(__name__)
 
 _HOPS = {"one_hop": 1, "two_hop": 2}
 _ATTEMPTS = 100
@@ -56,6 +59,11 @@ def load_datasets(
             raise ValueError(f"{place!r} is a folder: name its files, such as {place}/*.parquet")
     found = []
     for source in parse_sources(sources):
+        if source.contexts_per_document > 1:
+            raise ValueError(
+                f"contexts_per_document of source {source.label!r} joins contexts when training draws them, and an "
+                f"evaluation asks about each alone: leave it out, got {source.contexts_per_document}"
+            )
         length = source.document_tokens or document_tokens
         if source.kind in ruler.TASKS:
             found.append(_ruler_task(source, tokenizer, domain, data_dir, seed, num_documents, length))
@@ -92,6 +100,8 @@ def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> l
     if source.by is None:
         return [data_set(data_set_name(source), wanted)]
     values = column_of(table, source.by, source)
+    if values.null_count:
+        logger.warning("source %r: %d rows have no %s, and are left out", source.label, values.null_count, source.by)
     return [
         data_set(f"{data_set_name(source)}/{value}", wanted.filter(pyarrow.compute.equal(values, value)))
         for value in values.unique()

@@ -16,9 +16,10 @@ from ..data.prompts import default_prompts
 from ..data.task_tokens import task_start_ids
 from ..modeling.checkpoint.fingerprints import fingerprint
 from ..modeling.parts.text_ids import start_token_id, text_tokenizer
+from ..reporting.result_files import rounded
 from .bert_score import BertScorer
 from .context_limits import context_limit, within_encoder_tokens
-from .held_out import check_held_out
+from .held_out import add_record, check_held_out, shared_documents
 from .progress_file import ProgressFile
 from .report import EvaluationReport
 from .results import add_results, samples_digest
@@ -133,11 +134,10 @@ def evaluate_model(
     )
     name = model_name or model_label(model.name_or_path or type(model).__name__)
     if records is None:
-        readers = {name: model} | ({} if teacher is None else {model_label(teacher.name_or_path): teacher})
-        records = {
-            label: TrainingDocuments.of(reader.name_or_path, on_hub=can_compress(reader))
-            for label, reader in readers.items()
-        }
+        records = {name: TrainingDocuments.of(model.name_or_path, on_hub=compresses)}
+        if teacher is not None:
+            label, of_teacher = model_label(teacher.name_or_path), TrainingDocuments.of(teacher.name_or_path)
+            add_record(records, label, of_teacher)
     held_out = check_held_out(samples, records, settings.allow_trained_documents)
     report = EvaluationReport(
         model=name,
@@ -164,7 +164,7 @@ def evaluate_model(
         },
     )
     if resume_from is not None:
-        _take_over(report, resume_from)
+        _take_over(report, resume_from, records, {dataset.name: dataset.domain for dataset, *_ in samples})
     file = None
     if progress_file is not None:
         same = {name: value for name, value in report.settings.items() if name not in _GROWING}
@@ -180,7 +180,7 @@ def _documents(samples: Sequence[tuple[EvaluationDataset, str, Sequence[Sample]]
     """Data set -> the ids of its documents."""
     found: dict[str, set[str]] = {}
     for dataset, _, made in samples:
-        found.setdefault(dataset.name, set()).update(sample.document_id for sample in made)
+        found.setdefault(dataset.name, set()).update(id_ for sample in made for id_ in sample.source_ids)
     return {name: " ".join(sorted(ids)) for name, ids in found.items()}
 
 
@@ -229,18 +229,32 @@ def _evaluation_mode(models: Sequence[PreTrainedModel]) -> Iterator[None]:
             model.train(mode)
 
 
-def _take_over(report: EvaluationReport, earlier: EvaluationReport) -> None:
-    """Take over the rows of an earlier report of the same evaluation."""
-    mine, theirs = report.to_dict(), earlier.to_dict()
+def _take_over(
+    report: EvaluationReport,
+    earlier: EvaluationReport,
+    records: Mapping[str, TrainingDocuments | None],
+    domains: Mapping[str, str],
+) -> None:
+    """Take over the rows of an earlier report of the same evaluation, and the documents that it scored."""
+    # A file has fewer digits.
+    mine, theirs = rounded(report.to_dict()), rounded(earlier.to_dict())
     differing = [name for name in ("model", "bounds", "num_parameters") if mine[name] != theirs[name]]
     mine, theirs = mine["settings"], theirs["settings"]
     differing += [name for name in mine if name not in _GROWING and mine[name] != theirs.get(name)]
     samples = theirs.get("samples", {})
+    moved = {row.dataset for row in earlier.rows if domains.get(row.dataset, row.domain) != row.domain}
+    differing += [f"the domain of {name}" for name in sorted(moved)]
     differing += [name for name, digest in mine["samples"].items() if samples.get(name, digest) != digest]
     if differing:
         raise ValueError(f"the report to resume from is of another evaluation; it differs in {', '.join(differing)}")
     report.settings |= {name: theirs.get(name, {}) | mine[name] for name in ("samples", "left_out")}
-    report.documents = earlier.documents | report.documents
+    for name, ids in earlier.documents.items():
+        both = {*ids.split(), *report.documents.get(name, "").split()}
+        report.documents[name] = " ".join(sorted(both))
+    report.held_out = earlier.held_out | report.held_out
+    for name, record in records.items():
+        if record is not None:
+            report.held_out[name]["shared"] = shared_documents(report.documents, record)
     for row in earlier.rows:
         report.add(row)
 
@@ -260,7 +274,7 @@ def _score_all(
     with tqdm(total=total, desc="evaluate", unit="sample", disable=not progress) as bar:
         for dataset, task, samples in work:
             bar.set_postfix_str(f"{dataset.name}, {task}")
-            digest = samples_digest(samples)
+            digest = f"{dataset.name}, {task}, {samples_digest(samples)}"
             known = {} if file is None else file.rows(digest)
             bar.update(len(known))
 

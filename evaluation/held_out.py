@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is reported shares no document with what trained a checkpoint or chose it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ..data.document_ids import TrainingDocuments
 from .samples import EvaluationDataset, Sample
 
 _SHOWN = 3
+
+
+def add_record(
+    records: MutableMapping[str, TrainingDocuments | None], name: str, record: TrainingDocuments | None
+) -> None:
+    """Add a model's record; where another model has its name, with a number behind it."""
+    names = (name, *(f"{name} ({number})" for number in range(2, len(records) + 2)))
+    records[next(free for free in names if free not in records)] = record
 
 
 def check_held_out(
@@ -18,6 +26,7 @@ def check_held_out(
     """Compare the documents of an evaluation with what its models have seen.
 
     A document counts as a whole, whatever windows of it were read; of the questions about one context, one is enough.
+    A context that was put together from texts is all of these.
 
     Args:
         work: data set, task and samples.
@@ -41,11 +50,11 @@ def check_held_out(
         for part in ("trained", "chose"):
             seen = getattr(record, part)
             for dataset, _, samples in work:
-                named = {sample.document_id: sample.id for sample in samples[::-1] if sample.document_id in seen}
+                named = {id_: sample.id for sample in samples[::-1] for id_ in sample.source_ids if id_ in seen}
                 if not named or part in shared.get(dataset.name, {}):
                     continue
                 shared.setdefault(dataset.name, {})[part] = len(named)
-                total = len({sample.document_id for sample in samples})
+                total = len({id_ for sample in samples for id_ in sample.source_ids})
                 names = ", ".join(sorted(named.values())[:_SHOWN]) + ", ..." * (len(named) > _SHOWN)
                 faults.append(
                     f"{len(named)} of {total} documents of {dataset.name!r} {part} {model} (samples {names})"
@@ -61,4 +70,14 @@ def check_held_out(
             f"{'; '.join(faults)}: what is reported must share no document with what trained or chose; "
             "allow_trained_documents (--allow-trained-documents) scores them all the same, and the report says so"
         )
+    return found
+
+
+def shared_documents(documents: Mapping[str, str], record: TrainingDocuments) -> dict[str, dict[str, int]]:
+    """Of each data set's documents, ids with spaces between them, the numbers of those that a model has seen."""
+    found: dict[str, dict[str, int]] = {}
+    for name, ids in documents.items():
+        parts = {part: len(getattr(record, part).intersection(ids.split())) for part in ("trained", "chose")}
+        if seen := {part: number for part, number in parts.items() if number}:
+            found[name] = seen
     return found

@@ -148,7 +148,9 @@ def needle_examples(
     for number in range(num_needles):
         needle = draw_needle(KINDS[number % len(KINDS)], random.Random(f"{seed}/needle/{number}"))
         rng = random.Random(f"{seed}/{num_tokens}/{number}")
-        context = hidden_in_text([needle.sentence], [needle.town, *needle.answers], texts, tokenizer, num_tokens, rng)
+        context, _ = hidden_in_text(
+            [needle.sentence], [needle.town, *needle.answers], texts, tokenizer, num_tokens, rng
+        )
         answers = list(needle.answers)
         name = f"{needle.kind}/{number}"
         examples.append({"id": name, "context": context, "question": needle.question, "answers": answers})

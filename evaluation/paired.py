@@ -58,8 +58,9 @@ def paired_difference(
     """Compare two conditions or systems on the very same samples of one data set and task.
 
     A resample draws documents with replacement, the same ones for both, so that what makes a question hard cancels.
-    Where a system was trained with several seeds, it draws its runs with replacement, too, those of the two systems
-    apart; with two or three runs, the interval then reaches at least from the lowest of them to the highest.
+    Where a system was trained with several seeds, it draws its runs with replacement, too, those of two systems
+    apart, for two conditions of one system the same ones; with two or three runs, the interval then reaches at least
+    from the lowest of them to the highest.
 
     Args:
         first: what the samples got, from `read_answers` or a report; or a list of such, one for each seed.
@@ -91,7 +92,7 @@ def paired_difference(
         for side, condition in zip(runs, conditions, strict=True)
     ]
     mine, theirs = (float(side.mean()) for side in values)
-    resampled = resampled_means(values, list(samples.values()), num_resamples, seed)
+    resampled = resampled_means(values, list(samples.values()), num_resamples, seed, second is first)
     num_documents = len(set(samples.values()))
     # Of one document nothing can be told.
     interval = percentile_interval(resampled[0] - resampled[1]) if num_documents > 1 else (math.nan, math.nan)
@@ -121,7 +122,11 @@ def seed_average(
 
 
 def resampled_means(
-    values: Sequence[np.ndarray], documents: Sequence[int], num_resamples: int = NUM_RESAMPLES, seed: int = 0
+    values: Sequence[np.ndarray],
+    documents: Sequence[int],
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+    same_runs: bool = False,
 ) -> list[np.ndarray]:
     """Means of bootstrap resamples that draw documents, and of each system its seeds.
 
@@ -130,6 +135,7 @@ def resampled_means(
         documents: each sample's document.
         num_resamples: how many resamples to draw; they draw the same documents of all systems.
         seed: draws them.
+        same_runs: whether the systems are conditions of the same runs, so that a resample has the same seeds of all.
 
     Returns:
         Of each system its means, `(num_resamples,)`.
@@ -142,11 +148,13 @@ def resampled_means(
     rng = np.random.default_rng(seed)
     drawn = rng.multinomial(len(numbers), np.full(len(numbers), 1 / len(numbers)), num_resamples)
     means = []
+    seeds: np.ndarray | None = None
     for system in values:
         by_document = np.zeros((len(numbers), len(system)))
         np.add.at(by_document, place, system.T)
         num_seeds = len(system)
-        seeds = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), num_resamples)
+        if seeds is None or not same_runs:
+            seeds = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), num_resamples)
         means.append((drawn @ by_document * seeds).sum(axis=1) / num_seeds / (drawn @ sizes))
     return means
 

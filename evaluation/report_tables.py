@@ -22,13 +22,7 @@ def report_markdown(report: EvaluationReport) -> str:
     parts = [f"# {report.model}", f"Bounds (no_context, full_context): {report.bounds}."]
     if any(row.intervals for row in report.rows):
         parts.append("In brackets: 95 % bootstrap intervals over documents.")
-    parts += _held_out_lines(report.held_out)
-    if report.settings.get("memory_dtype"):
-        parts.append(f"Memories are rounded to {report.settings['memory_dtype']}.")
-    if report.settings.get("leave_out_long"):
-        limit = report.settings["max_context_tokens"]
-        counts = "; ".join(f"{number:,} of {name}" for name, number in report.settings["left_out"].items())
-        parts.append(f"Left out, with contexts of more than {limit:,} tokens: {counts}.")
+    parts += reservations(report)
     for task in report.tasks():
         parts += [f"## {task}", _rows_table(report, task), _averages_table(report, task)]
         parts += filter(None, [_kinds_table(report, task), _differences_table(report, task)])
@@ -117,6 +111,19 @@ def _averages_table(report: EvaluationReport, task: str) -> str:
     if undefined:
         lines.append(f"Without a teacher-normalised score (full context = no context): {', '.join(undefined)}.")
     return "\n".join([*lines, "", markdown_table(["condition", *(titles[name] for name in averages)], body)])
+
+
+def reservations(report: EvaluationReport) -> list[str]:
+    """What the scores must not be read without, a sentence each: documents, rounded memories, rows left out."""
+    lines = _held_out_lines(report.held_out)
+    if report.settings.get("memory_dtype"):
+        lines.append(f"Memories are rounded to {report.settings['memory_dtype']}.")
+    if left_out := report.settings.get("left_out"):
+        counts = "; ".join(f"{number:,} of {name}" for name, number in left_out.items())
+        limit = report.settings.get("max_context_tokens")
+        longer = f"of more than {limit:,} tokens" if limit else "that are too long"
+        lines.append(f"Left out, with contexts {longer}: {counts}.")
+    return lines
 
 
 def _held_out_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -23,7 +23,8 @@ def samples_digest(samples: Sequence[Sample]) -> str:
     """Sixteen hexadecimal digits that two evaluations have in common when they score the same samples."""
     digest = hashlib.sha256()
     for sample in samples:
-        digest.update(repr((sample.context_ids, sample.prompt_ids, sample.target_ids, sample.references)).encode())
+        read = sample.head_ids, sample.context_ids, sample.passages, sample.prompt_ids, sample.target_ids
+        digest.update(repr((*read, sample.references, sample.max_new_tokens, sample.metric)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -59,7 +60,7 @@ def add_results(
     resampled = resampled_scores(flat, documents, num_resamples, seed)
     num_documents = len(set(documents))
 
-    def interval(scores: np.ndarray) -> tuple[float, float]:
+    def interval(scores: np.ndarray, num_documents: int = num_documents) -> tuple[float, float]:
         # Of one document nothing can be told.
         return percentile_interval(scores) if num_documents > 1 else (math.nan, math.nan)
 
@@ -88,11 +89,12 @@ def add_results(
                 {
                     kind: {
                         "num_samples": len(rows),
-                        "num_documents": len({documents[row] for row in rows}),
+                        "num_documents": number,
                         main: flat[name, f"{main}/{kind}"].score(),
-                        "interval": interval(resampled[name, f"{main}/{kind}"]),
+                        "interval": interval(resampled[name, f"{main}/{kind}"], number),
                     }
                     for kind, rows in kinds.items()
+                    for number in [len({documents[row] for row in rows})]
                 },
                 {
                     other: {

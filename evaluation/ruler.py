@@ -90,7 +90,8 @@ def ruler_examples(
         questions: of "qa_1" and "qa_2", rows with `context`, `question` and `answers`; other contexts are distractors.
 
     Returns:
-        Rows with `id`, `context`, `question`, `answer_prefix`, `answers` and `task`.
+        Rows with `id`, `context`, `question`, `answer_prefix`, `answers` and `task`, and where the context was put
+        together from `texts` or `questions`, these as `source_texts`.
 
     Raises:
         ImportError: the extra `benchmarks` is not installed, which has RULER's words.
@@ -116,8 +117,11 @@ def ruler_examples(
     return found
 
 
-def _row(context: str, question: str, answer_prefix: str, answers: Sequence[str]) -> dict[str, Any]:
-    return {"context": context, "question": question, "answer_prefix": answer_prefix, "answers": list(answers)}
+def _row(
+    context: str, question: str, answer_prefix: str, answers: Sequence[str], sources: Sequence[str] = ()
+) -> dict[str, Any]:
+    row = {"context": context, "question": question, "answer_prefix": answer_prefix, "answers": list(answers)}
+    return {**row, "source_texts": list(sources)} if sources else row
 
 
 @cache
@@ -204,20 +208,23 @@ def _needles(
             sentences.insert(lines.randint(0, len(sentences)), sentence)
         return head + "\n".join(sentences) + "\n"
 
+    sources: list[str] = []
     if settings.haystack == "essay":
         context, room = "", num_tokens - len(encode(tokenizer, f"{head}\n"))
         # Joined, the parts may have a token more.
         while not context or (surplus := len(encode(tokenizer, context)) - num_tokens) > 0:
             room -= surplus if context else 0
             places = random.Random(f"{seed}/places")
-            context = f"{head}{hidden_in_text(hidden, [*keys, *drawn], texts, tokenizer, room, places)}\n"
+            text, sources = hidden_in_text(hidden, [*keys, *drawn], texts, tokenizer, room, places)
+            context = f"{head}{text}\n"
     else:
         context = _longest(around, 1, tokenizer, num_tokens)
     named = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
     about = f"the special magic {kind} for {named} mentioned in the provided text"
     verb = "is" if is_one else "are"
     question = f"What {verb} {'' if is_one else 'all '}{about}?"
-    return _row(context, question, f"T{about[1:]} {verb}", [value for key in queries for value in values[key]])
+    answers = [value for key in queries for value in values[key]]
+    return _row(context, question, f"T{about[1:]} {verb}", answers, sources)
 
 
 def _variables(tokenizer: PreTrainedTokenizerBase, num_tokens: int, seed: str) -> dict[str, Any]:
@@ -333,4 +340,5 @@ def _documents(
         return f"{_DOCUMENTS}The following are given documents.\n\n{listed}\n\n"
 
     context = _longest(make, 1, tokenizer, num_tokens, len(others) + 1)
-    return _row(context, f"{_DOCUMENTS}Question: {asked['question']}", "Answer:", asked["answers"])
+    sources = [document for document in documents if document in context]
+    return _row(context, f"{_DOCUMENTS}Question: {asked['question']}", "Answer:", asked["answers"], sources)

@@ -72,7 +72,8 @@ class EvaluationDataset:
 class Sample:
     """One tokenized sample: what is compressed, what follows it, and what should come out.
 
-    Samples with the same `document` share a context, whose id is `document_id`. `head_ids` stand in front of it: the
+    Samples with the same `document` share a context, and `source_ids` are the ids of the documents that it is, or that
+    it was put together from, see `document_id`. `head_ids` stand in front of it: the
     opening of the user's turn in a chat. `passages` are compressed apart; without them the context is one. A
     benchmark's question has its own `max_new_tokens` and `metric`.
     """
@@ -83,7 +84,7 @@ class Sample:
     references: list[str]
     truncated: bool = False
     document: int = 0
-    document_id: str = ""
+    source_ids: tuple[str, ...] = ()
     id: str = ""
     question: str = ""
     head_ids: list[int] = field(default_factory=list)
@@ -186,8 +187,9 @@ class SampleBuilder:
             return None
         context = example.get("context", example.get("text"))
         document = documents.setdefault(context, len(documents))
-        whole, question = document_id(context), example.get("question", "")
-        return replace(sample, document=document, document_id=whole, id=example["id"], question=question)
+        sources = tuple(dict.fromkeys(map(document_id, example.get("source_texts", [context]))))
+        question = example.get("question", "")
+        return replace(sample, document=document, source_ids=sources, id=example["id"], question=question)
 
     def _long_enough(self, task: str, examples: Sequence[Mapping[str, Any]], name: str) -> Sequence[Mapping[str, Any]]:
         """What samples may be drawn from, where windows have a length of their own."""

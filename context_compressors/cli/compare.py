@@ -34,9 +34,12 @@ def comparisons(
             compared with each other one under each of these. All that they have when empty.
 
     Raises:
-        ValueError: nothing to compare.
+        ValueError: nothing to compare, or a condition that no system has.
     """
     (first, runs), *others = systems.items()
+    known = {name for of_system in systems.values() for name in of_system[0][0].scores}
+    if unknown := [name for name in conditions if name not in known]:
+        raise ValueError(f"no system has the conditions {unknown}; there are {sorted(known)}")
     own = [name for name in runs[0][0].scores if not conditions or name in conditions]
     own = sorted(own, key=conditions.index) if conditions else own
     if not others:
@@ -54,9 +57,14 @@ def _read(values: Sequence[str]) -> dict[tuple[str, str], dict[str, list[list[Sa
     from ..evaluation.answers_file import read_answers
 
     found: dict[tuple[str, str], dict[str, list[list[Any]]]] = {}
+    named: dict[str, str] = {}
     for value in values:
         name, _, path = value.rpartition("=")
-        name = name or Path(path).stem
+        if not name and (name := Path(path).stem) in named:
+            raise ValueError(
+                f"{named[name]} and {path} would both be {name!r}: give NAME=FILE, one NAME to seeds alone"
+            )
+        named[name] = path
         by_part: dict[tuple[str, str], list[Any]] = {}
         for sample in read_answers(path):
             by_part.setdefault((sample.dataset, sample.task), []).append(sample)
@@ -64,7 +72,23 @@ def _read(values: Sequence[str]) -> dict[tuple[str, str], dict[str, list[list[Sa
             found.setdefault(part, {}).setdefault(name, []).append(samples)
     if not found:
         raise ValueError(f"{', '.join(values)} have no answers")
+    for (dataset, task), systems in found.items():
+        if missing := named.keys() - systems.keys():
+            raise ValueError(
+                f"{dataset!r}, {task}, is not in the answers of {sorted(missing)}, and in those of {list(systems)}: "
+                "compare systems on data sets that all of them have"
+            )
     return found
+
+
+def main_metric(systems: dict[str, list[list[SampleAnswers]]], task: str) -> str:
+    """What a task is compared by: the benchmarks' own score where all samples have it."""
+    from ..evaluation.benchmark_metrics import BENCHMARK_SCORE
+    from ..evaluation.report import MAIN_METRICS
+
+    samples = [sample for runs in systems.values() for run in runs for sample in run]
+    is_benchmark = all(BENCHMARK_SCORE in metrics for sample in samples for metrics in sample.scores.values())
+    return BENCHMARK_SCORE if is_benchmark else MAIN_METRICS[task]
 
 
 @command(
@@ -105,13 +129,12 @@ def main(arguments: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from ..evaluation.paired import paired_difference
-    from ..evaluation.report import MAIN_METRICS
     from ..reporting.result_files import write_results
     from ..reporting.tables import markdown_table
 
     rows, results = [], []
     for (dataset, task), systems in _read(arguments.answers).items():
-        metric = arguments.metric or MAIN_METRICS[task]
+        metric = arguments.metric or main_metric(systems, task)
         for first, condition, second, other in comparisons(systems, arguments.conditions):
             found = paired_difference(
                 systems[first], systems[second], metric, condition, other, arguments.num_resamples, arguments.seed

@@ -171,6 +171,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     from ..evaluation.answers_file import AnswersFile
     from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import can_compress, evaluate_model, model_label
+    from ..evaluation.held_out import add_record
     from ..evaluation.report import EvaluationReport
     from ..modeling.checkpoint.pretrained_bases import base_place
 
@@ -187,7 +188,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         if not (documents := EvaluationReport.load(path).documents):
             raise ValueError(f"{path} does not say which documents it scored, as reports of earlier versions do not")
         chose = set(" ".join(documents.values()).split())
-        records[f"{model_label(arguments.model)}, by {Path(path).name}"] = TrainingDocuments(chose=chose)
+        add_record(records, f"{model_label(arguments.model)}, by {Path(path).name}", TrainingDocuments(chose=chose))
     progress_file = f"{arguments.output}.progress" if arguments.output else None
     if progress_file is not None and not arguments.resume:
         Path(progress_file).unlink(missing_ok=True)
@@ -218,9 +219,10 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         raise ValueError(
             f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
         )
-    records[model_label(arguments.model)] = TrainingDocuments.of(arguments.model, on_hub=can_compress(model))
+    own = TrainingDocuments.of(arguments.model, on_hub=can_compress(model))
+    add_record(records, model_label(arguments.model), own)
     if arguments.teacher is not None:
-        records[model_label(arguments.teacher)] = TrainingDocuments.of(arguments.teacher)
+        add_record(records, model_label(arguments.teacher), TrainingDocuments.of(arguments.teacher))
     teacher = None if arguments.teacher is None else _load(arguments.teacher, arguments, arguments.teacher_base)
     done = set() if earlier is None else {(row.dataset, row.task) for row in earlier.rows}
     answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None

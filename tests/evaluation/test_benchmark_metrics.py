@@ -28,6 +28,9 @@ SCORES = [
     ("trec", LABELS, "Other number", ["Other number"], 100),
     ("trec", LABELS, "Date or Other number", ["Other number"], 50),
     ("lsht", ("体育", "财经"), "财经", ["体育"], 0),
+    # Only line ends go in front of the first line.
+    ("triviaqa", (), "\n\nParis\nQ:", ["Paris"], 100),
+    ("triviaqa", (), "  \nParis", ["Paris"], 0),
     # Three words, one of them right; the full stop is none.
     ("multifieldqa_zh", (), "他来自北京大学。", ["北京大学"], 50),
     ("dureader", (), "我喜欢苹果", ["我喜欢香蕉"], 100 * 2 / 3),

@@ -405,6 +405,8 @@ def test_rows_say_what_kinds_of_answers_score_and_how_slots_compare_with_as_much
         samples = [sample.scores[row.condition]["f1"] for sample in report.answers]
         sizes = {kind: (found["num_samples"], found["num_documents"]) for kind, found in row.by_kind.items()}
         assert sizes == {"number": (1, 1), "name": (2, 1), "phrase": (1, 1)}
+        # Each kind is asked of one document alone, of which nothing can be told.
+        assert all(math.isnan(end) for found in row.by_kind.values() for end in found["interval"])
         assert row.by_kind["name"]["f1"] == pytest.approx((samples[0] + samples[3]) / 2)
         assert set(row.seconds) == ({"compress", "answer"} if row.condition[:5] == "ratio" else {"answer"})
         assert all(seconds > 0 for seconds in row.seconds.values())

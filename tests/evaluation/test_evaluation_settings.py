@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.held_out import add_record
 from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.samples import EvaluationDataset
 from context_compressors.evaluation.settings import EvaluationSettings
@@ -114,6 +115,15 @@ def test_wrong_inputs_are_refused(model, teacher, tokenizer):
 def test_settings_refuse_impossible_values(options, message):
     with pytest.raises(ValueError, match=message):
         EvaluationSettings(**options)
+
+
+def test_records_of_one_name_are_all_kept():
+    records: dict[str, TrainingDocuments | None] = {}
+    for trained in ({"a"}, {"b"}, {"c"}):
+        add_record(records, "checkpoint-500", TrainingDocuments(trained=trained))
+    assert {name: record.trained for name, record in records.items()} == {
+        "checkpoint-500": {"a"}, "checkpoint-500 (2)": {"b"}, "checkpoint-500 (3)": {"c"},
+    }  # fmt: skip
 
 
 def test_documents_that_trained_or_chose_are_refused_by_name_or_named_in_the_report(model, tokenizer):

@@ -9,6 +9,7 @@ import pytest
 from naive_twin import answers_of
 
 from context_compressors.cli import main
+from context_compressors.evaluation.answers_file import read_answers
 from context_compressors.evaluation.bootstrap import verdict
 from context_compressors.evaluation.paired import paired_difference, seed_average
 
@@ -54,6 +55,14 @@ def test_seeds_widen_the_interval_to_the_lowest_and_the_highest_of_them():
     assert several.num_seeds == (3, 1)
     assert several.interval == pytest.approx((-6.0, 8.0), abs=0.3)
     assert (one.verdict, several.verdict) == ("better", "cannot be told")
+    # Of two conditions of the same runs, what a seed adds cancels.
+    for run in runs:
+        for sample in run:
+            sample.scores["cut=4"] = {"f1": sample.scores["ratio=4"]["f1"] - 2.0}
+    same = paired_difference(runs, runs, "f1", "ratio=4", "cut=4")
+    assert same.interval == pytest.approx((2.0, 2.0))
+    apart = paired_difference(runs, list(runs), "f1", "ratio=4", "cut=4")
+    assert apart.interval[0] < -5
     mean, interval = seed_average(runs, "f1", "ratio=4")
     assert mean == pytest.approx(np.mean(questions) + 1.0)
     alone = seed_average(runs[1], "f1", "ratio=4")
@@ -109,5 +118,23 @@ def test_command_compares_conditions_and_systems(tmp_path, capsys):
     ]
     assert main(["compare", b, "--conditions", "cut=4", "ratio=4"]) == 0
     assert "cut=4" in capsys.readouterr().out.splitlines()[2].split("|")[3]
-    assert main(["compare", b, "--conditions", "cut=4"]) == 1
-    assert "there is nothing to compare" in capsys.readouterr().err
+    (tmp_path / "nq.jsonl").write_text("".join(f"{sample.to_json()}\n" for sample in answers_of([1.0, 2.0], "nq")))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "b.jsonl").write_text((tmp_path / "b.jsonl").read_text())
+    for given, message in (
+        ([b, "--conditions", "cut=4"], "there is nothing to compare"),
+        ([b, "--conditions", "ratio=16", "cut=4"], "no system has the conditions ['ratio=16']; there are ['cut=4', "),
+        ([b, str(tmp_path / "other" / "b.jsonl")], "would both be 'b': give NAME=FILE"),
+        ([b, f"n={tmp_path / 'nq.jsonl'}"], "'squad', question_answering, is not in the answers of ['n']"),
+    ):
+        assert main(["compare", *given]) == 1
+        assert message in capsys.readouterr().err
+    for name in ("a0", "b"):
+        samples = read_answers(tmp_path / f"{name}.jsonl")
+        for sample in samples:
+            for metrics in sample.scores.values():
+                metrics["benchmark_score"] = 100 - metrics["f1"]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{sample.to_json()}\n" for sample in samples))
+    assert main(["compare", a0, b, "--conditions", "ratio=4"]) == 0
+    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")]
+    assert (cells[2], cells[10:12]) == ("benchmark_score", ["-5.00 [-5.00, -5.00]", "worse"])

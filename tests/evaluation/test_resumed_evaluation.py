@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """An evaluation that was stopped goes on where it stopped, and with no other."""
 
+from dataclasses import replace
+
 import pytest
 from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARISATION, run
 
+from context_compressors.data.document_ids import TrainingDocuments, document_id
+from context_compressors.evaluation.benchmark_metrics import BenchmarkMetric
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.report import EvaluationReport
-from context_compressors.evaluation.samples import EvaluationDataset
+from context_compressors.evaluation.results import samples_digest
+from context_compressors.evaluation.samples import EvaluationDataset, Sample
 from context_compressors.evaluation.scoring import Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
@@ -23,7 +28,10 @@ def comparable(report):
 
 def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
     datasets = [EvaluationDataset("qa", ROWS), EvaluationDataset("text", [{"text": "plain text"}, {"text": "more"}])]
-    settings = EvaluationSettings(tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,))
+    # More digits than a file has.
+    settings = EvaluationSettings(
+        tasks=(QA, RECONSTRUCTION), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,), repetition_penalty=1.23456
+    )
     whole = evaluate_model(model, tokenizer, datasets, settings, progress=False)
 
     def stop(report):
@@ -87,6 +95,46 @@ def test_an_evaluation_goes_on_inside_a_data_set(model, tokenizer, tmp_path, mon
     path.write_text('{"evaluation": "another"}\n')
     with pytest.raises(ValueError, match="cannot be gone on with: it is of another evaluation; delete it"):
         evaluate_model(model, tokenizer, datasets, settings, progress=False, progress_file=path)
+
+
+def test_more_tasks_and_data_sets_leave_all_documents_in_the_report(model, tokenizer):
+    rows = [{**ROWS[number % 3], "context": f"Text {number} about a mill.", "question": "?"} for number in range(6)]
+    record = TrainingDocuments(trained={document_id(row["context"]) for row in rows[:3]})
+    clean = [{"text": "Nobody has seen this text of some more words."}]
+
+    def evaluate(datasets, task, earlier=None, **options):
+        settings = EvaluationSettings(tasks=(task,), ratios=(4,), max_samples=2, ratios_only=True, **options)
+        return evaluate_model(
+            *(model, tokenizer, datasets, settings),
+            **{"progress": False, "records": {"ours": record}, "resume_from": earlier, "model_name": "ours"},
+        )
+
+    limits = {"max_new_tokens": {QA: 2, SUMMARISATION: 2}, "allow_trained_documents": True}
+    first = evaluate([EvaluationDataset("tiny", rows)], QA, **limits)
+    ids = set(first.documents["tiny"].split())
+    alone = evaluate([EvaluationDataset("tiny", rows)], RECONSTRUCTION, **limits)
+    both = evaluate([EvaluationDataset("tiny", rows)], RECONSTRUCTION, first, **limits)
+    assert ids != set(alone.documents["tiny"].split())
+    assert set(both.documents["tiny"].split()) == ids | set(alone.documents["tiny"].split())
+    seen = len(record.trained.intersection(both.documents["tiny"].split()))
+    assert both.held_out["ours"]["shared"] == {"tiny": {"trained": seen}}
+    more = evaluate([EvaluationDataset("clean", clean)], RECONSTRUCTION, both, **limits)
+    assert more.held_out["ours"]["shared"] == {"tiny": {"trained": seen}}
+    assert set(more.documents) == {"tiny", "clean"}
+    with pytest.raises(ValueError, match="differs in the domain of tiny"):
+        evaluate([EvaluationDataset("tiny", rows, "out")], QA, first, **limits)
+
+
+def test_all_that_a_sample_is_scored_by_tells_it_from_another():
+    sample = Sample([1, 2, 3], [4], [5], ["a"])
+    others = [
+        replace(sample, passages=[[1, 2], [3]]),
+        replace(sample, max_new_tokens=3),
+        replace(sample, metric=BenchmarkMetric("trec", ("a",))),
+        replace(sample, head_ids=[7]),
+        replace(sample, references=["b"]),
+    ]
+    assert len({samples_digest([one]) for one in (sample, *others)}) == 6
 
 
 def test_another_evaluation_is_not_gone_on_with(model, tokenizer, folders):

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """RULER's tasks: what is hidden where, what is asked, and that the answers follow from the context alone."""
 
+import json
 import re
 from collections import Counter
 
 import pytest
 from naive_twin import QA, encode
 
+from context_compressors.data.document_ids import document_id
 from context_compressors.evaluation.benchmark_metrics import benchmark_max_new_tokens, benchmark_metric
 from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.ruler import TASKS, ruler_examples
+from context_compressors.evaluation.samples import SampleBuilder
 
 TEXTS = [" ".join(f"This is sentence {number} of text {text}." for number in range(200)) for text in range(4)]
 QUESTIONS = [
@@ -97,6 +100,19 @@ def test_tasks_are_sources_of_an_evaluation_and_refuse_what_they_lack(tokenizer,
     tracked, needles = load_datasets(sources, tokenizer, **read)
     assert (tracked.name, len(tracked.examples)) == ("vt, 2000 tokens", 2)
     assert (needles.name, len(needles.examples), needles.tasks()) == ("niah_multivalue, 900 tokens", 3, (QA,))
+    # What a context is put together from may have trained a model.
+    assert all(set(row["source_texts"]) <= set(TEXTS) and row["source_texts"] for row in needles.examples)
+    assert not any("source_texts" in row for row in tracked.examples)
+    rows = [{"context": f"Place {n} has {n} mills.", "question": f"{n}?", "answers": [f"{n} mills"]} for n in range(9)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (asked,) = load_datasets(["{path: asked.jsonl, kind: qa_1}"], tokenizer, **{**read, "document_tokens": 400})
+    for row in asked.examples:
+        assert row["source_texts"] == [one["context"] for one in rows if one["context"] in row["context"]]
+    builder = SampleBuilder(tokenizer, None, {QA: 4}, 16, 4)
+    for sample, row in zip(builder.build(asked, QA), asked.examples, strict=True):
+        assert sample.source_ids == tuple(map(document_id, row["source_texts"]))
+    with pytest.raises(ValueError, match=r"contexts_per_document of source .* joins contexts when training"):
+        load_datasets([{"path": "asked.jsonl", "tasks": [QA], "contexts_per_document": 2}], tokenizer, **read)
     for source, message in (
         ("generated:niah_single_2", "niah_single_2 hides needles in running text: give it a source"),
         ("{path: text.jsonl, kind: qa_1}", "qa_1 asks questions about documents"),
