@@ -348,6 +348,10 @@ class _AnswerWriter:
         return _event({**self.head, "object": "chat.completion.chunk", "choices": [choice], "usage": None})
 
 
+# Of these nobody is asked for a key.
+_OPEN_PATHS = ("/health", "/metrics")
+
+
 class _Gate:
     """Asks for the key, refuses bodies that are too long or too slow, and counts requests."""
 
@@ -366,7 +370,7 @@ class _Gate:
 
         try:
             headers = dict(scope["headers"])
-            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            self._check_key(scope, headers.get(b"authorization", b""))
             await self.app(scope, self._limited(receive, headers.get(b"content-length", b"0")), counted_send)
         except ServerError as error:
             await _refusal(error)(scope, receive, counted_send)
@@ -375,20 +379,22 @@ class _Gate:
             self.server.requests.labels(path, status).inc()
             self.server.seconds.labels(path).observe(time.monotonic() - arrived)
 
-    def _check_key(self, path: str, given: bytes) -> None:
+    def _check_key(self, scope: dict[str, Any], given: bytes) -> None:
         key = self.server.settings.api_key
-        if key is not None and path.startswith("/v1/") and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        # Behind a proxy or in another app a prefix stands in front of each path.
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if key is not None and path not in _OPEN_PATHS and not hmac.compare_digest(given, f"Bearer {key}".encode()):
             message = "a request needs the key of this server: `Authorization: Bearer KEY`"
             raise ServerError(401, message, "wrong_api_key")
 
     def _limited(self, receive: Any, content_length: bytes) -> Any:
         most, seconds = self.server.settings.max_body_bytes, self.server.settings.timeout
-        num_bytes, is_read = 0, False
+        num_bytes, is_read, deadline = 0, False, time.monotonic() + seconds
 
         async def limited_receive() -> dict[str, Any]:
             nonlocal num_bytes, is_read
             try:
-                message = await asyncio.wait_for(receive(), None if is_read else seconds)
+                message = await asyncio.wait_for(receive(), None if is_read else deadline - time.monotonic())
             except TimeoutError:
                 raise HTTPException(408, f"the request was not sent within {seconds:g} seconds (--timeout)") from None
             num_bytes += len(message.get("body", b""))

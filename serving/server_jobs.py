@@ -92,7 +92,14 @@ class CompressionJob(Job):
     def run(cls, jobs: list[Any]) -> None:
         first, model = jobs[0], jobs[0].model
         texts = [text for job in jobs for text in job.texts]
-        memory = model.pipe.compress(texts, ratio=first.ratio, batch_size=first.batch_size)
+        # Batches of like lengths, so that nobody waits long for what nobody waits for any more.
+        order, size, parts = sorted(range(len(texts)), key=lambda row: len(texts[row])), first.batch_size, []
+        for start in range(0, len(order), size):
+            if all(job.is_over for job in jobs):
+                return
+            batch = [texts[row] for row in order[start : start + size]]
+            parts.append(model.pipe.compress(batch, ratio=first.ratio, batch_size=size))
+        memory = type(parts[0]).stack(parts).rows(torch.tensor(order).argsort())
         for job in jobs:
             rows, memory = memory[: len(job.texts)], memory[len(job.texts) :]
             if not job.is_over:

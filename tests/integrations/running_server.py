@@ -10,6 +10,7 @@ import pytest
 
 REASON = "the server has an environment of its own: make test-integrations"
 openai = pytest.importorskip("openai", reason=REASON)
+fastapi = pytest.importorskip("fastapi", reason=REASON)
 httpx = pytest.importorskip("httpx", reason=REASON)
 uvicorn = pytest.importorskip("uvicorn", reason=REASON)
 server = pytest.importorskip("context_compressors.serving.server", reason=REASON, exc_type=ImportError)

@@ -5,6 +5,8 @@ import asyncio
 import contextlib
 import http.client
 import json
+import select
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +18,7 @@ from running_server import (
     TEXTS,
     ServerSettings,
     about,
+    fastapi,
     httpx,
     openai,
     server,
@@ -136,6 +139,63 @@ def test_a_request_that_fails_in_a_batch_fails_alone(serve, pipe, gate, monkeypa
             text_of(running.chat([ids[0]], stream=True))
         running.until(lambda: running.metric("running_requests") == 0)
     assert running.chat([ids[0]]).choices[0].message.content == wanted[0]
+
+
+@pytest.mark.parametrize("prefix", ["", "/cc"])
+def test_nothing_but_health_and_metrics_is_told_without_the_key(serve, pipe, prefix):
+    from fastapi.testclient import TestClient
+
+    app = server.create_app({"m": pipe}, ServerSettings(api_key="k"))
+    mounted = fastapi.FastAPI()
+    mounted.mount("/cc", app)
+    for served, options in ((app, {"root_path": prefix}), *([(mounted, {})] if prefix else [])):
+        client = TestClient(served, raise_server_exceptions=False, **options)
+        places = [prefix] if served is mounted else ["", prefix]
+        for place in places:
+            for path in ("/v1/models", "/v1/memories/x", "/openapi.json", "/docs"):
+                assert client.get(place + path).status_code == 401, (place, path)
+            assert client.post(f"{place}/v1/memories", json={"text": "a"}).status_code == 401
+            assert client.get(f"{place}/health").status_code in (200, 503)
+            assert client.get(f"{place}/v1/models", headers={"Authorization": "Bearer k"}).status_code == 200
+
+
+def test_a_body_that_comes_by_drops_has_its_time_as_a_whole(serve, pipe):
+    running = serve({"m": pipe}, ServerSettings(timeout=1.5))
+    body = json.dumps({"text": TEXTS[0], "ratio": 2}).encode()
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
+        head = (
+            f"POST /v1/memories HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        connection.sendall(f"{head}\r\n\r\n".encode())
+        with contextlib.suppress(OSError):
+            for letter in body:
+                connection.sendall(bytes([letter]))
+                time.sleep(0.2)
+                if select.select([connection], [], [], 0)[0]:
+                    break
+        status = connection.recv(100)
+    assert b" 408 " in status.splitlines()[0]
+    assert time.monotonic() - start < 6
+
+
+def test_a_compression_that_nobody_waits_for_ends_behind_its_batch(serve, pipe, monkeypatch):
+    running, sizes, compress = serve({"m": pipe}, ServerSettings(batch_size=4, timeout=1)), [], pipe.compress
+
+    def slowly(texts, *given, **options):
+        sizes.append(len(texts))
+        time.sleep(0.3)
+        return compress(texts, *given, **options)
+
+    whole = running.compress([*TEXTS[:5]], ratio=2)
+    by_text = [running.compress([text], ratio=2)[0] for text in TEXTS[:5]]
+    answers = [[running.chat([name]).choices[0].message.content for name in ids] for ids in (whole, by_text)]
+    assert answers[0] == answers[1], "memories stand in the order of their texts"
+    monkeypatch.setattr(pipe, "compress", slowly)
+    running.refusal(504, "POST", "/v1/memories", {"text": [*TEXTS] * 5, "ratio": 2})
+    running.until(lambda: not running.metric("running_requests"))
+    assert set(sizes) == {4}
+    assert len(sizes) < 7
 
 
 def test_limits_are_refusals_that_say_what_is_allowed(serve, pipe, gate):
