@@ -48,7 +48,7 @@ _TOKEN = re.compile(
 )
 _FOLDERS = (
     "home|Users|root|tmp|mnt|scratch|workspace|work|data|opt|srv|media|var|private|content|kaggle"
-    "|nfs|gpfs|lustre|dbfs|fsx|efs|beegfs|cluster|Volumes"
+    "|nfs|gpfs|lustre|dbfs|fsx|efs|beegfs|cluster|Volumes|users|projects?|storage|raid|shared|gscratch|ssd|hdd|disks?"
 )
 _LOCAL_PATH = re.compile(
     rf"(?<![\w:./~-])/(?:{_FOLDERS})\d*/[\w.-]+"

@@ -17,8 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from ..configuration.configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
 from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
+from ..evaluation.benchmark_metrics import BENCHMARK_SCORE
 from ..evaluation.plots import plot_quality_by_ratio
-from ..evaluation.report import MAIN_METRICS, EvaluationReport
+from ..evaluation.report import EvaluationReport
+from ..evaluation.report_tables import reservations
 from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition
 from ..modeling.checkpoint.checkpoint_card import public_name
 from ..training.arguments import read_recipe
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Metric -> how the card calls it, per task: the main ones.
 _METRICS = {
-    "question_answering": {"exact_match": "exact match", "f1": "F1"},
+    "question_answering": {BENCHMARK_SCORE: "the benchmark's own score", "exact_match": "exact match", "f1": "F1"},
     "summarisation": {"rouge1": "ROUGE-1", "rougeL": "ROUGE-L"},
     "reconstruction": {"token_accuracy": "token accuracy", "bleu": "BLEU"},
     "continuation": {"perplexity": "perplexity"},
@@ -113,7 +115,7 @@ def _pictures(report: EvaluationReport, folder: Path) -> dict[str, str]:
     drawn = {}
     for task in report.tasks():
         if len(report.ratios(task)) > 1:
-            path = plot_quality_by_ratio([report], task, MAIN_METRICS[task], folder / f"{task}_by_ratio.png")
+            path = plot_quality_by_ratio([report], task, report.main_metric(task), folder / f"{task}_by_ratio.png")
             drawn[path.name] = f"{TASK_NAMES[task]} by compression ratio"
     return drawn
 
@@ -205,11 +207,21 @@ def _merged(reports: Sequence[EvaluationReport | str | Path]) -> EvaluationRepor
     loaded = [report if isinstance(report, EvaluationReport) else _load(Path(report)) for report in reports]
     if not loaded:
         return None
-    for name in ("model", "num_parameters", "bounds"):
-        values = list(dict.fromkeys(getattr(report, name) for report in loaded))
+    kinds = [
+        {name: getattr(report, name) for name in ("model", "num_parameters", "bounds")}
+        | {"memory_dtype": report.settings.get("memory_dtype")}
+        for report in loaded
+    ]
+    for name in kinds[0]:
+        values = list(dict.fromkeys(kind[name] for kind in kinds))
         if len(values) > 1:
             raise ValueError(f"reports on one card must have the same {name}, got {values}")
-    return replace(loaded[0], rows=[row for report in loaded for row in report.rows], settings=_settings(loaded))
+    held_out: dict[str, dict[str, Any]] = {}
+    for model, facts in (entry for report in loaded for entry in report.held_out.items()):
+        both = {**held_out.get(model, {}).get("shared", {}), **facts.get("shared", {})}
+        held_out[model] = facts | ({"shared": both} if "shared" in facts else {})
+    rows = [row for report in loaded for row in report.rows]
+    return replace(loaded[0], rows=rows, settings=_settings(loaded), held_out=held_out)
 
 
 def _load(path: Path) -> EvaluationReport:
@@ -220,7 +232,9 @@ def _load(path: Path) -> EvaluationReport:
 def _settings(reports: Sequence[EvaluationReport]) -> dict[str, Any]:
     """The options that all reports have in common."""
     first, *others = (report.settings for report in reports)
-    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+    common = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+    left_out = {name: number for report in reports for name, number in report.settings.get("left_out", {}).items()}
+    return common | {"left_out": left_out}
 
 
 def _scores(report: EvaluationReport, compresses: bool) -> list[Score]:
@@ -275,10 +289,13 @@ def _scores_note(report: EvaluationReport) -> str:
     samples = f"{counts[0]:,}" if len(set(counts)) == 1 else f"{min(counts):,} to {max(counts):,}"
     seeds = sorted({row.seed for row in report.rows})
     reader = "a fine-tuned teacher" if report.bounds == "teacher" else "the checkpoint's own language model"
-    notes = [
-        f"Samples a row: {samples}, drawn by seed {', '.join(map(str, seeds))}.",
-        f"No context and full context are read by {reader}. Perplexity is better when lower.",
-    ]
+    bounds = {NO_CONTEXT: "no context", FULL_CONTEXT: "full context"}
+    found = [name for condition, name in bounds.items() if any(row.condition == condition for row in report.rows)]
+    notes = [f"Samples a row: {samples}, drawn by seed {', '.join(map(str, seeds))}."]
+    if found:
+        names = " and ".join(found).capitalize()
+        notes.append(f"{names} {'are' if len(found) > 1 else 'is'} read by {reader}.")
+    notes.append("Perplexity is better when lower.")
     if any(row.intervals for row in report.rows):
         notes.append("In brackets: 95 % bootstrap intervals over documents.")
     window = report.settings.get("context_tokens")
@@ -287,8 +304,10 @@ def _scores_note(report: EvaluationReport) -> str:
             f"Reconstruction and continuation: windows of at most {window} tokens, scored token by token given the "
             "right text before."
         )
-    if truncated := sum(row.num_truncated for row in report.rows if row.condition == FULL_CONTEXT):
+    cut = {(row.dataset, row.task, row.seed): row.num_truncated for row in report.rows}
+    if truncated := sum(cut.values()):
         notes.append(f"Contexts that were cut to fit: {truncated:,}.")
+    notes += reservations(report)
     outside = sorted({row.dataset for row in report.rows if row.domain == "out"})
     if outside:
         notes.append(f"Out of domain (no part of the data set was trained on): {', '.join(outside)}.")

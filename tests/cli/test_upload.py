@@ -228,7 +228,10 @@ def test_files_that_do_not_belong_are_named(without_code, tmp_path, name, kind):
         ("E:\\temp\\x", "E:.*temp"),
         ("see ~/corpora/x", "~/corpora"),
         ("file:///etc/x", "file:///etc/x"),
-        *((f"in {place}/team/run", place) for place in ("/nfs", "/nfs01", "/gpfs", "/lustre", "/dbfs", "/scratch2")),
+        *(
+            (f"in {place}/team/run", place)
+            for place in ("/nfs", "/nfs01", "/gpfs", "/lustre", "/dbfs", "/scratch2", "/projects", "/storage1")
+        ),
         (f"id {'AKIA' + 'IOSFODNN7EXAMPLE'}", "access token, AKIAIO"),
         ("aws_secret_access_key = " + "wJalr/XUtn" * 4, "access token, aws_se"),
         ("AIza" + "Sy_1-" * 7, "access token, AIzaSy"),

@@ -232,6 +232,27 @@ def test_reports_of_several_seeds_are_one_row(root: Path, report: EvaluationRepo
     assert "drawn by seed 0, 1." in text
 
 
+def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report: EvaluationReport):
+    rows = [replace(row, num_truncated=1) for row in report.rows if row.condition.startswith("ratio")]
+    settings = {**report.settings, "memory_dtype": "int2", "max_context_tokens": 40}
+    left_out = [{"tales, reconstruction": 3}, {"more, reconstruction": 5}]
+    first, second = (
+        replace(report, rows=part, settings={**settings, "left_out": found})
+        for part, found in zip((rows[:2], rows[2:]), left_out, strict=True)
+    )
+    second.held_out = {**report.held_out, "reader": {"record": "none"}}
+    text = write_card(root / "compressor", [first, second], LIMITS).read_text()
+    assert "Memories are rounded to int2." in text
+    assert "**Not held out**: among the 20 that trained compressor" in text
+    assert "Whether reader was trained on these documents is unknown" in text
+    assert "more than 40 tokens: 3 of tales, reconstruction; 5 of more, reconstruction." in text
+    assert f"Contexts that were cut to fit: {len({(row.dataset, row.task) for row in rows})}." in text
+    assert "are read by" not in text
+    assert "is read by" not in text
+    with pytest.raises(ValueError, match=r"same memory_dtype, got \['int2', None\]"):
+        write_card(root / "compressor", [first, replace(report, rows=rows[2:])], LIMITS)
+
+
 def shifted(row: EvaluationRow) -> EvaluationRow:
     return replace(row, seed=1, metrics={name: value + 2 for name, value in row.metrics.items()})
 
