@@ -47,7 +47,7 @@ class CorpusCompressor:
         memory_dtype: What slots are kept in: "int8", "int4", "int2" or "float16".
         batch_tokens: Tokens that the model reads at once, pads included; a longer text is read alone. 512 on a CPU and
             16,384 on an accelerator if not given.
-        max_tokens: Keep only so many tokens of each text; all if not given.
+        max_tokens: Keep only so many tokens of each text, with those that stand in front of it; all if not given.
         allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
         device: Where to compute; "auto" takes an accelerator if there is one.
         dtype: Floating-point type to compute in: "auto" (as saved), "float32", "bfloat16" or "float16".
@@ -171,6 +171,7 @@ class CorpusCompressor:
                 good.append(row)
             except (TypeError, ValueError) as error:
                 yield [row], error
+        self.pipe.check_max_tokens(self.max_tokens)
         ids = [ids[: self.max_tokens] for ids in self.pipe.document_ids([texts[row] for row in good])]
         kind = "cpu" if self.pipe.device.type == "cpu" else "accelerator"
         waiting = length_batches([len(row) for row in ids], batch_tokens=self.batch_tokens or BATCH_TOKENS[kind])[::-1]

@@ -52,6 +52,8 @@ class RankedKeyValuesModel(OpenedContextModel):
 
     config_class = RankedKeyValuesConfig
     method_parts = ("scorers",)
+    # Calls that add up to one step: each has as much less of (6)'s error. A trainer that knows says so; 1 otherwise.
+    accumulation_steps = 1
 
     def __init__(self, config: RankedKeyValuesConfig):
         super().__init__(config)
@@ -207,7 +209,7 @@ class RankedKeyValuesModel(OpenedContextModel):
     def _with_loss(self, key_values: KeyValues, scores: Tensor, attention: Tensor, mask: Tensor) -> KeyValues:
         """The same keys and values, through which the scorers get the gradient of their squared errors."""
         real = mask[:, None].expand_as(scores).bool()
-        loss = (scores - attention)[real].square().mean()
+        loss = (scores - attention)[real].square().mean() / self.accumulation_steps
         (keys, values), *others = key_values
         return ((_WithLoss.apply(keys, loss), values), *others)
 

@@ -81,6 +81,15 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
     return PromptIds(_filled(tokenizer, head, contents), turns, end)
 
 
+def template_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """A conversation in the chat template, up to where the assistant answers; nobody's words are special tokens."""
+    contents = [message["content"] for message in messages]
+    if any(name in content for content in contents for name in tokenizer.all_special_tokens):
+        messages = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return _filled(tokenizer, text, contents)
+
+
 def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[str]) -> list[int]:
     """Token ids of a piece of a filled template, with contents in place of their marks."""
     here = [(mark, content) for place, content in enumerate(contents) if (mark := _MARK.format(place)) in text]

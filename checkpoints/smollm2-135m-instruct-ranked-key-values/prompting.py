@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .chat_template import chat_ids, prompt_ids
+from .chat_template import chat_ids, prompt_ids, template_ids
 from .text_ids import context_end_ids, context_start_ids, encode_all, prefix_ids, start_token_id, text_tokenizer
 
 if TYPE_CHECKING:
@@ -203,16 +203,16 @@ def message_ids(
             f"the tokenizer has no chat template for {len(messages)} messages: give one question, as text"
         )
     if config.prompt_format == "chat":
-        ids = chat_ids(tokenizer, messages)
+        chat = chat_ids(tokenizer, messages)
         if not config.opens_context:
-            return [*start_ids(config, tokenizer, ids.head), *ids.turns[0]]
-        if ids.head != prompt_ids(tokenizer, [""], "chat").head:
+            return [*start_ids(config, tokenizer, chat.head), *chat.turns[0]]
+        if chat.head != prompt_ids(tokenizer, [""], "chat").head:
             raise ValueError(
                 "the memory holds the opening of the chat, which is the template's own: leave out what `messages` say "
                 "before the user"
             )
-        return ids.turns[0]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return chat.turns[0]
+    ids = template_ids(tokenizer, messages)
     start = config.continuation_token_id
     if start is None:
         return ids

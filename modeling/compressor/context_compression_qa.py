@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -152,7 +153,7 @@ class ContextCompressionQAPipeline(Pipeline):
         Args:
             documents: the texts, or a single one; one of several may be a list of passages.
             ratio, allow_untrained_ratio: as in the model's `compress`.
-            max_tokens: keep only so many tokens of each; all if not given.
+            max_tokens: keep only so many tokens of each, with those that stand in front of it; all if not given.
             batch_size: documents at once; the pipeline's, or 8, if not given.
             show_progress_bar: whether to show one.
 
@@ -160,11 +161,11 @@ class ContextCompressionQAPipeline(Pipeline):
             A memory with one row for each document, in their order, or one such memory for each ratio of a list.
 
         Raises:
-            ValueError: no document, `max_tokens` or `batch_size` below 1, a checkpoint that compresses a document
-                together with its question, and whatever the model's `compress` refuses.
+            ValueError: no document, `max_tokens` that leave nothing of one, `batch_size` below 1, a checkpoint that
+                compresses a document together with its question, and whatever the model's `compress` refuses.
         """
         batch_size = self._checked_batch_size(batch_size)
-        _check_max_tokens(max_tokens)
+        self.check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
         rows = [cut_passages(row, max_tokens) for row in self._passages(documents)]
         if not rows:
@@ -228,6 +229,18 @@ class ContextCompressionQAPipeline(Pipeline):
                 + otherwise
             )
 
+    def check_max_tokens(self, max_tokens: int | None) -> None:
+        """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS.
+
+        Args:
+            max_tokens: most tokens of a document, with those that stand in front of it; `None` for all.
+
+        Raises:
+            ValueError: it is not above their number.
+        """
+        if max_tokens is not None and max_tokens <= (least := len(self.document_ids("")[0])):
+            raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
+
     def document_ids(self, documents: str | Sequence[str | Sequence[str]]) -> list[list[int]]:
         """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
         return [[token for passage in row for token in passage] for row in self._passages(documents)]
@@ -272,11 +285,9 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool | None = None,
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        if generate_kwargs.get("num_return_sequences", 1) != 1:
-            raise ValueError("`num_return_sequences` must be 1: a question has one answer")
+        _check_generation(generate_kwargs)
         if isinstance(ratio, (list, tuple)):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
-        _check_max_tokens(max_tokens)
         read = {"prompt": prompt, "max_tokens": max_tokens}
         given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
         return (
@@ -289,6 +300,7 @@ class ContextCompressionQAPipeline(Pipeline):
         self, inputs: dict[str, Any], prompt: str | None = None, max_tokens: int | None = None
     ) -> dict[str, Any]:
         """Turn texts into token ids and files into memories."""
+        self.check_max_tokens(max_tokens)
         texts, asks_one = self._texts(inputs["question"], inputs["messages"], prompt)
         name = "context" if inputs["memory"] is None else "memory"
         sources, reads_one = _listed(name, inputs[name])
@@ -413,15 +425,23 @@ class ContextCompressionQAPipeline(Pipeline):
             output = self.model.generate(
                 **text,
                 memory=memory_of([source for source, _ in batch], text),
-                **{
-                    "max_new_tokens": MAX_NEW_TOKENS,
-                    "do_sample": False,
-                    "pad_token_id": self._pad_token_id,
-                    **generate_kwargs,
-                },
+                **self._with_defaults(generate_kwargs),
             )
             new_tokens += output[:, text["input_ids"].shape[1] :]
         return [new_tokens[start : start + len(questions)] for start in range(0, len(new_tokens), len(questions))]
+
+    def _with_defaults(self, generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `generate`, with what they and a `generation_config` among them leave open."""
+        given = dict(generate_kwargs)
+        own = copy.deepcopy(given.pop("generation_config", None))
+        defaults = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": self._pad_token_id}
+        if own is None:
+            return defaults | given
+        given = own.update(**given)
+        if own.max_length is not None:
+            del defaults["max_new_tokens"]
+        own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
+        return {**given, "generation_config": own}
 
     @property
     def _pad_token_id(self) -> int | None:
@@ -461,6 +481,11 @@ def check_texts(name: str, texts: Sequence[Any]) -> None:
             ) from None
 
 
-def _check_max_tokens(max_tokens: int | None) -> None:
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"`max_tokens` must be 1 or more, got {max_tokens}")
+def _check_generation(given: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for several answers to a question, or more than its tokens."""
+    own = given.get("generation_config")
+    asked = {**({} if own is None else own.to_dict()), **given}
+    if asked.get("num_return_sequences") not in (None, 1):
+        raise ValueError("`num_return_sequences` must be 1: a question has one answer")
+    if asked.get("return_dict_in_generate"):
+        raise ValueError("`return_dict_in_generate` must be false: an answer is its text; call the model's `generate`")

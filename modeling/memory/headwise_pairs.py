@@ -154,7 +154,9 @@ def coarser_memory(memory: Any, ratio: int) -> Any:
     """See `CompressedContext.at_ratio`. That file imports this one, so that this one cannot name the class."""
     if isinstance(ratio, bool) or not isinstance(ratio, int):
         raise TypeError(f"`ratio` must be an int, got {ratio!r}")
-    if isinstance(memory.ratio, int) and ratio == memory.ratio:
+    # Of a joined memory whose parts have ratios of their own, some may be finer than what they come to together.
+    is_nested = memory.coarsest_ratios is not None and not isinstance(memory.ratio, int)
+    if not is_nested and bool((torch.as_tensor(memory.ratio) == ratio).all()):
         return memory
     _check_ratio(memory, ratio)
     # Slots of one chunk have one position.
@@ -185,8 +187,9 @@ def _check_ratio(memory: Any, ratio: int) -> None:
     finest = int(torch.as_tensor(memory.ratio).max()) if len(memory) else 1
     if memory.coarsest_ratios is None:
         raise ValueError(
-            f"`ratio` must be {memory.ratio}, the memory's own, got {ratio}: what a coarser one keeps is known of "
-            "memories of ranked key/values, and of KVzip with shared budgets; compress the context at that ratio"
+            f"`ratio` must be {torch.as_tensor(memory.ratio).tolist()}, the memory's own, got {ratio}: what a "
+            "coarser one keeps is known of memories of ranked key/values, and of KVzip with shared budgets; compress "
+            "the context at that ratio"
         )
     if not finest <= ratio <= _MOST_RATIO:
         raise ValueError(f"`ratio` must be from {finest}, the memory's own, to {_MOST_RATIO}, got {ratio}")

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 from tiny_models import ON_EVERY_BASE
-from transformers import pipeline
+from transformers import GenerationConfig, pipeline
 
 from context_compressors import (
     CompressedContext,
@@ -177,6 +177,13 @@ def test_memories_are_read_in_place_of_documents(pipe, tmp_path):
     assert pipe(QUESTIONS[0], memory=[memory.rows(0), str(paths[1])]) == [row[0] for row in expected[:2]]
 
 
+def test_a_memory_with_a_ratio_for_each_row_is_asked_at_it(pipe):
+    memory = pipe.compress(DOCUMENTS, ratio=torch.tensor([2, 2, 2]))
+    assert pipe("Who?", memory=memory, ratio=2) == pipe("Who?", memory=memory)
+    with pytest.raises(ValueError, match=r"`ratio` must be \[2, 2, 2\], the memory's own, got 4"):
+        pipe("Who?", memory=memory, ratio=4)
+
+
 def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
     together = answer_by_hand(pipe, QUESTIONS[0], *DOCUMENTS)
     assert pipe(QUESTIONS[0], context=DOCUMENTS, join=True) == together
@@ -215,9 +222,40 @@ def test_a_single_document_is_not_taken_apart(pipe, slots):
 def test_what_cannot_be_compressed_is_refused(pipe):
     with pytest.raises(ValueError, match="`documents` is an empty list"):
         pipe.compress([])
-    for wrong in (0, -5):
-        with pytest.raises(ValueError, match=f"`max_tokens` must be 1 or more, got {wrong}"):
+    # BOS alone is no document.
+    for wrong in (1, 0, -5):
+        message = f"`max_tokens` must be above 1, the tokens that open a document, got {wrong}"
+        with pytest.raises(ValueError, match=message):
             pipe.compress(DOCUMENTS, max_tokens=wrong)
+        with pytest.raises(ValueError, match=message):
+            pipe("Who?", context="a", max_tokens=wrong)
+
+
+def test_a_generation_configuration_says_what_the_pipeline_would(pipe):
+    pipe = pipe.model.question_answering(pipe.tokenizer)
+    asked = {"question": QUESTIONS, "context": DOCUMENTS[0]}
+    drawn = {"do_sample": True, "temperature": 50.0, "top_k": 0, "max_new_tokens": 9, "min_new_tokens": 9}
+    for settings in ({"max_new_tokens": 2, "min_new_tokens": 2}, {"num_beams": 2}, drawn):
+        found = []
+        for given in (settings, {"generation_config": GenerationConfig(**settings)}):
+            torch.manual_seed(0)
+            found.append(pipe(**asked, **given))
+        assert found[0] == found[1]
+        assert found[0] != pipe(**asked), settings
+    # What stands beside it goes first; it stays as it is.
+    own = GenerationConfig(max_new_tokens=9)
+    short = {"max_new_tokens": 2, "min_new_tokens": 2}
+    assert pipe(**asked, generation_config=own, **short) == pipe(**asked, **short)
+    assert (own.max_new_tokens, own.do_sample) == (9, None)
+    whole = pipe.model.generation_config.to_dict()
+    for settings, message in (
+        ({"num_beams": 2, "num_return_sequences": 2}, "`num_return_sequences` must be 1"),
+        ({"return_dict_in_generate": True}, "`return_dict_in_generate` must be false"),
+    ):
+        for given in (settings, {"generation_config": GenerationConfig(**settings)}):
+            with pytest.raises(ValueError, match=message):
+                pipe(**asked, **given)
+    assert pipe.model.generation_config.to_dict() == whole
 
 
 def test_generation_settings_pass_through(pipe, tmp_path):
