@@ -162,6 +162,11 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
             parts += [f"\n## {heading}\n", _by_set(rows, names, titles)]
     if results["family"]:
         parts += ["\n## What was trained\n", _trainings(results, titles)]
+    if any(", earlier" in part for part in parts):
+        parts.append(
+            '\n"Earlier": one of the two has been answered anew since, and of the other the scores of each question '
+            "were not kept: the difference is that of the answers before."
+        )
     return [*parts, ""]
 
 
@@ -277,7 +282,8 @@ def _difference(entry: Mapping[str, Any]) -> str:
     if "difference" not in entry:
         return entry["verdict"]
     low, high = entry["interval"]
-    return f"{entry['verdict']}: {entry['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
+    text = f"{entry['verdict']}: {entry['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
+    return text + (", earlier" if entry.get("earlier") else "")
 
 
 def _orderings(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:

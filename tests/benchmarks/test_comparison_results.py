@@ -179,8 +179,18 @@ def test_published_rows_stay_until_as_much_is_answered_again(
 
     for ratio in (4, 8):
         write_answers(second.peers, "bm25", ratio, wrong, second.table)
-    row = next(row for row in results.gather(again)["rows"] if (row["system"], row["set"]) == ("bm25", "mean"))
+    content = results.gather(again)
+    row = next(row for row in content["rows"] if (row["system"], row["set"]) == ("bm25", "mean"))
     assert row["scores"]["f1"] == 0, "all of it is answered again"
+    earlier = {**published["orderings"][1]["ratios"][0], "earlier": True}
+    page.write(content, tmp_path)
+    assert "holds: +100.0 [+100.0, +100.0], earlier" in (tmp_path / "README.md").read_text()
+    # Also when that has been published.
+    third = comparison(tmp_path / "third")
+    ask(third, tokenizer)
+    third.table["orderings"] = second.table["orderings"]
+    for found in (content, results.gather(third)):
+        assert found["orderings"][1]["ratios"][0] == earlier
 
 
 def write_member(systems, name: str, model_type: str, found: dict[int, tuple[int, int]]) -> None:
