@@ -18,6 +18,7 @@ from benchmarks.comparison.plan import SHARED, Comparison, read_json, read_table
 from benchmarks.comparison.questions import counted, steps_for, write_sets
 from context_compressors.cli.loading import load_model
 from context_compressors.data.document_ids import TrainingDocuments
+from context_compressors.evaluation.evaluate import can_compress
 from context_compressors.modeling import model_class
 from context_compressors.reporting.result_files import write_json
 from context_compressors.training.arguments import parse_recipe
@@ -42,8 +43,10 @@ def write_questions(comparison: Comparison) -> None:
 
 
 def merge_reader(comparison: Comparison) -> None:
-    """The reader's adapter in the base, as a plain language model for all environments."""
+    """The reader as a plain language model for all environments, its adapter in the base."""
     reader = load_model(comparison.arguments.reader, base_model=str(comparison.base), dtype="bfloat16", device="cpu")
+    if can_compress(reader):
+        reader = reader.decoder_language_model()
     reader.save_pretrained(comparison.reader)
     # What it has read goes with it.
     if documents := TrainingDocuments.of(comparison.arguments.reader):

@@ -50,9 +50,11 @@ without `avx512_bf16`. The second command measures seconds, one system at a time
 What is compared, in which order and with which budget, is in `systems.yaml`: `--size small`, the default, is some
 ten hours of one core and at most 9 GiB for each system at work; `--size full` has the numbers of questions of a
 paper and six times the training. `--seeds 1 2 3` trains each method twice more, at the rate that the first seed chose,
-and `--rounds 1 2` adds the systems of orderings about one method. The recipes are `smollm2/comparison/*.yaml`.
-`--reader` is the adapter that `smollm2/reader.yaml` trains. `ENVIRONMENTS` holds a virtual environment for each
-requirements file:
+or fits its scorers to other contexts, and `--rounds 1 2` adds the systems of orderings about one method. The recipes
+are `smollm2/comparison/*.yaml`.
+`--reader` is the adapter that `smollm2/reader.yaml` trains, or a compressor that reads with it:
+`checkpoints/smollm2-135m-instruct-ranked-key-values` has that of these figures. `ENVIRONMENTS` holds a virtual
+environment for each requirements file:
 
 ```bash
 python -m venv ENVIRONMENTS/kvpress

@@ -133,7 +133,7 @@ class Comparison:
             mixed += [[self._peer(peer)]] if peer else []
         yield [*([self._peer(name)] for name, entry in peers.items() if entry.get("all")), *mixed, [self._restored()]]
         for seed in seeds:
-            yield [self._member(name, seed) for name in self.members() if self._trains(name)]
+            yield [self._member(name, seed) for name in self.members() if self._differs_by_seed(name)]
 
     def timed(self) -> Iterator[Job]:
         """The jobs that measure seconds, of all systems that are there."""
@@ -179,6 +179,10 @@ class Comparison:
 
     def _trains(self, name: str) -> bool:
         return self.table["family"][name].get("trains", True)
+
+    def _differs_by_seed(self, name: str) -> bool:
+        # Scorers are fitted to contexts that a seed draws.
+        return self._trains(name) or "fit_scorers" in self.table["family"][name]
 
     def run_folder(self, name: str, seed: int) -> Path:
         """Where a system's checkpoint and answers are."""

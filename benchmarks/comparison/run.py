@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", required=True, metavar="FOLDER", help="folder with the data files")
     add("--output", required=True, metavar="FOLDER", help="where everything goes")
     add("--base", metavar="FOLDER", help="the base's folder (default: fetched)")
-    add("--reader", metavar="FOLDER", help="adapter of the full-text reader (default: the base itself)")
+    add("--reader", metavar="FOLDER", help="adapter or compressor whose decoder reads (default: the base itself)")
     add(
         "--environments",
         metavar="FOLDER",

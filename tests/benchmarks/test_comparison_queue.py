@@ -123,6 +123,14 @@ def test_seeds_and_rounds_add_jobs_and_what_an_earlier_run_answered_is_done(comp
     assert [name for name in later if name.startswith("icae/")] == [
         f"icae/seed_3/{job}" for job in ("run", "question_answering", "reconstruction")
     ]
+    assert [name for name in later if name.startswith("ranked_key_values_fitted")] == [
+        f"ranked_key_values_fitted{job}"
+        for job in (
+            *(f"/seed_3/{part}" for part in ("made", "question_answering", "question_answering_at_16_32")),
+            *(f"/seed_3/{part}" for part in ("reconstruction", "reconstruction_at_16_32")),
+            "_int2/seed_3/question_answering",
+        )
+    ]
     # What trains nothing has one seed, and the rates are those of the first.
     assert not [name for name in later if "trial" in name or name.startswith(("kv_zip", "snap_kv", "peers"))]
     assert list(more)[-len(later) :] == later
