@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from context_compressors.evaluation.figures import COLOURS, MARKERS, line_figure, save_with_legend
+from benchmarks.comparison.pictures import draw
 from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table
 
@@ -97,6 +97,9 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
   whole), and a cache of today's `transformers` in place of pairs; they keep more than they are asked to, see
   positions. LLMLingua-2 needs a classifier that is not at hand.
 """
+_BOUNDS = ("no_context", "full_context")
+_NOTHING = {"scores": {"f1": 0.0}}
+_THAN_CUT = {"holds": "above", "does not": "below", "cannot be told": "?", "not run": ""}
 _COLUMNS = ("positions", "bytes", "compress, s", "answer, s", "F1", "exact match", "contained", "retention, %")
 _TITLES = {
     "f1": "F1",
@@ -138,8 +141,16 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
     sets = [name for name, entry in settings["sets"].items() if entry["task"] == "question_answering"]
     averaged = [name for name in sets if settings["sets"][name].get("trained", True)]
     if means:
+        kinds = _kinds(results, table)
         parts += [
-            "## Answers to questions",
+            "## In short\n",
+            _short(means, results["orderings"], kinds, titles, aware),
+        ]
+        for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
+            draw(means, kinds, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
+            parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
+        parts += [
+            "\n## Answers to questions\n",
             f"Means over {', '.join(averaged)}; in brackets 95 % bootstrap intervals over documents. Retention: "
             "(score - none) / (full - none) by F1, on the questions that a system answered. Reader: "
             f"`{results['reader']}`.\n",
@@ -148,9 +159,6 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
         ]
         if seeing := [row for row in means if row["system"] in aware]:
             parts += ["\n### Made anew for each question\n", _main_table(seeing, titles)]
-        for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
-            _draw(means, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
-            parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
         parts += ["\n## At equal stored bytes\n", _by_bytes(means, results["against_embeddings"], titles, aware)]
     parts += ["\n## Is it so?\n", _orderings(results["orderings"], titles)]
     for task, heading in (
@@ -201,6 +209,57 @@ def _titles() -> dict[str, str]:
     """What systems are called."""
     table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
     return {name: entry["title"] for group in ("family", "rounded", "peers") for name, entry in table[group].items()}
+
+
+def _kinds(results: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, str]:
+    """What each system keeps of a context, one of `pictures.PANELS`."""
+    peers = {
+        name: "pruned" if entry.get("environment") == "kvpress" else "text" for name, entry in table["peers"].items()
+    }
+    return {**peers, **results["carriers"]}
+
+
+def _short(
+    rows: Sequence[Mapping[str, Any]],
+    orderings: Sequence[Mapping[str, Any]],
+    kinds: Mapping[str, str],
+    titles: Mapping[str, str],
+    aware: set[str],
+) -> str:
+    """A line for each system, the best at the middle ratio first, and whether it is above text that is merely cut."""
+    found = {(row["system"], row["ratio"]): row for row in rows}
+    ratios = sorted({ratio for system, ratio in found if system not in _BOUNDS and ratio <= 8})
+    middle = ratios[len(ratios) // 2]
+    systems = dict.fromkeys(system for system, ratio in found if ratio in ratios)
+    ranked = sorted(systems, key=lambda system: -found.get((system, middle), _NOTHING)["scores"]["f1"])
+    keeps = {"embeddings": "vectors", "text": "text"}
+    verdicts = {entry["first"]: entry["ratios"] for entry in orderings if entry["second"] == "cut"}
+    lines = []
+    for system in ranked:
+        at = [found.get((system, ratio)) for ratio in ratios]
+        told = [_THAN_CUT[entry["verdict"]] for entry in verdicts.get(system, ())]
+        lines.append(
+            [
+                titles[system],
+                keeps.get(kinds[system], "keys, values") + (" (question seen)" if system in aware else ""),
+                "" if found.get((system, middle)) is None else _kilobytes(found[system, middle]),
+                *("" if row is None else _interval(row, "f1") for row in at),
+                told[0] if len(set(told)) == 1 else ", ".join(told),
+            ]
+        )
+    bounds = [f"{titles[name]}: {_interval(row, 'f1')}. " for (name, _), row in found.items() if name in _BOUNDS]
+    text = (
+        f"F1, mean over the sets, the best at {middle}x first, and kB at that ratio. {''.join(bounds)}The last column "
+        f"says, at {', '.join(f'{ratio}x' for ratio in ratios)}, whether it is above or below text that is cut to as "
+        'many positions, with an interval that does not hold zero; "?" is what cannot be told.\n\n'
+    )
+    header = ["system", "keeps", "kB", *(f"{ratio}x" for ratio in ratios), "than cut text"]
+    return text + markdown_table(header, lines)
+
+
+def _kilobytes(row: Mapping[str, Any]) -> str:
+    size = row["costs"].get("memory_bytes")
+    return "" if size is None else f"{size / 1000:,.1f}"
 
 
 def _interval(row: Mapping[str, Any], metric: str) -> str:
@@ -341,39 +400,6 @@ def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
 
 def _rates(results: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(rate for entry in results["family"].values() for rate in entry["trials"]))
-
-
-def _draw(
-    rows: Sequence[Mapping[str, Any]],
-    titles: Mapping[str, str],
-    aware: set[str],
-    cost: str,
-    label: str,
-    path: Path,
-) -> None:
-    """F1 against a cost, a line for each system; hollow and dotted where the question is seen."""
-    figure, axes = line_figure("F1, mean over sets of questions", "F1")
-    systems = dict.fromkeys(row["system"] for row in rows)
-    for index, system in enumerate(systems):
-        points = [(row["costs"][cost], row) for row in rows if row["system"] == system and cost in row["costs"]]
-        points.sort(key=lambda point: point[0])
-        f1 = [row["scores"]["f1"] for _, row in points]
-        ends = [row["intervals"]["f1"] for _, row in points]
-        errors = [
-            [value - low for value, (low, _) in zip(f1, ends, strict=True)],
-            [high - value for value, (_, high) in zip(f1, ends, strict=True)],
-        ]
-        # A picture on a scale of powers has no place for nothing.
-        costs = [max(1.0, value) for value, _ in points]
-        style = {"linestyle": ":", "markerfacecolor": "none"} if system in aware else {}
-        axes.errorbar(
-            costs, f1, yerr=errors, label=titles[system], color=COLOURS[index % len(COLOURS)], capsize=2, linewidth=1,
-            marker=MARKERS[(index + index // len(COLOURS)) % len(MARKERS)], markersize=5, elinewidth=0.6, **style
-        )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_xlabel(f"{label}, mean")
-    figure.set_size_inches(9.0, 7.5)
-    save_with_legend(figure, axes, path)
 
 
 def build_parser() -> argparse.ArgumentParser:

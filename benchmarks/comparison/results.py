@@ -62,6 +62,7 @@ def gather(comparison: Any) -> dict[str, Any]:
         name: published["carriers"].get(name) if name in kept else _carrier(comparison, name) for name in family
     }
     given = scores, questions, table, published_differences(published, kept)
+    compared = [*table["family"], *(name for name in table["peers"] if name not in (NO_CONTEXT, FULL_CONTEXT, "cut"))]
     return {
         "format_version": 1,
         "benchmark": "comparison",
@@ -73,10 +74,12 @@ def gather(comparison: Any) -> dict[str, Any]:
         "carriers": {name: carrier for name, carrier in carriers.items() if carrier},
         "rows": rows,
         "against_embeddings": against_embeddings(rows, carriers, *given),
-        # And of every method whether it is better than cutting the text.
+        # And of every system whether it is better than cutting the text.
         "orderings": [
             ordering(pair, *given)
-            for pair in [*table["orderings"], *([name, "cut"] for name in table["family"] if name in scores)]
+            for pair in dict.fromkeys(
+                [*map(tuple, table["orderings"]), *((name, "cut") for name in compared if name in scores)]
+            )
         ],
     }
 
