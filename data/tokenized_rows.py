@@ -189,6 +189,8 @@ class FileSource:
         wanted = [name for name in ("id", "question", "answers", "summary") if name in table.column_names]
         self.columns = {name: table[name] for name in wanted}
         self._column_of_task = {task: context_column(task, table.column_names) for task in source.tasks}
+        # Contexts that are lists are compressed passage by passage.
+        self.has_passages = any(is_list(table[name].type) for name in self._column_of_task.values())
         self._texts = {
             name: TextColumn(table[name], tokenizer, is_shared="question" in self.columns)
             for name in dict.fromkeys(self._column_of_task.values())

@@ -25,11 +25,11 @@ OBJECTIVES = (
     *("denoising", "retrieval"),
 )
 OPTIMIZERS = ("adamw", "muon", "adafactor")
-# Fields of TRL's configuration that nothing here reads, and what to do instead.
-_OF_OTHER_LOSSES = {
-    "label_smoothing_factor": "leave it out",
-    "loss_type": "leave it out",
-    "max_length": "give max_context_tokens and max_target_tokens",
+# Fields of TRL's configuration that nothing reads but the teacher's loss, which is TRL's own, and what to do instead.
+_OF_TRL = {
+    "label_smoothing_factor": "has a part in the loss of the objective teacher alone: leave it out",
+    "loss_type": "has a part in the loss of the objective teacher alone: leave it out",
+    "max_length": "cuts nothing: give max_context_tokens and max_target_tokens",
 }
 RATIO_MODES = ("all", "random", "per_sample")
 CONTEXT_MODES = ("compressed", "full_context", "no_context")
@@ -323,12 +323,11 @@ class TrainingFields:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.contrastive_temperature <= 0:
             raise ValueError(f"contrastive_temperature must be above 0, got {self.contrastive_temperature}")
-        for name, instead in _OF_OTHER_LOSSES.items():
-            if getattr(self, name) != (default := type(self).__dataclass_fields__[name].default):
-                raise ValueError(
-                    f"{name} has no part in the losses of this package: {instead}, got {getattr(self, name)!r} in "
-                    f"place of TRL's own {default!r}"
-                )
+        defaults = {field.name: field.default for field in fields(type(self))}
+        for name, instead in _OF_TRL.items():
+            value, is_read = getattr(self, name), self.objective == "teacher" and name != "max_length"
+            if not is_read and value not in (None, defaults[name]):
+                raise ValueError(f"{name} {instead}, got {value!r} in place of TRL's own {defaults[name]!r}")
         check_choice("context_mode", self.context_mode, CONTEXT_MODES)
         if self.context_mode != "compressed" and self.objective not in ("compression", "joint"):
             raise ValueError(

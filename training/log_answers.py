@@ -73,7 +73,8 @@ class LogAnswersCallback(TrainerCallback):
         try:
             pipe = model.question_answering(self.tokenizer)
             asked = {"ratio": self.ratio, "max_new_tokens": self.max_new_tokens}
-            return [pipe(row["question"], context=row["context"], **asked)["answer"] for row in self.rows]
+            # A list of passages is one document.
+            return [pipe(row["question"], context=[row["context"]], **asked)[0]["answer"] for row in self.rows]
         finally:
             model.train(was_training)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes of PCC: the authors' table, and the way from pretraining by a coin to fine-tuning with fixed markers."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,20 @@ def test_a_chunk_for_the_tokens_in_front_of_a_context_alone_is_warned_of(base_fo
         trainer = build_trainer(*parse_recipe(["embedded/icae.yaml", str(overlay), "--output_dir", str(tmp_path)]))
         assert len(trainer.data_collator.context_start_ids) == 1
         assert ("with max_context_tokens 31 there is none of 1" in caplog.text) == warned
+    # Of passages each has chunks of its own, and joint pretraining cuts documents of another length.
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"context": ["a b", "c"], "question": "d", "answers": ["e"]}))
+    listed = [{"path": str(tmp_path / "passages.jsonl"), "tasks": ["question_answering"], "weight": 1}]
+    joint = {
+        "objective": "joint",
+        "sources": [{**GENERATED, "tasks": ["continuation", "reconstruction"]}],
+        "min_document_tokens": 20,
+        "max_document_tokens": 60,
+    }
+    for other in ({"sources": listed}, joint):
+        overlay.write_text(yaml.safe_dump({**fields, "max_context_tokens": 32, **other}))
+        caplog.clear()
+        build_trainer(*parse_recipe(["embedded/icae.yaml", str(overlay), "--output_dir", str(tmp_path)]))
+        assert "there is none of" not in caplog.text
 
 
 @pytest.fixture

@@ -98,15 +98,27 @@ def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_f
         ({"questions_per_example": 1.5}, [], r"questions_per_example must be a whole number, got 1\.5"),
         ({"learning_rate": [1]}, [], r"learning_rate must be a number, such as .*, got \[1\]"),
         ({"prompts": ["a"]}, [], r"prompts must be a text, got \['a'\]"),
-        ({"label_smoothing_factor": 0.5}, [], "label_smoothing_factor has no part in the losses .* got 0.5 in place"),
-        ({"loss_type": "dft"}, [], "loss_type has no part in the losses of this package: leave it out, got 'dft'"),
-        ({"max_length": 8}, [], "max_length has no part .*: give max_context_tokens and max_target_tokens, got 8"),
+        ({"label_smoothing_factor": 0.5}, [], "label_smoothing_factor has a part in the loss .* got 0.5 in place"),
+        (
+            {"loss_type": "dft"},
+            [],
+            "loss_type has a part in the loss of the objective teacher alone: leave it out, got 'dft'",
+        ),
+        ({"max_length": 8}, [], "max_length cuts nothing: give max_context_tokens .*, got 8 in place"),
         ({"canonical_prompts": 1}, [], "canonical_prompts must be true or false, got 1"),
     ],
 )
 def test_wrong_fields_and_values_are_refused(tmp_path, recipe, argv, message):
     with pytest.raises(ValueError, match=message):
         parse_recipe([write_recipe(tmp_path, **recipe), *argv])
+
+
+def test_a_teacher_has_what_trls_loss_reads(tmp_path):
+    fields = {"objective": "teacher", "base": "base", "label_smoothing_factor": 0.5, "loss_type": "dft"}
+    *_, args = parse_recipe([write_recipe(tmp_path, **fields, max_length=None)])
+    assert (args.label_smoothing_factor, args.loss_type, args.max_length) == (0.5, "dft", None)
+    with pytest.raises(ValueError, match="max_length cuts nothing"):
+        parse_recipe([write_recipe(tmp_path, **fields, max_length=8)])
 
 
 def test_wrong_recipes_are_refused(tmp_path):

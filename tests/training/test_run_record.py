@@ -130,6 +130,10 @@ def test_a_run_of_epochs_that_is_resumed_inside_of_one_is_the_same(tmp_path, bas
     shutil.copytree(tmp_path / "whole" / "checkpoint-7", tmp_path / "again" / "checkpoint-7")
     main([recipe, "--output_dir", str(tmp_path / "again"), "--resume_from_checkpoint", "latest"])
     assert losses_of(tmp_path / "again") == losses
+    # Workers that would outlive an epoch draw the next one's examples, too.
+    workers = ["--dataloader_num_workers", "1", "--dataloader_persistent_workers", "true"]
+    main([recipe, "--output_dir", str(tmp_path / "workers"), *workers])
+    assert losses_of(tmp_path / "workers") == losses
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from small_recipes import new_model, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from context_compressors.data.document_ids import document_id
+from context_compressors.data.rows import PassageText
 from context_compressors.modeling.modeling_compression_tokens import CompressionTokensForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import parse_recipe
@@ -80,7 +81,9 @@ def test_teacher_then_distillation_then_going_on(tmp_path, base_folder, lora):
 
 @pytest.mark.slow
 def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
-    rows = [{"context": f"Berth {n} is Nora's.", "question": f"Whose | {n}?", "answers": ["Nora's"]} for n in range(9)]
+    # Each a document of two passages.
+    contexts = [[f"Berth {n} is Nora's.", "It is red."] for n in range(9)]
+    rows = [{"context": c, "question": f"Whose | {n}?", "answers": ["Nora's"]} for n, c in enumerate(contexts)]
     (tmp_path / "berths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     held_out = {"path": str(tmp_path / "berths.jsonl"), "tasks": ["question_answering"], "weight": 1}
     recipe = write_recipe(
@@ -104,7 +107,7 @@ def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
         (step, f"Whose \\| {n}?") for step in "02" for n in range(4)
     ]
     documents = json.loads((tmp_path / "out" / "training_documents.json").read_text())
-    assert {document_id(row["context"]) for row in rows[:4]} <= set(documents["chose"].split())
+    assert {document_id(PassageText(row["context"])) for row in rows[:4]} <= set(documents["chose"].split())
     # It trains as it does unasked, and questions that are trained on are none to look at.
     main([recipe, "--sample_answers_steps", "0", "--output_dir", str(tmp_path / "unasked")])
     unasked = json.loads((tmp_path / "unasked" / "training_summary.json").read_text())["log"]

@@ -12,6 +12,7 @@ from ...configuration.configuration_compressor import CompressorConfig
 from ...configuration.nearest_names import check_choice
 from ...data.prompts import load_prompts
 from ...data.task_tokens import text_starts
+from ...data.tokenized_rows import FileSource
 from ...modeling.parts.chat_template import opening_ids, prompt_ids
 from ...modeling.parts.text_ids import context_end_ids, leave_out_bos, text_tokenizer
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
@@ -112,9 +113,13 @@ def trainer_arguments(
         context_mode=args.context_mode if mode == "joint" else "compressed",
         **collator_arguments,
     )
-    epochs: list[TrainerCallback] = [NewEpochs(dataset)] if args.max_steps < 1 and args.num_train_epochs > 1 else []
-    if mode in ("compressed", "distillation", "joint"):
-        _warn_of_short_chunks(config, data_args, collator)
+    epochs: list[TrainerCallback] = []
+    if args.max_steps < 1 and args.num_train_epochs > 1:
+        # Workers that outlive an epoch would go on with its examples.
+        args.dataloader_persistent_workers = False
+        epochs.append(NewEpochs(dataset))
+    if mode in ("compressed", "distillation") and dataset_class in (CompressionDataset, PackedTexts):
+        _warn_of_short_chunks(config, dataset, collator)
     return {
         "model": model,
         "args": args,
@@ -142,10 +147,15 @@ class NewEpochs(TrainerCallback):
         self.dataset.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
-def _warn_of_short_chunks(config: PreTrainedConfig, data_args: DataArguments, collator: CompressionCollator) -> None:
+def _warn_of_short_chunks(
+    config: PreTrainedConfig, dataset: CompressionDataset, collator: CompressionCollator
+) -> None:
     """Say so where the tokens in front of the longest contexts alone make one more chunk, which costs slots."""
-    chunk_size, most = getattr(config, "chunk_size", None), data_args.max_context_tokens
-    if chunk_size is None or most is None or collator.opens_context or collator.encoder_start_ids is not None:
+    chunk_size, most = getattr(config, "chunk_size", None), dataset.longest
+    if chunk_size is None or collator.opens_context or collator.encoder_start_ids is not None:
+        return
+    if any(isinstance(source, FileSource) and source.has_passages for source in dataset.sources):
+        # Each passage has chunks of its own.
         return
     num_start = len(collator.context_start_ids)
     num_behind = (most + num_start) % chunk_size

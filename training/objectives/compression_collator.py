@@ -144,7 +144,7 @@ class CompressionCollator:
         Args:
             model: a compressor that is no encoder-decoder.
             tokenizer: the tokenizer saved with it.
-            kwargs: arguments of the collator. Contexts that are compressed are read at `ratios`, which are all of the
+            kwargs: arguments of the collator. In mode "compressed" contexts are read at `ratios`, which are all of the
                 checkpoint's if not given, one drawn for each row.
         """
         own, known = model.encoder_tokenizer, list(model.config.compression_ratios)

@@ -149,6 +149,8 @@ class CompressionDataset(Dataset):
         for index in range(len(entries)):
             mine = self.source_of == index
             self.turn_of[mine] = np.arange(mine.sum())
+        # Of each source in one pass.
+        self._turns = np.bincount(self.source_of, minlength=len(entries))
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def _check_tasks(self, entries: Sequence[DataSource]) -> None:
@@ -254,7 +256,7 @@ class CompressionDataset(Dataset):
             }
         else:
             tasks = self._tasks_at(index, source.source.tasks)
-            turn = int(self.turn_of[index]) + self.epoch * int((self.source_of == position).sum() if self.epoch else 0)
+            turn = int(self.turn_of[index]) + self.epoch * int(self._turns[position])
             example = self._from_file(source, tasks, position, turn, limit, rng)
         if self.context_tokenizer is not None:
             tokenizers = (self.tokenizer, self.context_tokenizer)
