@@ -25,6 +25,7 @@ from ..reporting.result_files import write_results
 from ..reporting.tables import markdown_table
 from .evaluate import evaluate_model
 from .report import EvaluationReport
+from .report_tables import held_out_lines
 from .rows import ordered_conditions
 from .running_text import hidden_in_text
 from .samples import EvaluationDataset
@@ -139,7 +140,8 @@ def needle_examples(
         seed: draws everything.
 
     Returns:
-        Rows with `id` (kind and number), `context`, `question` and `answers`.
+        Rows with `id` (kind and number), `context`, `question`, `answers` and `source_texts`, those of `texts` that
+        the context is taken from.
 
     Raises:
         ValueError: the texts have fewer tokens than a context, or a needle is longer than that.
@@ -148,12 +150,11 @@ def needle_examples(
     for number in range(num_needles):
         needle = draw_needle(KINDS[number % len(KINDS)], random.Random(f"{seed}/needle/{number}"))
         rng = random.Random(f"{seed}/{num_tokens}/{number}")
-        context, _ = hidden_in_text(
+        context, sources = hidden_in_text(
             [needle.sentence], [needle.town, *needle.answers], texts, tokenizer, num_tokens, rng
         )
-        answers = list(needle.answers)
-        name = f"{needle.kind}/{number}"
-        examples.append({"id": name, "context": context, "question": needle.question, "answers": answers})
+        row = {"id": f"{needle.kind}/{number}", "context": context, "question": needle.question}
+        examples.append({**row, "answers": list(needle.answers), "source_texts": sources})
     return examples
 
 
@@ -200,12 +201,14 @@ class NeedleGrid:
         cells: the results.
         settings: options of the evaluation.
         environment: hardware and versions.
+        held_out: what the models have seen of the texts, see `check_held_out`.
     """
 
     model: str
     cells: list[NeedleCell]
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    held_out: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def from_report(cls, report: EvaluationReport) -> NeedleGrid:
@@ -217,7 +220,7 @@ class NeedleGrid:
                 for kind in ("all", *KINDS):
                     scored = [s.scores[condition] for s in samples if kind in ("all", s.id.partition("/")[0])]
                     cells += _cells(int(name.partition(" ")[0]), condition, kind, scored)
-        return cls(report.model, cells, report.settings, report.environment)
+        return cls(report.model, cells, report.settings, report.environment, report.held_out)
 
     def lengths(self) -> list[int]:
         """Lengths, ascending."""
@@ -241,6 +244,7 @@ class NeedleGrid:
             "model": self.model,
             "settings": self.settings,
             "environment": self.environment,
+            "held_out": self.held_out,
             "cells": [asdict(cell) for cell in self.cells],
         }
         return write_results(content, path)
@@ -251,7 +255,8 @@ class NeedleGrid:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             cells = [NeedleCell(**{**cell, "interval": tuple(cell["interval"])}) for cell in content["cells"]]
-            return cls(content["model"], cells, content["settings"], content["environment"])
+            held_out = content.get("held_out", {})
+            return cls(content["model"], cells, content["settings"], content["environment"], held_out)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a grid of needles: {error}") from error
 
@@ -261,6 +266,7 @@ class NeedleGrid:
         parts = [
             f"# Needles: {self.model}",
             "Share of needles that were found, in percent, with 95 % Wilson intervals.",
+            *held_out_lines(self.held_out),
         ]
         for metric in METRICS:
             for kind in ("all", *KINDS):

@@ -115,7 +115,7 @@ def _averages_table(report: EvaluationReport, task: str) -> str:
 
 def reservations(report: EvaluationReport) -> list[str]:
     """What the scores must not be read without, a sentence each: documents, rounded memories, rows left out."""
-    lines = _held_out_lines(report.held_out)
+    lines = held_out_lines(report.held_out)
     if report.settings.get("memory_dtype"):
         lines.append(f"Memories are rounded to {report.settings['memory_dtype']}.")
     if left_out := report.settings.get("left_out"):
@@ -126,15 +126,15 @@ def reservations(report: EvaluationReport) -> list[str]:
     return lines
 
 
-def _held_out_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def held_out_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What `check_held_out` found, for people: a sentence for each model."""
     lines = []
     for model, facts in found.items():
-        if facts["record"] == "none":
+        if facts["record"] == "none" and not facts.get("shared"):
             lines.append(f"Whether {model} was trained on these documents is unknown: it has no record of its own.")
             continue
         counts = f"{facts['trained']:,} that trained {model} and the {facts['chose']:,} that chose it"
-        if facts["record"] == "in part":
+        if facts["record"] != "whole":
             counts += ", as far as these are recorded"
         shared = [
             f"{number} of {dataset} {part}"

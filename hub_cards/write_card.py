@@ -18,6 +18,7 @@ from ..configuration.configuration_compressor import RETRIEVAL_LOADER, Compresso
 from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
 from ..evaluation.benchmark_metrics import BENCHMARK_SCORE
+from ..evaluation.held_out import merged_held_out
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import EvaluationReport
 from ..evaluation.report_tables import reservations
@@ -216,11 +217,8 @@ def _merged(reports: Sequence[EvaluationReport | str | Path]) -> EvaluationRepor
         values = list(dict.fromkeys(kind[name] for kind in kinds))
         if len(values) > 1:
             raise ValueError(f"reports on one card must have the same {name}, got {values}")
-    held_out: dict[str, dict[str, Any]] = {}
-    for model, facts in (entry for report in loaded for entry in report.held_out.items()):
-        both = {**held_out.get(model, {}).get("shared", {}), **facts.get("shared", {})}
-        held_out[model] = facts | ({"shared": both} if "shared" in facts else {})
     rows = [row for report in loaded for row in report.rows]
+    held_out = merged_held_out([report.held_out for report in loaded])
     return replace(loaded[0], rows=rows, settings=_settings(loaded), held_out=held_out)
 
 
@@ -233,7 +231,10 @@ def _settings(reports: Sequence[EvaluationReport]) -> dict[str, Any]:
     """The options that all reports have in common."""
     first, *others = (report.settings for report in reports)
     common = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
-    left_out = {name: number for report in reports for name, number in report.settings.get("left_out", {}).items()}
+    left_out: dict[str, int] = {}
+    for name, number in (entry for report in reports for entry in report.settings.get("left_out", {}).items()):
+        # Other tasks of a data set leave out the same rows.
+        left_out[name] = max(number, left_out.get(name, 0))
     return common | {"left_out": left_out}
 
 

@@ -167,6 +167,11 @@ MERGE_ADAPTERS = argument(
     help="merge the compressor's adapters first: faster, rounded in low precision, and two copies of a base that "
     "encoder and decoder share unless they share their adapter, too",
 )
+ALLOW_TRAINED_DOCUMENTS = argument(
+    "--allow-trained-documents",
+    action="store_true",
+    help="also score documents that trained the model or chose it, and say so in the report",
+)
 TEACHER_BASE = argument(
     "--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)"
 )

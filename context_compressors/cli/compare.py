@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,28 +58,38 @@ def _read(values: Sequence[str]) -> dict[tuple[str, str], dict[str, list[list[Sa
     from ..evaluation.answers_file import read_answers
 
     found: dict[tuple[str, str], dict[str, list[list[Any]]]] = {}
-    named: dict[str, str] = {}
+    files: dict[str, list[str]] = {}
+    unnamed = set()
     for value in values:
         name, _, path = value.rpartition("=")
-        if not name and (name := Path(path).stem) in named:
-            raise ValueError(
-                f"{named[name]} and {path} would both be {name!r}: give NAME=FILE, one NAME to seeds alone"
-            )
-        named[name] = path
+        if not name:
+            name = Path(path).stem
+            unnamed.add(name)
+        files.setdefault(name, []).append(path)
         by_part: dict[tuple[str, str], list[Any]] = {}
         for sample in read_answers(path):
             by_part.setdefault((sample.dataset, sample.task), []).append(sample)
         for part, samples in by_part.items():
             found.setdefault(part, {}).setdefault(name, []).append(samples)
+    for name in unnamed:
+        if len(files[name]) > 1:
+            raise ValueError(
+                f"{' and '.join(files[name])} would all be {name!r}: give NAME=FILE, one NAME to seeds alone"
+            )
     if not found:
         raise ValueError(f"{', '.join(values)} have no answers")
-    for (dataset, task), systems in found.items():
-        if missing := named.keys() - systems.keys():
-            raise ValueError(
-                f"{dataset!r}, {task}, is not in the answers of {sorted(missing)}, and in those of {list(systems)}: "
-                "compare systems on data sets that all of them have"
-            )
-    return found
+    in_all, partly = {}, []
+    for part, systems in found.items():
+        # Every seed of every system.
+        if all(len(systems.get(name, ())) == len(paths) for name, paths in files.items()):
+            in_all[part] = systems
+        else:
+            partly.append(f"{part[0]!r}, {part[1]}")
+    if not in_all:
+        raise ValueError(f"no data set is in all of {', '.join(values)}; some of them have {'; '.join(partly)}")
+    if partly:
+        print(f"left out, since not all files have it: {'; '.join(partly)}", file=sys.stderr)
+    return in_all
 
 
 def main_metric(systems: dict[str, list[list[SampleAnswers]]], task: str) -> str:

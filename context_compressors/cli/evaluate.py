@@ -13,6 +13,7 @@ from ..configuration.nearest_names import check_choice
 from ..data.prompts import TASKS
 from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, NUM_RESAMPLES, WRITTEN_TASKS, EvaluationSettings
 from .command import (
+    ALLOW_TRAINED_DOCUMENTS,
     LOADING,
     MERGE_ADAPTERS,
     PROMPT_FORMAT,
@@ -350,11 +351,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument("--truncate-context", action="store_true", help="cut contexts that do not fit, and count them"),
     argument("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left"),
     argument("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for"),
-    argument(
-        "--allow-trained-documents",
-        action="store_true",
-        help="also score documents that trained the model or chose it, and say so in the report",
-    ),
+    ALLOW_TRAINED_DOCUMENTS,
     argument(
         "--chosen-by",
         nargs="+",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 
 from .command import (
+    ALLOW_TRAINED_DOCUMENTS,
     LOADING,
     MERGE_ADAPTERS,
     PROMPT_FORMAT,
@@ -49,6 +50,7 @@ context-compressors evaluate-needles my-compressor --text books.parquet --length
     TEACHER,
     TEACHER_BASE,
     MERGE_ADAPTERS,
+    ALLOW_TRAINED_DOCUMENTS,
     argument("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per batch (default: 8)"),
     argument("--max-new-tokens", type=positive_int, default=32, metavar="N", help="of an answer (default: 32)"),
     PROMPT_FORMAT,
@@ -104,6 +106,7 @@ def main(arguments: argparse.Namespace) -> None:
         max_new_tokens=dict.fromkeys(WRITTEN_TASKS, arguments.max_new_tokens),
         prompts=arguments.prompts,
         prompt_format=arguments.prompt_format,
+        allow_trained_documents=arguments.allow_trained_documents,
     )
 
     def write(grid: NeedleGrid) -> None:

@@ -3,12 +3,14 @@
 
 import json
 import random
+import shutil
 from dataclasses import asdict
 
 import pytest
 from naive_twin import encode
 
 from context_compressors.cli.evaluate_needles import main
+from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.synthetic_documents import generate_document, split_of
 from context_compressors.evaluation import needles
 from context_compressors.evaluation.evaluate import evaluate_model
@@ -231,5 +233,19 @@ def test_command_writes_table_file_and_picture(folders, tmp_path, capsys):
     assert grid.conditions() == ["no_context", "full_context", "ratio=2", "ratio=4"]
     printed = capsys.readouterr().out
     assert "# Needles: tiny-compressor" in printed
+    assert "Whether tiny-compressor was trained on these documents is unknown" in printed
     assert f"wrote {plot}" in printed
     assert plot.exists()
+
+
+def test_text_that_a_model_was_trained_on_hides_no_needle_unless_that_is_said(folders, tmp_path, capsys):
+    compressor = shutil.copytree(folders / "tiny-compressor", tmp_path / "tiny-compressor")
+    TrainingDocuments(trained={document_id(text) for text in TEXTS}).save(compressor)
+    (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    argv = [str(compressor), "--text", str(tmp_path / "books.jsonl"), "--device", "cpu", "--ratios", "2"]
+    argv += ["--lengths", "100", "--needles", "3", "--max-new-tokens", "2"]
+    with pytest.raises(ValueError, match=r"documents of '100 tokens' trained tiny-compressor"):
+        main(argv)
+    assert main([*argv, "--allow-trained-documents", "--output", str(tmp_path / "needles.json")]) == 0
+    assert "**Not held out**: among the" in capsys.readouterr().out
+    assert NeedleGrid.load(tmp_path / "needles.json").held_out["tiny-compressor"]["shared"]["100 tokens"]["trained"]

@@ -124,11 +124,17 @@ def test_command_compares_conditions_and_systems(tmp_path, capsys):
     for given, message in (
         ([b, "--conditions", "cut=4"], "there is nothing to compare"),
         ([b, "--conditions", "ratio=16", "cut=4"], "no system has the conditions ['ratio=16']; there are ['cut=4', "),
-        ([b, str(tmp_path / "other" / "b.jsonl")], "would both be 'b': give NAME=FILE"),
-        ([b, f"n={tmp_path / 'nq.jsonl'}"], "'squad', question_answering, is not in the answers of ['n']"),
+        ([b, str(tmp_path / "other" / "b.jsonl")], "would all be 'b': give NAME=FILE"),
+        ([f"b={tmp_path / 'other' / 'b.jsonl'}", b], "would all be 'b': give NAME=FILE"),
+        ([b, f"n={tmp_path / 'nq.jsonl'}"], "no data set is in all of "),
     ):
         assert main(["compare", *given]) == 1
         assert message in capsys.readouterr().err
+    # What not every seed of every system has is left out, and said.
+    more = tmp_path / "more.jsonl"
+    more.write_text((tmp_path / "a0.jsonl").read_text() + (tmp_path / "nq.jsonl").read_text())
+    assert main(["compare", f"a={more}", f"a={a1}", f"b={b}"]) == 0
+    assert capsys.readouterr().err == "left out, since not all files have it: 'nq', question_answering\n"
     for name in ("a0", "b"):
         samples = read_answers(tmp_path / f"{name}.jsonl")
         for sample in samples:

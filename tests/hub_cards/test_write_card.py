@@ -14,7 +14,9 @@ import yaml
 from huggingface_hub import ModelCard
 
 from context_compressors import cli
+from context_compressors.evaluation.held_out import merged_held_out
 from context_compressors.evaluation.report import EvaluationReport
+from context_compressors.evaluation.report_tables import held_out_lines
 from context_compressors.evaluation.rows import EvaluationRow
 from context_compressors.hub_cards.write_card import write_card
 from context_compressors.training.train import main as train
@@ -235,7 +237,7 @@ def test_reports_of_several_seeds_are_one_row(root: Path, report: EvaluationRepo
 def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report: EvaluationReport):
     rows = [replace(row, num_truncated=1) for row in report.rows if row.condition.startswith("ratio")]
     settings = {**report.settings, "memory_dtype": "int2", "max_context_tokens": 40}
-    left_out = [{"tales, reconstruction": 3}, {"more, reconstruction": 5}]
+    left_out = [{"tales, reconstruction": 3, "more, reconstruction": 5}, {"more, reconstruction": 4}]
     first, second = (
         replace(report, rows=part, settings={**settings, "left_out": found})
         for part, found in zip((rows[:2], rows[2:]), left_out, strict=True)
@@ -251,6 +253,27 @@ def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report
     assert "is read by" not in text
     with pytest.raises(ValueError, match=r"same memory_dtype, got \['int2', None\]"):
         write_card(root / "compressor", [first, replace(report, rows=rows[2:])], LIMITS)
+
+
+def test_of_several_reports_no_more_is_known_than_of_the_least_known():
+    whole = {"record": "whole", "trained": 9, "chose": 2}
+    first = {
+        "a": {**whole, "shared": {"tales": {"trained": 5}}},
+        "b": {**whole, "shared": {}},
+        "c": {**whole, "shared": {}},
+    }
+    second = {"a": {**whole, "shared": {"tales": {"trained": 2, "chose": 1}}}, "b": {"record": "none"}}
+    both = {"tales": {"trained": 5, "chose": 1}}
+    unknown = {"record": "none"}
+    for reports in ([first, second], [second, first]):
+        assert merged_held_out(reports) == {"a": {**whole, "shared": both}, "b": unknown, "c": unknown}
+    # What is known to be shared stays, whatever is unknown.
+    found = merged_held_out([first, {}])
+    assert found["a"] == {**whole, "record": "none", "shared": {"tales": {"trained": 5}}}
+    (line,) = held_out_lines({"a": found["a"]})
+    assert "**Not held out**: among the 9 that trained a and the 2 that chose it, as far as these are recorded" in line
+    (line,) = held_out_lines({"c": found["c"]})
+    assert line.startswith("Whether c was trained on these documents is unknown")
 
 
 def shifted(row: EvaluationRow) -> EvaluationRow:
