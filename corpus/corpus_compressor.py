@@ -57,7 +57,8 @@ class CorpusCompressor:
 
     Raises:
         ValueError: An unknown `memory_dtype`, or `batch_tokens` or `max_tokens` below 1. On the first batch: no such
-            model or ratio, or a checkpoint that compresses a text together with a question.
+            model or ratio, `max_tokens` that leave nothing of a text, or a checkpoint that compresses a text together
+            with a question.
     """
 
     def __init__(

@@ -123,8 +123,14 @@ def complete_rows(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
         column = table[name]
         mask = column.is_valid()
         if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
-            lists = [None if found is None else list(filter(_has_value, found)) for found in column.to_pylist()]
-            column = pyarrow.chunked_array([pyarrow.array(lists, column.type)])
+            # Chunk by chunk: one of all may be more than its type can count.
+            column = pyarrow.chunked_array(
+                [
+                    pyarrow.array([rows and list(filter(_has_value, rows)) for rows in chunk.to_pylist()], column.type)
+                    for chunk in column.chunks
+                ],
+                column.type,
+            )
             table = _replaced(table, {name: column})
             mask = pyarrow.compute.greater(pyarrow.compute.list_value_length(column), 0)
         elif pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):

@@ -41,7 +41,8 @@ class ServerSettings:
     """Limits of a server.
 
     Args:
-        api_key: what requests below `/v1` must bring as `Authorization: Bearer ...`; any may come if not given.
+        api_key: what requests must bring as `Authorization: Bearer ...`, but those for `/health` and `/metrics`; any
+            may come if not given.
         batch_size: most requests that are computed at once.
         max_waiting: most requests that wait for their turn.
         max_tokens: most tokens of one request: of its texts to compress, or of slots, text and answer.

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .compressed_context import CompressedContext
 from .memory_validation import is_memory
 from .length_batches import length_batches
-from .prompting import cut_passages, message_ids, passages_ids, question_ids
+from .prompting import check_max_tokens, cut_passages, message_ids, passages_ids, question_ids
 from .text_ids import text_tokenizer
 
 MAX_NEW_TOKENS = 64
@@ -114,8 +114,9 @@ class ContextCompressionQAPipeline(Pipeline):
             ValueError: neither or several of `context`, `memory` and `store`, neither or both of `question` and
                 `messages`, one of `store` and `ids` alone, a store of another model or without one of the ids, no
                 question or document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`,
-                several ratios, a `batch_size` or `max_tokens` below 1, `memory` or several joined documents where a
-                document is compressed with its question, and whatever `compress`, `at_ratio` and `generate` refuse.
+                several ratios, a `batch_size` below 1, `max_tokens` that leave nothing of a document, several answers
+                to a question, `memory` or several joined documents where a document is compressed with its question,
+                and whatever `compress`, `at_ratio` and `generate` refuse.
         """
         if (context is not None) + (memory is not None) + (store is not None) != 1:
             raise ValueError("give either `context`, `memory` or `store`")
@@ -238,8 +239,7 @@ class ContextCompressionQAPipeline(Pipeline):
         Raises:
             ValueError: it is not above their number.
         """
-        if max_tokens is not None and max_tokens <= (least := len(self.document_ids("")[0])):
-            raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
+        check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
 
     def document_ids(self, documents: str | Sequence[str | Sequence[str]]) -> list[list[int]]:
         """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
@@ -436,6 +436,8 @@ class ContextCompressionQAPipeline(Pipeline):
         own = copy.deepcopy(given.pop("generation_config", None))
         defaults = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": self._pad_token_id}
         if own is None:
+            if given.get("max_length") is not None:
+                del defaults["max_new_tokens"]
             return defaults | given
         given = own.update(**given)
         if own.max_length is not None:
@@ -484,8 +486,12 @@ def check_texts(name: str, texts: Sequence[Any]) -> None:
 def _check_generation(given: Mapping[str, Any]) -> None:
     """Raises `ValueError` for several answers to a question, or more than its tokens."""
     own = given.get("generation_config")
-    asked = {**({} if own is None else own.to_dict()), **given}
-    if asked.get("num_return_sequences") not in (None, 1):
-        raise ValueError("`num_return_sequences` must be 1: a question has one answer")
-    if asked.get("return_dict_in_generate"):
-        raise ValueError("`return_dict_in_generate` must be false: an answer is its text; call the model's `generate`")
+    # What a configuration leaves open is `None`; what an argument says holds.
+    asked = {name: value for name, value in ({} if own is None else own.to_dict()).items() if value is not None}
+    asked |= given
+    if (number := asked.get("num_return_sequences", 1)) != 1:
+        raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
+    if (value := asked.get("return_dict_in_generate", False)) not in (False, None):
+        raise ValueError(
+            f"`return_dict_in_generate` must be false, got {value}: an answer is its text; call the model's `generate`"
+        )

@@ -52,10 +52,29 @@ def passages_ids(
     """
     passages = [[document] if isinstance(document, str) else list(document) for document in documents]
     # Tokenized apart, as in training.
-    start = context_opening(config, tokenizer) + prefix_ids(tokenizer, config.context_prefix)
+    start = _document_start(config, tokenizer)
     end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
     rows = iter(encode_all(tokenizer, [passage for document in passages for passage in document]))
     return [[[*start, *next(rows), *end] for _ in document] for document in passages]
+
+
+def check_max_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> None:
+    """Refuse a limit that leaves nothing of a document behind what stands in front of it, such as BOS.
+
+    Args:
+        config, tokenizer: as in `document_ids`.
+        max_tokens: most tokens of a document, with those that stand in front of it; `None` for all.
+
+    Raises:
+        ValueError: it is not above their number.
+    """
+    least = len(_document_start(config, tokenizer))
+    if max_tokens is not None and max_tokens <= least:
+        raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
+
+
+def _document_start(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return context_opening(config, tokenizer) + prefix_ids(tokenizer, config.context_prefix)
 
 
 def cut_passages(

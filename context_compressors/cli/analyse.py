@@ -33,9 +33,10 @@ def _analyse_all(
 ) -> list[SlotAnalysis]:
     from ..evaluation.analysis.attention import context_tokenizer
     from ..evaluation.analysis.slots import analyse_ids
-    from ..modeling.parts.prompting import document_ids
+    from ..modeling.parts.prompting import check_max_tokens, document_ids
 
     own, limit = context_tokenizer(model, tokenizer), arguments.max_tokens
+    check_max_tokens(model.config, own, limit)
     ids = [document_ids(model.config, own, text) for text in texts]
     if limit and (num_cut := sum(len(row) > limit for row in ids)):
         print(f"cut {num_cut} of {len(ids)} documents to their first {limit} tokens", file=sys.stderr)

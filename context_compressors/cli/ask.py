@@ -103,6 +103,7 @@ def _documents_alone(
     texts = [document.text for source in arguments.sources for document in documents[source]]
     if len(texts) > 1:
         pipe.check_serves_memories("so that several are not read together: ask about one of them")
+    pipe.check_max_tokens(arguments.max_tokens)
     report_cut([len(ids) for ids in pipe.document_ids(texts)], arguments.max_tokens)
     return {
         "context": texts[0],

@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> None:
     """
     from ..evaluation.analysis.attention import attention_of_ids, context_tokenizer
     from ..evaluation.analysis.pictures import plot_memory_attention
-    from ..modeling.parts.prompting import document_ids
+    from ..modeling.parts.prompting import check_max_tokens, document_ids
     from .loading import load_compressor
 
     documents = read_documents([arguments.document], arguments.column)
@@ -52,7 +52,9 @@ def main(arguments: argparse.Namespace) -> None:
     model, tokenizer = load_compressor(
         arguments.model, arguments.revision, arguments.trust_remote_code, arguments.device
     )
-    ids = document_ids(model.config, context_tokenizer(model, tokenizer), documents[0].text)
+    own = context_tokenizer(model, tokenizer)
+    check_max_tokens(model.config, own, arguments.max_tokens)
+    ids = document_ids(model.config, own, documents[0].text)
     if arguments.max_tokens and len(ids) > arguments.max_tokens:
         print(f"cut the document from {len(ids)} to {arguments.max_tokens} tokens", file=sys.stderr)
     attention = attention_of_ids(model, ids[: arguments.max_tokens], arguments.ratio)

@@ -247,10 +247,18 @@ def test_a_generation_configuration_says_what_the_pipeline_would(pipe):
     short = {"max_new_tokens": 2, "min_new_tokens": 2}
     assert pipe(**asked, generation_config=own, **short) == pipe(**asked, **short)
     assert (own.max_new_tokens, own.do_sample) == (9, None)
+    # With the question, as the library counts.
+    read = {"context": DOCUMENTS[0], "memory": None, "batch_size": 1}
+    longest = 4 + max(map(len, pipe.preprocess({"question": QUESTIONS, "messages": None, **read})["question_ids"]))
+    given = ({"max_length": longest}, {"generation_config": GenerationConfig(max_length=longest)})
+    short = [pipe(**asked, **length) for length in given]
+    assert short[0] == short[1] != pipe(**asked)
     whole = pipe.model.generation_config.to_dict()
+    with pytest.raises(ValueError, match="`num_return_sequences` must be 1, got None"):
+        pipe(**asked, num_return_sequences=None)
     for settings, message in (
-        ({"num_beams": 2, "num_return_sequences": 2}, "`num_return_sequences` must be 1"),
-        ({"return_dict_in_generate": True}, "`return_dict_in_generate` must be false"),
+        ({"num_beams": 2, "num_return_sequences": 2}, "`num_return_sequences` must be 1, got 2"),
+        ({"return_dict_in_generate": True}, "`return_dict_in_generate` must be false, got True"),
     ):
         for given in (settings, {"generation_config": GenerationConfig(**settings)}):
             with pytest.raises(ValueError, match=message):
