@@ -172,7 +172,7 @@ def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
     rows = [
         {"system": name, "ratio": ratio, **of_set}
         for of_set in ({"set": "mean"}, {"set": "squad", "by_question": [[100.0]]})
-        for name, ratios in (("cut", (2, 4, 8)), ("snapkv", (2, 4)), ("icae", (2, 4, 8)), ("snap_kv", (2, 4, 8)))
+        for name, ratios in (("cut", (2, 4, 8)), ("snapkv", (2, 4)), ("mean_pooling", (2, 4, 8)), ("snap_kv", (2, 4, 8)))
         for ratio in ratios
     ]
     content = {"settings": {**table, "budget": {}}, "reader": "base", "rows": rows}
@@ -183,9 +183,9 @@ def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
         return {name.removeprefix("peers/").partition("/")[0] for name in jobs}
 
     everything = systems("--again")
-    # Memories of ICAE are to be rounded, too: its checkpoint is needed.
+    # Memories of mean pooling are to be rounded, too: its checkpoint is needed.
     assert everything - systems() == {"cut", "snap_kv"}
-    assert {"cut", "snapkv", "icae", "icae_int4", "snap_kv"} <= everything
+    assert {"cut", "snapkv", "mean_pooling", "mean_pooling_int4", "snap_kv"} <= everything
     # Rows that cannot be paired are done again.
     content["rows"] = [row for row in rows if row["set"] == "mean" or row["system"] != "cut"]
     (tmp_path / "comparison.json").write_text(json.dumps(content))
