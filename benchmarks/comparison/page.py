@@ -145,6 +145,7 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
         parts += [
             "## In short\n",
             _short(means, results["orderings"], kinds, titles, aware),
+            *_not_found(means, results["family"], titles),
         ]
         for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
             draw(means, kinds, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
@@ -255,6 +256,21 @@ def _short(
     )
     header = ["system", "keeps", "kB", *(f"{ratio}x" for ratio in ratios), "than cut text"]
     return text + markdown_table(header, lines)
+
+
+def _not_found(rows: Sequence[Mapping[str, Any]], trained: Mapping[str, Any], titles: Mapping[str, str]) -> list[str]:
+    """A sentence about methods whose slots tell nothing yet: F1 is within the interval of no context at each ratio."""
+    none = next((row["intervals"]["f1"] for row in rows if row["system"] == "no_context"), None)
+    f1: dict[str, list[float]] = {name: [] for name in trained}
+    for row in rows:
+        f1.get(row["system"], []).append(row["scores"]["f1"])
+    names = [titles[name] for name, found in f1.items() if none and found and max(found) <= none[1]]
+    if not names:
+        return []
+    return [
+        f"\nWith this budget the slots of {', '.join(names)} tell the decoder nothing yet: at no ratio is F1 above "
+        "the interval of no context. Such rows say how much training a method takes, and nothing of what it comes to."
+    ]
 
 
 def _kilobytes(row: Mapping[str, Any]) -> str:

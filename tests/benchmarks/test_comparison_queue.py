@@ -172,7 +172,12 @@ def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
     rows = [
         {"system": name, "ratio": ratio, **of_set}
         for of_set in ({"set": "mean"}, {"set": "squad", "by_question": [[100.0]]})
-        for name, ratios in (("cut", (2, 4, 8)), ("snapkv", (2, 4)), ("mean_pooling", (2, 4, 8)), ("snap_kv", (2, 4, 8)))
+        for name, ratios in (
+            ("cut", (2, 4, 8)),
+            ("snapkv", (2, 4)),
+            ("mean_pooling", (2, 4, 8)),
+            ("snap_kv", (2, 4, 8)),
+        )
         for ratio in ratios
     ]
     content = {"settings": {**table, "budget": {}}, "reader": "base", "rows": rows}

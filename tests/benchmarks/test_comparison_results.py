@@ -289,6 +289,18 @@ def test_keys_and_values_stand_beside_embeddings_of_as_many_bytes(script, compar
     content = results.gather(systems)
     page.write(content, tmp_path / "page")
     written = (tmp_path / "page" / "README.md").read_text()
+    assert "With this budget" not in written
+    for f1, is_said in ((3.0, True), (3.1, False)):
+        rows = [{**row, "scores": {**row["scores"], "f1": f1}} for row in content["rows"] if row["set"] == "mean"]
+        bound = {
+            **rows[0],
+            "system": "no_context",
+            "ratio": 0,
+            "intervals": {**rows[0]["intervals"], "f1": [0.0, 3.0]},
+        }
+        page.write({**content, "rows": [*rows, bound]}, tmp_path / "lower")
+        lower = (tmp_path / "lower" / "README.md").read_text()
+        assert ("With this budget the slots of Mean pooling tell the decoder nothing yet" in lower) == is_said
     assert re.search(r"\| Mean pooling +\| vectors +\|.*\| above, below, \? +\|", written)
     assert re.search(r"\| Ranked key/values +\| keys, values +\|.*\| above, \?, above +\|", written)
     part = written[written.index("## At equal stored bytes") : written.index("## Is it so?")]
