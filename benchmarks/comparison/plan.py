@@ -223,7 +223,9 @@ class Comparison:
             jobs.append(self._own(f"{title}/made", done, "make_untrained", name, seed))
         for answering in (name, *self.rounded(name)):
             tasks = dict.fromkeys(entry["task"] for entry in self.table["sets"].values())
-            for task in tasks if answering == name else ("question_answering",):
+            if answering != name:
+                tasks = self.entry(answering).get("tasks", ["question_answering"])
+            for task in tasks:
                 for report, ratios in self.reports(answering, seed, task).items():
                     jobs.append(self._evaluation(answering, seed, task, report, ratios))
         return jobs

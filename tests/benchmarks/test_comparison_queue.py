@@ -128,7 +128,7 @@ def test_seeds_and_rounds_add_jobs_and_what_an_earlier_run_answered_is_done(comp
         for job in (
             *(f"/seed_3/{part}" for part in ("made", "question_answering", "question_answering_at_16_32")),
             *(f"/seed_3/{part}" for part in ("reconstruction", "reconstruction_at_16_32")),
-            "_int2/seed_3/question_answering",
+            *(f"_int2/seed_3/{task}" for task in ("question_answering", "reconstruction")),
         )
     ]
     # What trains nothing has one seed, and the rates are those of the first.
