@@ -252,7 +252,8 @@ def _short(
     text = (
         f"F1, mean over the sets, the best at {middle}x first, and kB at that ratio. {''.join(bounds)}The last column "
         f"says, at {', '.join(f'{ratio}x' for ratio in ratios)}, whether it is above or below text that is cut to as "
-        'many positions, with an interval that does not hold zero; "?" is what cannot be told.\n\n'
+        'many positions, with an interval that does not hold zero; "?" is what cannot be told, an empty cell what is '
+        "not paired.\n\n"
     )
     header = ["system", "keeps", "kB", *(f"{ratio}x" for ratio in ratios), "than cut text"]
     return text + markdown_table(header, lines)
