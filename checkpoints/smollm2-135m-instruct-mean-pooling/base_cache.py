@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 
 
 def cache_folder() -> Path:
@@ -29,7 +32,19 @@ def cached_base(name: str | os.PathLike | None) -> Path | None:
     if name is None or os.path.isdir(name):
         return None
     place = cache_place(os.fspath(name))
-    return place if (place / "config.json").is_file() else None
+    return place if is_whole(place) else None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a base's folder has weights and tokenizer: whatever loads a model fetches only what it needs itself."""
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    names |= {"config.json", "tokenizer_config.json"}
+    return all((folder / name).is_file() for name in names) and any(
+        (folder / name).is_file() for name in _VOCABULARIES
+    )
 
 
 def hub_name(folder: str | os.PathLike) -> tuple[str | None, str | None]:

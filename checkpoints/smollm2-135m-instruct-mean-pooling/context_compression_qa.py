@@ -16,12 +16,14 @@ from transformers.utils import logging
 
 from .compressed_context import CompressedContext
 from .memory_validation import is_memory
-from .length_batches import length_batches
+from .length_batches import batches_in_order, length_batches
 from .prompting import check_max_tokens, cut_passages, message_ids, passages_ids, question_ids
 from .text_ids import text_tokenizer
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8
+# Pads for each token: documents of very unlike lengths are not read in one batch.
+_MOST_PADDING = 0.5
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
@@ -159,7 +161,8 @@ class ContextCompressionQAPipeline(Pipeline):
             show_progress_bar: whether to show one.
 
         Returns:
-            A memory with one row for each document, in their order, or one such memory for each ratio of a list.
+            A memory with one row for each document, in their order, or one such memory for each ratio of a list. Rows
+            have room for the longest: give documents of very unlike lengths in several calls.
 
         Raises:
             ValueError: no document, `max_tokens` that leave nothing of one, `batch_size` below 1, a checkpoint that
@@ -173,7 +176,8 @@ class ContextCompressionQAPipeline(Pipeline):
             raise ValueError("`documents` is an empty list")
         order, parts = [], []
         with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
-            for batch in length_batches([sum(map(len, row)) for row in rows], batch_size):
+            lengths = [sum(map(len, row)) for row in rows]
+            for batch in length_batches(lengths, batch_size, most_padding=_MOST_PADDING):
                 by_row = isinstance(ratio, Tensor) and ratio.dim() == 1
                 own: Any = ratio[batch] if by_row else ratio  # type: ignore[index,call-overload]
                 part = self.compress_ids([rows[i] for i in batch], own, allow_untrained_ratio)
@@ -385,10 +389,15 @@ class ContextCompressionQAPipeline(Pipeline):
         """The memories that are asked: those given, or of the documents in batches; a single one if all are joined."""
         memories, documents, batch_size = (inputs[name] for name in ("memories", "document_ids", "batch_size"))
         if memories is None:
-            batches = (documents[start : start + batch_size] for start in range(0, len(documents), batch_size))
-            memories = (self.compress_ids(batch, ratio, allow_untrained_ratio) for batch in batches)
-        elif ratio is not None:
-            memories = [memory.at_ratio(ratio) for memory in memories]
+            batches = batches_in_order([sum(map(len, row)) for row in documents], batch_size, _MOST_PADDING)
+            memories = (
+                self.compress_ids([documents[row] for row in batch], ratio, allow_untrained_ratio) for batch in batches
+            )
+        else:
+            if ratio is not None:
+                memories = [memory.at_ratio(ratio) for memory in memories]
+            # Once, and not again for each batch of questions.
+            memories = [memory.to(self.device, self.model.dtype) for memory in memories]
         if join:
             rows = [memory.rows(row) for memory in memories for row in range(memory.batch_size)]
             memories = [self._memory_class.concatenate(rows) if len(rows) > 1 else rows[0]]

@@ -40,14 +40,13 @@ def check_memory(memory: Any, model: Any, input_ids: Tensor) -> CompressedContex
     if not model.made(memory):
         maker = f"the model {memory.model_id}" if memory.model_id else "another model, in training mode"
         raise ValueError(f"`memory` was made by {maker}, not by this one, {model.model_id}")
-    if memory.batch_size == 1 and input_ids.shape[0] > 1:
-        memory = memory.repeat_interleave(input_ids.shape[0])
-    if memory.batch_size != input_ids.shape[0]:
-        raise ValueError(f"`memory` has {memory.batch_size} rows, `input_ids` has {input_ids.shape[0]}")
-    if (memory.device, memory.dtype) == (input_ids.device, model.dtype):
-        return memory
-    # Checks that no value is beyond what the model's type can hold.
-    return memory.to(device=input_ids.device, dtype=model.dtype)
+    num_texts = input_ids.shape[0]
+    if memory.batch_size not in (1, num_texts):
+        raise ValueError(f"`memory` has {memory.batch_size} rows, `input_ids` has {num_texts}")
+    if (memory.device, memory.dtype) != (input_ids.device, model.dtype):
+        # Checks that no value is beyond what the model's type can hold.
+        memory = memory.to(device=input_ids.device, dtype=model.dtype)
+    return memory if memory.batch_size == num_texts else memory.repeat_interleave(num_texts)
 
 
 def _check_carrier(memory: CompressedContext, model: Any) -> None:
@@ -159,7 +158,9 @@ def warn_about_positions(
     ):
         return
     if int(offset.max()) + num_text_tokens > limit:
+        # Under the enhanced layout no ratio moves a text.
+        otherwise = "give less text" if memory.position_layout == "enhanced" else "take a higher ratio"
         logger.warning_once(
             f"slots and text need more positions than the {limit} of the decoder (max_position_embeddings), and it "
-            "may not read what lies behind them: take a higher ratio, or join fewer memories"
+            f"may not read what lies behind them: {otherwise}, or join fewer memories"
         )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,13 @@ class Chunks:
     chunks_per_row: int
     inputs_embeds: Tensor | None = None
     selected_ratios: Tensor | None = None
+
+    def take(self, rows: Sequence[int]) -> Chunks:
+        """Some of the chunks, which are then not those of whole contexts."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        found = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        fields: dict[str, Any] = {**found, "lengths": [self.lengths[row] for row in rows], "chunks_per_row": 1}
+        return replace(self, **fields)
 
     @property
     def is_full(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,23 +68,25 @@ class RankedKeyValuesModel(OpenedContextModel):
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[HeadwisePairs]:
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
-        num_chunks = len(chunks.lengths)
+        num_chunks, moves = len(chunks.lengths), self.moves(chunks)
         at_once = num_chunks if self.training else max(1, _TOKENS_AT_ONCE // chunks.input_ids.shape[1])
-        if at_once >= num_chunks:
-            return self._encode_some(chunks, counts, slice(num_chunks))
+        # Of a long context's neighbours in a batch most chunks are empty.
+        rows = [row for row, length in enumerate(chunks.lengths) if length or self.training]
+        if len(rows) == num_chunks <= at_once:
+            return self._encode_some(chunks, counts, moves)
         # Made first: what stays must not lie between what is dropped, whose place is used again.
         found = [self._room(num_chunks, max(of_all)) for of_all in counts]
-        for start in range(0, num_chunks, at_once):
-            span = slice(start, start + at_once)
-            for room, part in zip(found, self._encode_some(chunks, counts, span), strict=True):
-                room.put(span, part)
+        for some in (rows[start : start + at_once] for start in range(0, len(rows), at_once)):
+            of_some = [[of_all[row] for row in some] for of_all in counts]
+            parts = self._encode_some(chunks.take(some), of_some, None if moves is None else moves[some])
+            for room, part in zip(found, parts, strict=True):
+                room.put(some, part)
         return found
 
-    def _encode_some(self, chunks: Chunks, counts: Sequence[Sequence[int]], span: slice) -> list[HeadwisePairs]:
-        """Of each ratio the pairs that stay of the chunks in a span."""
-        moves = self.moves(chunks)
-        names = ("input_ids", "attention_mask", "position_ids", "starts", "lengths")
-        chunks = replace(chunks, **{name: getattr(chunks, name)[span] for name in names})
+    def _encode_some(
+        self, chunks: Chunks, counts: Sequence[Sequence[int]], moves: Tensor | None
+    ) -> list[HeadwisePairs]:
+        """Of each ratio the pairs that stay of chunks, and how far these are moved."""
         # (1), and (2) of what each layer's attention reads, norm_l(x_l).
         if self.training:
             key_values, states = self._read(chunks)
@@ -99,13 +100,10 @@ class RankedKeyValuesModel(OpenedContextModel):
         opening = self.first_slot_position
         key_values = tuple((keys[:, :, opening:], values[:, :, opening:]) for keys, values in key_values)
         # (3) is the memory; (4) is the reading of any memory with `head_ids`.
-        memories = [
-            kept_pairs(key_values, scores.detach(), chunks.attention_mask, of_all[span], max(of_all))
-            for of_all in counts
-        ]
+        memories = [kept_pairs(key_values, scores.detach(), chunks.attention_mask, of_all) for of_all in counts]
         if moves is not None:
             for memory in memories:
-                memory.key_values = self.in_their_places(memory.key_values, moves[span])
+                memory.key_values = self.in_their_places(memory.key_values, moves)
         return memories
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ class OpenedContextModel(HeadwiseModel):
         rows = (context.input_ids, context.attention_mask, context.lengths)
         chunks = cut(*rows, config.chunk_size, config.position_layout, context.passages)
         positions = max(chunks.lengths) if self._can_move else max(context.lengths)
-        check_context_length(config.decoder_config, positions + self.first_slot_position, None)
+        check_context_length(config.decoder_config, positions + self.first_slot_position, config.chunk_size)
         is_long = [n > self._most_positions for n in context.lengths for _ in range(chunks.chunks_per_row)]
         if any(is_long):
             # No base reads farther than its positions: the chunks of these are read right behind the opening.

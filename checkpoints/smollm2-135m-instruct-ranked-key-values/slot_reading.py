@@ -105,6 +105,11 @@ class SlotReader(CompressorBackbone):
         cache: Cache,
     ) -> dict[str, Tensor]:
         """Text that follows what is in the cache, slots and the text so far; arguments as of `forward`."""
+        if memory is not None and len(memory) != len(input_ids):
+            raise ValueError(
+                f"`memory` has {len(memory)} rows, `input_ids` has {len(input_ids)}: behind a cache give a row for "
+                "each text (`memory.repeat_interleave`)"
+            )
         num_cached = int(cache.get_seq_length()) - self.num_places(memory)
         text_mask = check_cached_mask(attention_mask, input_ids, num_cached)
         if position_ids is None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from .base_cache import cache_place, cached_base
+from .base_cache import cache_place, cached_base, is_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -179,15 +178,6 @@ def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line), "no reason given")
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a snapshot has weights and tokenizer: whatever loads a model fetches only what it needs itself."""
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return all((folder / name).is_file() for name in {"config.json", "tokenizer_config.json", *names})
-
-
 def _hub_snapshot(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -196,7 +186,7 @@ def _hub_snapshot(name: str) -> Path | None:
         folder = Path(snapshot_download(name, local_files_only=True))
     except (OSError, HFValidationError):
         return None
-    return folder if _is_whole(folder) else None
+    return folder if is_whole(folder) else None
 
 
 def _from_hub(name: str) -> Path:

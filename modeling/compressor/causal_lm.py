@@ -204,6 +204,8 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         if memory is not None:
             if cache is not None and cache.get_seq_length():
                 raise ValueError("`past_key_values` must be empty when `generate` starts with a memory or a context")
+            if kwargs.get("assistant_model") is not None:
+                raise ValueError("`assistant_model` reads no memory: leave it out")
             memory = check_memory(memory, self.model, question)
             kwargs["memory"] = memory
             if size := self._setting("prefill_chunk_size", kwargs):

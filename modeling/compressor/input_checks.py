@@ -104,7 +104,12 @@ def check_context_length(encoder_config: PreTrainedConfig, num_positions: int, c
     """
     limit = getattr(encoder_config, "max_position_embeddings", None)
     if limit is not None and num_positions > limit:
-        hint = "set `chunk_size` in the configuration, or cut the context" if chunk_size is None else "cut the context"
+        hint = "cut the context"
+        if chunk_size is None:
+            hint = "set `chunk_size` in the configuration, or cut the context"
+        elif num_positions < 2 * chunk_size:
+            # A single chunk is too long.
+            hint = f"set a `chunk_size` below {chunk_size} in the configuration, or cut the context"
         raise ValueError(
             f"the context needs {num_positions} positions, the encoder has {limit} (max_position_embeddings): {hint}"
         )

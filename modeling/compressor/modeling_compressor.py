@@ -19,7 +19,8 @@ from transformers.utils import logging
 from ...configuration.configuration_compressor import CompressorConfig
 from ..checkpoint.base_weights import share_weights
 from ..memory.compressed_context import CompressedContext
-from ..memory.key_value_memory import note_cached_slots
+from ..memory.headwise_memory import forget_head_masks
+from ..memory.key_value_memory import note_cached_slots, num_cached_slots
 from ..parts.base_precision import in_base_precision
 from ..parts.call_views import for_one_call
 from ..parts.lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, inject_lora, use_adapter
@@ -202,7 +203,8 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             attention_mask: `(batch_size, num_text_tokens)`; pads may stand on either side. With a cache it covers the
                 text in the cache, too.
             position_ids: `(batch_size, num_text_tokens)`, counted within the text; pads do not count.
-            past_key_values: A cache; a non-empty one already holds the slots.
+            past_key_values: A cache. One that holds slots already goes with their memory or context, and with
+                `text_position_offset`.
             context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
             context_attention_mask: Their mask.
             memory: Contexts that are already compressed; one row serves any number of texts.
@@ -251,9 +253,16 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             if context is not None:
                 check_together(context)
                 memory = self.compress_rows(context, [ratio], **beside)[0]
+            if memory is None and (number := num_cached_slots(past_key_values)):
+                raise ValueError(
+                    f"`past_key_values` holds the {number} slots of a memory: give the memory, too, and "
+                    "`text_position_offset`, where the text starts"
+                )
             reading = (position_ids, memory, text_position_offset)
             inputs = self.next_inputs(input_ids, attention_mask, *reading, past_key_values)
         else:
+            # One that has been emptied may have held a memory.
+            forget_head_masks(past_key_values)
             text, joined = self.text_rows(input_ids, attention_mask), None
             if context is not None and past_key_values is None and use_cache is not True:
                 joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)

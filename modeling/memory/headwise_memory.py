@@ -117,6 +117,12 @@ def note_head_masks(cache: Cache, masks: Sequence[Tensor], first_position: int =
     setattr(cache, _HEAD_MASKS, (list(masks), first_position))
 
 
+def forget_head_masks(cache: Cache | None) -> None:
+    """Take back what `note_head_masks` keeps with a cache."""
+    if getattr(cache, _HEAD_MASKS, None) is not None:
+        setattr(cache, _HEAD_MASKS, None)
+
+
 def read_by_heads(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """A forward pre-hook of an attention layer: of a cache with `note_head_masks` each head reads its own slots, and
     an [`InputRecorder`] sees what the layer reads."""

@@ -63,18 +63,17 @@ class HeadwisePairs:
             torch.empty(of_pairs, dtype=torch.uint8, device=device),
         )
 
-    def put(self, span: slice, part: HeadwisePairs) -> None:
-        """Write rows into it."""
+    def put(self, rows: Sequence[int], part: HeadwisePairs) -> None:
+        """Write rows into it, which may have fewer slots."""
         for whole, tensor in zip(self._tensors(), part._tensors(), strict=True):
-            whole[span] = tensor
+            dim = 1 if whole.dim() == 3 else 2
+            whole.narrow(dim, 0, tensor.shape[dim])[rows] = tensor
 
     def _tensors(self) -> list[Tensor]:
         return [*chain.from_iterable(self.key_values), self.head_ids, self.coarsest_ratios]
 
 
-def kept_pairs(
-    key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequence[int], num_slots: int | None = None
-) -> HeadwisePairs:
+def kept_pairs(key_values: KeyValues, scores: Tensor, mask: Tensor, counts: Sequence[int]) -> HeadwisePairs:
     """The pairs of highest score, of all heads of all layers together.
 
     Args:
@@ -82,14 +81,13 @@ def kept_pairs(
         scores: `(batch_size, num_layers * num_heads, num_places)`.
         mask: `(batch_size, num_places)`, places that may stay.
         counts: slots of each row, each of as many pairs as there are heads in all layers.
-        num_slots: the highest of all counts, where these are not all of them.
 
     Returns:
         The pairs, zeros at padding slots.
     """
     num_kept = torch.tensor(counts, device=scores.device) * scores.shape[1]
     is_kept = highest(scores, mask, num_kept)
-    return gather_pairs(key_values, is_kept, coarsest_ratios(scores, mask), counts, num_slots)
+    return gather_pairs(key_values, is_kept, coarsest_ratios(scores, mask), counts)
 
 
 def highest(scores: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
@@ -129,13 +127,11 @@ def _ranks(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(1, order, places).view_as(scores)
 
 
-def gather_pairs(
-    key_values: KeyValues, is_kept: Tensor, ratios: Tensor, counts: Sequence[int], num_slots: int | None = None
-) -> HeadwisePairs:
+def gather_pairs(key_values: KeyValues, is_kept: Tensor, ratios: Tensor, counts: Sequence[int]) -> HeadwisePairs:
     """The pairs that stay, in the shape of a memory.
 
     Args:
-        key_values, counts, num_slots: as of `kept_pairs`.
+        key_values, counts: as of `kept_pairs`.
         is_kept: `(batch_size, num_layers * num_heads, num_places)` bool; in row i `counts[i]` times as many as there
             are heads in all layers.
         ratios: same shape, of `coarsest_ratios`.
@@ -143,7 +139,7 @@ def gather_pairs(
     Returns:
         The pairs, zeros at padding slots.
     """
-    slots = torch.arange(max(counts) if num_slots is None else num_slots, device=is_kept.device)
+    slots = torch.arange(max(counts), device=is_kept.device)
     is_real = slots < torch.tensor(counts, device=is_kept.device)[:, None]
     chosen = _chosen(is_kept, torch.zeros_like(is_kept[:, 0], dtype=torch.long), is_real)
     head_ids = _shaped(chosen // is_kept.shape[2], is_real).to(torch.int16)

@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+
+# So few that they are not worth another pass.
+_FREE_PADS = 512
 
 
 def length_batches(
-    lengths: Sequence[int], batch_size: int | None = None, batch_tokens: int | None = None
+    lengths: Sequence[int],
+    batch_size: int | None = None,
+    batch_tokens: int | None = None,
+    most_padding: float = math.inf,
 ) -> list[list[int]]:
     """Cut rows into batches by length, the longest first: what does not fit is found at once.
 
@@ -15,16 +22,34 @@ def length_batches(
         lengths: tokens of each row.
         batch_size: rows in a batch at most.
         batch_tokens: tokens in a batch at most, pads included; a longer row is a batch of its own.
+        most_padding: pads in a batch for each token at most, but for 512 pads, which take no time.
 
     Returns:
         For each batch the indices of its rows, in their order.
     """
-    batches: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        size = len(batches[-1]) + 1 if batches else 0
-        if not size or size > (batch_size or size) or size * longest > (batch_tokens or size * longest):
-            batches.append([])
-            longest = lengths[row]
-        batches[-1].append(row)
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    batches = _cut(order, lengths, batch_size, batch_tokens, most_padding)
     return [sorted(batch) for batch in batches]
+
+
+def batches_in_order(lengths: Sequence[int], batch_size: int, most_padding: float) -> list[list[int]]:
+    """Cut rows into batches of neighbours; arguments as of `length_batches`."""
+    return _cut(range(len(lengths)), lengths, batch_size, None, most_padding)
+
+
+def _cut(
+    order: Iterable[int], lengths: Sequence[int], batch_size: int | None, batch_tokens: int | None, most_padding: float
+) -> list[list[int]]:
+    batches: list[list[int]] = []
+    longest = total = 0
+    for row in order:
+        if batches:
+            size, longest, total = len(batches[-1]) + 1, max(longest, lengths[row]), total + lengths[row]
+            padded = size * longest
+            is_full = size > (batch_size or size) or padded > (batch_tokens or padded)
+            if not is_full and padded - total <= max(_FREE_PADS, most_padding * total):
+                batches[-1].append(row)
+                continue
+        batches.append([row])
+        longest = total = lengths[row]
+    return batches

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from context_compressors import CorpusCompressor, KVZipForCausalLM
 from context_compressors.modeling.memory.memory_quantization import dequantize_tensor
-from context_compressors.modeling.parts.length_batches import length_batches
+from context_compressors.modeling.parts.length_batches import batches_in_order, length_batches
 
 RANDOM = random.Random(0)
 TEXTS = ["".join(RANDOM.choices("abc def", k=length)) for length in (9, 0, 40, 1, 17, 40, 3)]
@@ -41,6 +41,19 @@ def test_batches_hold_every_row_once_the_longest_first_and_no_more_tokens_than_a
             assert len(batch) == 1 or len(batch) * most <= (batch_tokens or 10_000)
             full = len(batch) == batch_size or (len(batch) + 1) * most > (batch_tokens or 10_000)
             assert full or not following, "no batch ends before it must"
+
+
+def test_rows_of_very_unlike_lengths_are_not_padded_to_each_other():
+    lengths = [600, 5000, 90, 4000, 40, 60, 80, 2, 1]
+    by_length = length_batches(lengths, 8, most_padding=0.5)
+    assert by_length == [[1, 3], [0, 2], [4, 5, 6, 7, 8]]
+    in_order = batches_in_order(lengths, 8, most_padding=0.5)
+    assert in_order == [[0], [1], [2], [3], [4, 5, 6, 7, 8]]
+    for batch in (*by_length, *in_order):
+        pads = len(batch) * max(lengths[row] for row in batch) - sum(lengths[row] for row in batch)
+        assert pads <= max(512, sum(lengths[row] for row in batch) / 2)
+    assert batches_in_order([3] * 5, 2, 0.5) == [[0, 1], [2, 3], [4]]
+    assert batches_in_order([], 2, 0.5) == []
 
 
 @pytest.mark.slow

@@ -394,6 +394,24 @@ def test_the_memory_of_another_width_is_refused(method_case):
         method_case.model(TEXT, memory=memory)
 
 
+@torch.no_grad()
+def test_a_cache_with_a_memory_goes_with_it_row_by_row(form_case):
+    model, text = form_case.model, TEXT
+    memory = model.compress(CONTEXT, ratio=2)
+    first = model(text, memory=memory, use_cache=True)
+    offset = model.model.text_position_offset(memory, text, None)
+    more = {"past_key_values": first.past_key_values, "text_position_offset": offset}
+    with pytest.raises(ValueError, match=r"`past_key_values` holds the \d+ slots of a memory: give the memory, too"):
+        model(text[:, :1], past_key_values=first.past_key_values)
+    assert model(text[:, :1], memory=memory, **more).logits.shape[1] == 1
+    both = model(text.repeat(2, 1), memory=memory, use_cache=True).past_key_values
+    more = {"past_key_values": both, "text_position_offset": offset.repeat(2)}
+    with pytest.raises(ValueError, match="`memory` has 1 rows, `input_ids` has 2: behind a cache give a row for each"):
+        model(text[:, :1].repeat(2, 1), memory=memory, **more)
+    with pytest.raises(ValueError, match="`assistant_model` reads no memory"):
+        model.generate(text, memory=memory, assistant_model=model)
+
+
 def test_the_memory_of_another_batch_is_refused(model):
     memory = model.compress(CONTEXT.expand(2, -1))
     for call in (model, model.generate):

@@ -230,8 +230,18 @@ def test_what_the_hubs_cache_has_whole_is_taken_without_a_question(cache, tmp_pa
     assert pretrained_base(NAME) == cache / "me--tiny-instruct"
     shutil.rmtree(cache)
     (snapshot / "tokenizer_config.json").write_text("{}")
+    (snapshot / "tokenizer.json").write_text("{}")
     assert pretrained_base(NAME) == snapshot
     assert len(fetches) == 1
+
+
+@pytest.mark.parametrize("lost", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_what_the_cache_has_in_part_is_fetched_again(cache, fetches, lost):
+    folder = pretrained_base(NAME)
+    (folder / lost).unlink()
+    assert pretrained_base(NAME) == folder
+    assert (folder / lost).is_file()
+    assert len(fetches) == 2
 
 
 @pytest.mark.slow

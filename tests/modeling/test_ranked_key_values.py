@@ -9,7 +9,7 @@ import torch
 from test_kv_zip import highest, naive_attention, pairs_of, plain_model
 from tiny_bases import FAR_APART, TASK_TOKENS, ids_of
 from torch.nn import functional
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from context_compressors import CompressedContext, RankedKeyValuesConfig, RankedKeyValuesModel
 from context_compressors.modeling import modeling_ranked_key_values
@@ -266,7 +266,44 @@ def test_a_few_chunks_are_read_at_once(ranked, random_rows, pad_rows, monkeypatc
     for memory, other in zip(model.compress(ids, mask, ratio=[2, 3]), together, strict=True):
         assert memory.head_ids.equal(other.head_ids)
         torch.testing.assert_close(memory.key_values, other.key_values, atol=1e-4, rtol=1e-4)
-    assert sizes == [2] * 9
+    # Six chunks of one row, two of another.
+    assert sizes == [2] * 4
+
+
+@torch.no_grad()
+def test_a_long_contexts_neighbours_have_no_empty_chunks_read(ranked, random_rows, pad_rows, monkeypatch):
+    model, rows, read = ranked.build(**FEW_POSITIONS), random_rows([50, 3, 0, 9]), []
+    encoder_outputs = RankedKeyValuesModel.encoder_outputs
+
+    def counted(self, input_ids, *args, **kwargs):
+        read.append(len(input_ids))
+        return encoder_outputs(self, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(RankedKeyValuesModel, "encoder_outputs", counted)
+    memories = model.compress(*pad_rows(rows, "right"), ratio=[2, 3])
+    # Chunks of 8 tokens, not 7 of every row.
+    assert read == [7 + 1 + 0 + 2]
+    for memory in memories:
+        for place, row in enumerate(rows):
+            alone = model.compress(row[None], ratio=memory.ratio)
+            mine = memory.rows(place)
+            torch.testing.assert_close(mine.key_values, alone.key_values, atol=1e-5, rtol=1e-5)
+            assert mine.head_ids.equal(alone.head_ids)
+            assert mine.coarsest_ratios.equal(alone.coarsest_ratios)
+            assert mine.position_ids.equal(alone.position_ids)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_cache_that_is_emptied_has_forgotten_its_memory(ranked, attention):
+    model = ranked.on(attention=attention).build(**FEW_POSITIONS)
+    text = behind(FEW_POSITIONS["opening_ids"], ids_of(5, seed=1)[0])
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(text, **settings)
+    cache = StaticCache(model.config.decoder_config, max_cache_len=60)
+    model.generate(text, memory=model.compress(ids_of(20), ratio=2), past_key_values=cache, **settings)
+    cache.reset()
+    assert model.generate(text, past_key_values=cache, **settings).equal(expected)
 
 
 def test_what_trains_on_smollm2_is_counted():
