@@ -96,16 +96,14 @@ def of_all_chunks(scores: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
     return is_kept[0].unflatten(1, (len(scores), -1)).transpose(0, 1)
 
 
-def gathered_of_all(
-    key_values: KeyValues, is_kept: Tensor, ratios: Tensor, counts: Sequence[int], num_slots: int
-) -> HeadwisePairs:
+def gathered_of_all(key_values: KeyValues, is_kept: Tensor, ratios: Tensor, counts: Sequence[int]) -> HeadwisePairs:
     """As `gather_pairs` of one document: its pairs fill the slots of all its chunks, one chunk's after the other's."""
     rows = tuple((one_row(keys), one_row(values)) for keys, values in key_values)
     kept = _GATHER(rows, one_row(is_kept), one_row(ratios), [sum(counts)])
 
     def split(states: Tensor) -> Tensor:
         parts = states[0].split(list(counts), dim=-2)
-        return torch.stack([pad(part, (0, 0, 0, num_slots - part.shape[-2])) for part in parts])
+        return torch.stack([pad(part, (0, 0, 0, max(counts) - part.shape[-2])) for part in parts])
 
     pairs = tuple((split(keys), split(values)) for keys, values in kept.key_values)
     return HeadwisePairs(pairs, split(kept.head_ids), split(kept.coarsest_ratios))

@@ -289,6 +289,7 @@ def test_a_memory_file_is_asked_at_a_coarser_ratio_that_it_holds(
     capsys: pytest.CaptureFixture[str],
 ):
     folder, ratio = str(tmp_path / "ranked"), ["--ratio", "8", "--question", "Who?"]
+    torch.manual_seed(0)
     model = RankedKeyValuesForCausalLM(RankedKeyValuesConfig(decoder_config=llama, compression_ratios=(2, 8)))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
