@@ -70,7 +70,7 @@ def events(folder: Path) -> list[str]:
 def test_systems_are_done_side_by_side_and_what_a_stop_or_a_failure_left_is_done_by_the_next_start(tmp_path: Path):
     queue = start(tmp_path, "-n", "2")
     end = time.time() + 60
-    while "+c/1" not in events(tmp_path) and time.time() < end:
+    while not {"+c/1", "-page"} <= set(events(tmp_path)) and time.time() < end:
         time.sleep(0.05)
     beside, text = start(tmp_path, "-n", "2"), "another run, or a job of one that was killed, still works"
     assert text in beside.communicate(timeout=60)[0]
