@@ -5,8 +5,9 @@
 
 runs README.md and docs/use.md on the checkpoints of this repository, and writes into them what their code prints; and
 into README.md and benchmarks/smollm2/README.md the scores of the file that lies there for each checkpoint, under its
-name, and those of files with many sets, and with needles. A `text` block that stands right behind a `python` or `bash`
-block is what that block prints. With `--scores` nothing runs.
+name, and those of files with many sets (several files make one table, and each task has its own), and with needles.
+A `text` block that stands right behind a `python` or `bash` block is what that block prints. With `--scores` nothing
+runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -38,9 +39,16 @@ SCORES = ROOT / "benchmarks" / "smollm2"
 # Pages whose output is that of the checkpoint, and what of them runs.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_SCORES = re.compile(r"(<!-- (scores|sets|needles) ?(\S*) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
+_SCORES = re.compile(r"(<!-- (scores|sets|needles) ?([^>]*?) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
 _MISSING = "…"
 _RATIOS = (2, 4, 8, 16)
+# Of each task the metric, its title, and what it is multiplied by.
+_METRICS = {
+    "question_answering": ("f1", "F1", 1),
+    "summarisation": ("rougeL", "ROUGE-L", 1),
+    "reconstruction": ("token_accuracy", "restored, %", 100),
+    "continuation": ("perplexity", "perplexity", 1),
+}
 _READ = {"ratio": "{name}", "cut": "cut text, read by it", "bm25": "BM25's sentences, read by it"}
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ bos_token + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
@@ -282,48 +290,55 @@ def _with(value: float, interval: Sequence[float], digits: int = 1) -> str:
     return f"{value:.{digits}f} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
-def tables_by_set(content: Mapping[str, Any]) -> str:
-    """F1 on many sets of questions, what cut text and BM25's sentences lack, and the means over sets.
+def tables_by_set(*contents: Mapping[str, Any]) -> str:
+    """Scores on many sets, what cut text and BM25's sentences lack, and the means over sets; a part for each task.
 
     Args:
-        content: of a result file of `context-compressors evaluate`.
+        contents: of result files of `context-compressors evaluate`, as if they were one.
     """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in (row for content in contents for row in content["rows"]):
+        found.setdefault(row["task"], {}).setdefault(row["dataset"], {})[row["condition"]] = row
+    return "\n\n".join(part for task, sets in found.items() for part in _tables_of_task(task, sets))
+
+
+def _tables_of_task(task: str, sets: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Tables of one task: of its sets the rows by condition."""
     from context_compressors.reporting.tables import markdown_table
 
-    found: dict[str, dict[str, Any]] = {}
-    for row in content["rows"]:
-        found.setdefault(row["dataset"], {})[row["condition"]] = row
-    first = next(iter(found.values()))
+    metric, title, scale = _METRICS[task]
+    first = next(iter(sets.values()))
     ratios = sorted(int(name.partition("=")[2]) for name in first if name.startswith("ratio="))
     columns = ["no_context", "full_context", *(f"ratio={ratio}" for ratio in ratios)]
-    header = ["F1", "no context", "full text", *(f"{ratio}x" for ratio in ratios)]
+    header = [title, "no context", "full text", *(f"{ratio}x" for ratio in ratios)]
     lines = {}
-    for name, rows in found.items():
+    for name, rows in sets.items():
         one = rows["no_context"]
         domain = ", out of domain" if one["domain"] == "out" else ""
-        title = f"{name}{domain} ({one['num_samples']} about {one['num_documents']})"
-        lines[title] = [(rows[column]["metrics"]["f1"], rows[column]["intervals"]["f1"]) for column in columns]
-    parts = [markdown_table(header, _with_mean(lines))]
-    for kind, title in (("cut", "slots less cut text"), ("bm25", "slots less BM25's sentences")):
+        cells = [(rows[column]["metrics"][metric], rows[column]["intervals"][metric]) for column in columns]
+        lines[f"{name}{domain} ({one['num_samples']:,} about {one['num_documents']:,})"] = [
+            (value * scale, [end * scale for end in ends]) for value, ends in cells
+        ]
+    yield markdown_table(header, _with_mean(lines))
+    for kind, words in (("cut", "slots less cut text"), ("bm25", "slots less BM25's sentences")):
         if f"{kind}={ratios[0]}" in first:
             less = {
                 name: [rows[f"ratio={ratio}"]["differences"][f"{kind}={ratio}"] for ratio in ratios]
-                for name, rows in found.items()
+                for name, rows in sets.items()
             }
             pairs = {name: [(cell["difference"], cell["interval"]) for cell in cells] for name, cells in less.items()}
-            parts.append(markdown_table([title, *header[3:]], _with_mean(pairs)))
-    return "\n\n".join(parts)
+            yield markdown_table([words, *header[3:]], _with_mean(pairs))
 
 
 def _with_mean(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> list[list[str]]:
-    """Lines of a table and their mean, its interval that of independent sets."""
+    """Lines of a table and where there are several their mean, its interval that of independent sets."""
     from context_compressors.evaluation.bootstrap import interval_of_mean
 
     means = []
     for column in zip(*lines.values(), strict=True):
         mean = fmean(value for value, _ in column)
         means.append((mean, interval_of_mean(mean, [ends for _, ends in column])))
-    table = {**lines, "mean over sets": means}
+    table = {**lines, "mean over sets": means} if len(lines) > 1 else lines
     return [[name, *(_with(value, ends) for value, ends in cells)] for name, cells in table.items()]
 
 
@@ -342,7 +357,8 @@ def with_scores(text: str) -> str:
         if match[2] == "needles":
             return match[1] + needle_table(SCORES / f"{match[3]}.json")
         if match[2] == "sets":
-            return match[1] + tables_by_set(json.loads((SCORES / f"{match[3]}.json").read_text(encoding="utf-8")))
+            files = [SCORES / f"{name}.json" for name in match[3].split()]
+            return match[1] + tables_by_set(*(json.loads(file.read_text(encoding="utf-8")) for file in files))
         if match[3]:
             return match[1] + interval_tables(scores_of(match[3]))
         return match[1] + score_table({name: scores_of(name) for name in CHECKPOINTS})
