@@ -18,9 +18,17 @@ CUT, BM25, SELF_INFORMATION = ALTERNATIVES
 # BM25 needs a question to pick by; a text is continued from its end, and repeated from all of it.
 TASKS_OF_ALTERNATIVE = {CUT: WRITTEN_TASKS, BM25: ("question_answering",), SELF_INFORMATION: WRITTEN_TASKS}
 _LOGITS_AT_ONCE = 512
+# Of Chinese and Japanese, which have no spaces, each character counts as a word.
+_CHARACTERS = "\u3040-\u30ff\u3400-\u9fff"
+_WORDS: dict[str, Any] = {
+    "token_pattern": rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]{{2,}}",
+    "stopwords": "en",
+    "return_ids": False,
+    "show_progress": False,
+}
 _SENTENCE_END = re.compile(
     r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|Jr|Sr|No|vs|cf)\.)(?<!\b(?:Mrs|Gen|Col|Rev|Hon)\.)(?<!\bProf\.)"
-    r"(?<=[.!?])[\"'”’)\]]*(?=\s)|(?=\n)"
+    r"(?<=[.!?])[\"'”’)\]]*(?=\s)|(?<=[。！？])[”’」』）]*(?![。！？”’」』）])|(?=\n)"
 )
 
 
@@ -28,7 +36,8 @@ def split_sentences(text: str) -> list[str]:
     """The sentences of a text, each with the spaces in front of it; joined they are the text.
 
     A full stop, question mark or exclamation mark before a space ends a sentence, closing quotes and brackets
-    included, and so does a line; the full stop of an initial or of a title, such as "Dr.", does not.
+    included, as do those of Chinese and Japanese anywhere, and so does a line; the full stop of an initial or of a
+    title, such as "Dr.", does not.
     """
     parts, start = [], 0
     for end in [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]:
@@ -115,7 +124,7 @@ def _index(tokenizer: PreTrainedTokenizerBase, context_ids: tuple[int, ...]) -> 
 
     text = tokenizer.decode(list(context_ids), clean_up_tokenization_spaces=False)
     sentences = split_sentences(text)
-    words = bm25s.tokenize(sentences, stopwords="en", return_ids=False, show_progress=False)
+    words = bm25s.tokenize(sentences, **_WORDS)
     index = None
     if any(words):
         index = bm25s.BM25()
@@ -129,7 +138,7 @@ def _ranking(index: Any, question: str, num_sentences: int) -> list[int]:
 
     scores = np.zeros(num_sentences)
     if index is not None:
-        (words,) = bm25s.tokenize([question], stopwords="en", return_ids=False, show_progress=False)
+        (words,) = bm25s.tokenize([question], **_WORDS)
         known = [word for word in words if word in index.vocab_dict]
         if known:
             scores = index.get_scores(known)

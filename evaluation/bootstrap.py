@@ -128,6 +128,11 @@ def is_lower_better(metric: str) -> bool:
     return metric.endswith("perplexity")
 
 
+def helps(metric: str, full: float, none: float) -> bool:
+    """Whether the score `full` is better than `none`: only then a share of the difference means something."""
+    return full < none if is_lower_better(metric) else full > none
+
+
 def verdict(interval: tuple[float, float], metric: str = "") -> str:
     """What the interval of a difference tells of the first of two: "better", "worse" or "cannot be told".
 

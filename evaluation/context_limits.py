@@ -33,7 +33,7 @@ def context_limit(
     Raises:
         ValueError: no token is left.
     """
-    lowest = _lowest(model, ratios)
+    lowest = lowest_ratio(model, ratios)
     limit = model.config.max_context_tokens(lowest)
     if limit is None or _encoder_tokenizer(model) is not None:
         return None
@@ -46,7 +46,7 @@ def context_limit(
     return limit - num_start
 
 
-def _lowest(model: PreTrainedModel, ratios: Sequence[int | str]) -> int:
+def lowest_ratio(model: PreTrainedModel, ratios: Sequence[int | str]) -> int:
     """The lowest ratio that contexts may be compressed at; "auto" may take any of the checkpoint's."""
     own = model.config.compression_ratios
     return min(int(number) for ratio in ratios for number in (own if ratio == "auto" else [ratio]))
@@ -73,7 +73,7 @@ def within_encoder_tokens(
         ValueError: with the first context that does not fit, where contexts may not be cut or nothing of it fits.
     """
     own = _encoder_tokenizer(model)
-    limit = None if own is None else model.config.max_context_tokens(_lowest(model, ratios))
+    limit = None if own is None else model.config.max_context_tokens(lowest_ratio(model, ratios))
     if limit is None:
         return list(work)
     num_start = len(context_start_ids(own))
@@ -101,7 +101,7 @@ def within_encoder_tokens(
             advice = "shorten its prefix" if builder.truncate_context else "allow truncation (--truncate-context)"
             raise ValueError(
                 f"data set {dataset.name!r}, {task}: a context of {len(sample.context_ids)} tokens has {length} of "
-                f"the encoder's own, which reads {limit} at ratio {_lowest(model, ratios)}; {advice}"
+                f"the encoder's own, which reads {limit} at ratio {lowest_ratio(model, ratios)}; {advice}"
             )
         return cut(kept)
 

@@ -21,7 +21,7 @@ from ..data.sources import COLUMNS, DataSource, parse_sources
 from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document
 from ..modeling.parts.text_ids import encode
 from . import ruler
-from .samples import EvaluationDataset
+from .samples import EvaluationDataset, accepted_answers
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,11 @@ def _ruler_task(
         table = read_rows(replace(source, max_samples=None), data_dir, seed)
         texts = distinct_texts(table)
         if {"context", "question", "answers"} <= set(table.column_names):
-            questions = table.select(["context", "question", "answers"]).to_pylist()
+            rows = table.select(["context", "question", "answers"]).to_pylist()
+            questions = [
+                {**row, "answers": accepted_answers(row["answers"], source.label, number)}
+                for number, row in enumerate(rows)
+            ]
     number = source.max_samples or num_documents
     examples = ruler.ruler_examples(str(source.kind), tokenizer, num_tokens, number, seed, texts, questions)
     name = source.title or f"{source.kind}, {num_tokens} tokens"

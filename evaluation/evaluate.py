@@ -18,7 +18,7 @@ from ..modeling.checkpoint.fingerprints import fingerprint
 from ..modeling.parts.text_ids import start_token_id, text_tokenizer
 from ..reporting.result_files import rounded
 from .bert_score import BertScorer
-from .context_limits import context_limit, within_encoder_tokens
+from .context_limits import context_limit, lowest_ratio, within_encoder_tokens
 from .held_out import add_record, check_held_out, shared_documents
 from .progress_file import ProgressFile
 from .report import EvaluationReport
@@ -107,6 +107,7 @@ def evaluate_model(
         settings.truncation_side,
         prompt_format=model.config.prompt_format if compresses else settings.prompt_format,
         most_tokens=settings.max_context_tokens if settings.leave_out_long else None,
+        context_per_position=1 if any(one.with_context for one in conditions) else lowest_ratio(model, ratios),
     )
     if compresses:
         _check_prefix(model, builder.prefix_ids, teacher, ratios, settings)

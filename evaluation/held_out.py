@@ -44,6 +44,9 @@ def check_held_out(
     """
     found: dict[str, dict[str, Any]] = {}
     faults = []
+    of_data_sets: dict[str, list[Sample]] = {}
+    for dataset, _, samples_of_task in work:
+        of_data_sets.setdefault(dataset.name, []).extend(samples_of_task)
     for model, record in records.items():
         if record is None:
             found[model] = {"record": "none"}
@@ -51,16 +54,14 @@ def check_held_out(
         shared: dict[str, dict[str, int]] = {}
         for part in ("trained", "chose"):
             seen = getattr(record, part)
-            for dataset, _, samples in work:
+            for name, samples in of_data_sets.items():
                 named = {id_: sample.id for sample in samples[::-1] for id_ in sample.source_ids if id_ in seen}
-                if not named or part in shared.get(dataset.name, {}):
+                if not named:
                     continue
-                shared.setdefault(dataset.name, {})[part] = len(named)
+                shared.setdefault(name, {})[part] = len(named)
                 total = len({id_ for sample in samples for id_ in sample.source_ids})
                 names = ", ".join(sorted(named.values())[:_SHOWN]) + ", ..." * (len(named) > _SHOWN)
-                faults.append(
-                    f"{len(named)} of {total} documents of {dataset.name!r} {part} {model} (samples {names})"
-                )
+                faults.append(f"{len(named)} of {total} documents of {name!r} {part} {model} (samples {names})")
         found[model] = {
             "record": "whole" if record.is_whole else "in part",
             "trained": len(record.trained),

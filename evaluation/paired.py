@@ -65,7 +65,8 @@ def paired_difference(
     Args:
         first: what the samples got, from `read_answers` or a report; or a list of such, one for each seed.
         second: the same of another system, its samples in any order; or `first` again for another condition.
-        metric: a mean over samples, such as "f1"; of a perplexity, the mean of its logarithm is compared.
+        metric: a mean over samples, which weigh alike, such as "f1"; of a perplexity, the mean of its logarithm is
+            compared, in nats per token.
         first_condition: such as "ratio=4".
         second_condition: such as "bm25=4"; the first one when `None`.
         num_resamples: how many resamples to draw.
@@ -81,8 +82,10 @@ def paired_difference(
     samples = {_key(sample): sample.document for sample in runs[0][0]}
     for run in (*runs[0], *runs[1]):
         if len(run) != len(samples) or {_key(sample) for sample in run} != samples.keys():
+            unlike = next((sample for sample in run if _key(sample) not in samples), run[0])
             raise ValueError(
-                f"all runs must have the same samples of a data set and task, got {len(samples)} and {len(run)}"
+                f"all runs must have the same samples of a data set and task, got {len(samples)} and {len(run)}, and "
+                f"the sample {unlike.id!r} with what it should be, {unlike.references!r}, in one of them alone"
             )
     if len({key[:2] for key in samples}) != 1:
         raise ValueError(f"samples must be of one data set and task, got {sorted({key[:2] for key in samples})}")
@@ -165,11 +168,12 @@ def _runs(given: Run | Sequence[Run]) -> Sequence[Run]:
     return [given] if isinstance(given[0], SampleAnswers) else given  # type: ignore[list-item,return-value]
 
 
-def _key(sample: SampleAnswers) -> tuple[str, str, str, str]:
-    return sample.dataset, sample.task, sample.id, sample.question
+def _key(sample: SampleAnswers) -> tuple[str, ...]:
+    # A text's name is that of all its windows.
+    return sample.dataset, sample.task, sample.id, sample.question, *sample.references
 
 
-def _scores(run: Run, order: Sequence[tuple[str, str, str, str]], condition: str, metric: str) -> list[float]:
+def _scores(run: Run, order: Sequence[tuple[str, ...]], condition: str, metric: str) -> list[float]:
     """A run's scores of a metric, in the order of the samples."""
     found = {_key(sample): sample.scores for sample in run}
     for scores in found.values():

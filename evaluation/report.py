@@ -11,7 +11,7 @@ from typing import Any
 from ..reporting.environment import environment
 from ..reporting.result_files import write_results
 from .benchmark_metrics import BENCHMARK_SCORE
-from .bootstrap import interval_of_mean
+from .bootstrap import helps, interval_of_mean
 from .metrics import teacher_normalized
 from .rows import (
     DOMAINS,
@@ -182,11 +182,15 @@ class EvaluationReport:
         return result
 
     def undefined_datasets(self, task: str, metric: str) -> list[str]:
-        """Data sets where full and no context score the same, so that there is no teacher-normalised score."""
+        """Data sets where the full context does not help, so that there is no teacher-normalised score."""
         return [
             dataset
             for dataset in self.datasets(task)
-            if self.score(dataset, task, FULL_CONTEXT, metric) == self.score(dataset, task, NO_CONTEXT, metric)
+            if not helps(
+                metric,
+                full=self.score(dataset, task, FULL_CONTEXT, metric),
+                none=self.score(dataset, task, NO_CONTEXT, metric),
+            )
         ]
 
     def domain_gap(self, task: str, metric: str) -> dict[int | str, float]:

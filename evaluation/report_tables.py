@@ -2,13 +2,14 @@
 """An evaluation's report as Markdown."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..reporting.tables import markdown_table
 from .answer_kinds import ANSWER_KINDS
+from .benchmark_metrics import BENCHMARK_SCORE
 from .bootstrap import verdict
-from .report import EvaluationReport
+from .report import MAIN_METRICS, EvaluationReport
 from .rows import RETENTION, EvaluationRow
 
 # Name in the rows -> title in tables.
@@ -56,37 +57,51 @@ def _rows_table(report: EvaluationReport, task: str) -> str:
 def _kinds_table(report: EvaluationReport, task: str) -> str | None:
     """The main metric by kind of answer."""
     rows = [row for row in report.rows if row.task == task and row.by_kind]
-    metric = report.main_metric(task)
     kinds = [kind for kind in ANSWER_KINDS if any(kind in row.by_kind for row in rows)]
     if not kinds:
         return None
     body = []
     for row in rows:
         found = [row.by_kind.get(kind, {}) for kind in kinds]
-        cells = [_text(kind.get(metric)) + _brackets(kind.get("interval")) for kind in found]
+        cells = [_text(kind.get(_main_metric(row))) + _brackets(kind.get("interval")) for kind in found]
         cells = [f"{cell}, {kind['num_samples']}" if kind else "-" for cell, kind in zip(cells, found, strict=True)]
-        body.append([row.dataset, row.seed, row.condition, *cells])
-    title = f"{metric} by kind of answer, and how many questions ask for one"
+        body.append([_titled(row, rows), row.seed, row.condition, *cells])
+    title = f"{_main_metrics(rows)} by kind of answer, and how many questions ask for one"
     return f"{title}\n\n" + markdown_table(["data set", "seed", "condition", *kinds], body)
 
 
 def _differences_table(report: EvaluationReport, task: str) -> str | None:
     """Slots beside text at the same number of positions, on the same questions."""
+    rows = [row for row in report.rows if row.task == task and row.differences]
     body = [
         [
-            *(row.dataset, row.seed, row.condition, other, row.num_samples, row.num_documents or "-"),
+            *(_titled(row, rows), row.seed, row.condition, other, row.num_samples, row.num_documents or "-"),
             _text(found["difference"]) + _brackets(found["interval"]),
             verdict(found["interval"], found["metric"]),
         ]
-        for row in report.rows
+        for row in rows
         for other, found in row.differences.items()
-        if row.task == task
     ]
     if not body:
         return None
-    title = f"{report.main_metric(task)}: slots less text at the same number of positions, on the same questions"
+    title = f"{_main_metrics(rows)}: slots less text at the same number of positions, on the same questions"
     header = ["data set", "seed", "slots", "text", "samples", "documents", "difference", "slots are"]
     return f"{title}\n\n" + markdown_table(header, body)
+
+
+def _main_metric(row: EvaluationRow) -> str:
+    """What a row's differences, kinds and retention are of."""
+    return BENCHMARK_SCORE if BENCHMARK_SCORE in row.metrics else MAIN_METRICS[row.task]
+
+
+def _main_metrics(rows: Sequence[EvaluationRow]) -> str:
+    return " and ".join(dict.fromkeys(map(_main_metric, rows)))
+
+
+def _titled(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> str:
+    """A row's data set, with its metric where other rows have another one."""
+    several = len({_main_metric(other) for other in rows}) > 1
+    return f"{row.dataset}, {_main_metric(row)}" if several else row.dataset
 
 
 def _averages_table(report: EvaluationReport, task: str) -> str:
@@ -109,7 +124,7 @@ def _averages_table(report: EvaluationReport, task: str) -> str:
         cells[1] += _brackets(intervals.get(cells[0]))
     lines = [f"Averages of {metric}; teacher-normalised scores are taken per data set, then averaged."]
     if undefined:
-        lines.append(f"Without a teacher-normalised score (full context = no context): {', '.join(undefined)}.")
+        lines.append(f"Without a teacher-normalised score (the full context does not help): {', '.join(undefined)}.")
     return "\n".join([*lines, "", markdown_table(["condition", *(titles[name] for name in averages)], body)])
 
 

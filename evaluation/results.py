@@ -10,7 +10,7 @@ import numpy as np
 from .answer_kinds import ANSWER_KINDS, answer_kind
 from .benchmark_metrics import BENCHMARK_SCORE
 from .bert_score import BertScorer
-from .bootstrap import Statistic, percentile_interval, resampled_scores
+from .bootstrap import Statistic, helps, percentile_interval, resampled_scores
 from .metrics import teacher_normalized
 from .report import MAIN_METRICS, EvaluationReport
 from .rows import FULL_CONTEXT, NO_CONTEXT, RETENTION, EvaluationRow, SampleAnswers, alternative_condition
@@ -64,10 +64,12 @@ def add_results(
         # Of one document nothing can be told.
         return percentile_interval(scores) if num_documents > 1 else (math.nan, math.nan)
 
+    bounds = [statistics[name][main].score() for name in (FULL_CONTEXT, NO_CONTEXT) if name in statistics]
+    has_worth = len(bounds) == 2 and helps(main, *bounds)
     for name, tally in tallies.items():
         intervals = {metric: interval(resampled[name, metric]) for metric in statistics[name]}
         kept = None
-        if {NO_CONTEXT, FULL_CONTEXT} <= tallies.keys() and name not in (NO_CONTEXT, FULL_CONTEXT):
+        if has_worth and name not in (NO_CONTEXT, FULL_CONTEXT):
             conditions = (name, FULL_CONTEXT, NO_CONTEXT)
             kept = 100 * float(teacher_normalized(*(statistics[name][main].score() for name in conditions)))
             intervals[RETENTION] = interval(100 * teacher_normalized(*(resampled[name, main] for name in conditions)))

@@ -63,7 +63,7 @@ class EvaluationRow:
         intervals: metric, or "retention", -> both ends of its 95 % bootstrap interval over documents; NaN where there
             is only one document.
         retention: `metrics.teacher_normalized` of the task's main metric, in percent; `None` of the bounds themselves
-            and where they were not scored.
+            where they were not scored, and where the full context does not help.
         costs: means of `slots` and `memory_bytes` of a document's memory, and of `decoder_positions`, all that the
             decoder has read when it starts to write. Where texts select their ratios, `reached_ratio`, context tokens
             a slot over all documents together.

@@ -272,9 +272,11 @@ def _common_words(tokenizer: PreTrainedTokenizerBase, num_tokens: int, seed: str
 
     def listed(size: int, often: int, seldom: int, name: str) -> tuple[str, list[str]]:
         rng = random.Random(f"{seed}/{name}")
-        drawn = rng.sample(words, size)
+        # `sample` draws otherwise from a certain size on.
+        drawn = list(words)
+        rng.shuffle(drawn)
         common = drawn[:_NUM_COMMON]
-        found = common * often + drawn[_NUM_COMMON:] * seldom
+        found = common * often + drawn[_NUM_COMMON:size] * seldom
         rng.shuffle(found)
         task = "Below is a numbered list of words. In these words, some appear more often than others. "
         return f"{task}Memorize the ones that appear most often.\n{_numbered(found)}\n", common

@@ -125,6 +125,8 @@ class SampleBuilder:
         prompt_format: see `CompressorConfig`.
         most_tokens: contexts of questions and summaries that have more, prefix included, are left out, and neither cut
             nor refused, and counted in `left_out`; none when `None`.
+        context_per_position: tokens of a context to a position of the decoder: 1 where anything reads contexts in
+            words, else the lowest ratio.
         left_out: data set and task -> number of such rows; of a builder without `most_tokens` it stays empty.
     """
 
@@ -142,6 +144,7 @@ class SampleBuilder:
     min_text_tokens: int = _SHORTEST_TEXT
     prompt_format: str = "plain"
     most_tokens: int | None = None
+    context_per_position: int = 1
     left_out: dict[str, int] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -307,11 +310,12 @@ class SampleBuilder:
         if self.max_positions is None:
             return limit
         room = self.max_positions - max(1, len(sample.head_ids)) - len(sample.prompt_ids)
+        share = self.context_per_position
         if task == "reconstruction":
             # Its target is the context itself.
-            return min(limit, room // 2)
+            return min(limit, room * share // (share + 1))
         num_new = sample.max_new_tokens or self.max_new_tokens.get(task, 0)
-        return min(limit, room - max(len(sample.target_ids), num_new))
+        return min(limit, (room - max(len(sample.target_ids), num_new)) * share)
 
     def fit(self, task: str, sample: Sample, name: str) -> Sample:
         """A sample whose context has its place, cut if it may be.
@@ -351,7 +355,7 @@ def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
             _check_text(example[column], column, dataset.name, row)
     if task == "question_answering":
         return [
-            {**example, "id": _id(example, row), "answers": _answers(example["answers"], dataset.name, row)}
+            {**example, "id": _id(example, row), "answers": accepted_answers(example["answers"], dataset.name, row)}
             for row, example in enumerate(dataset.examples)
         ]
     if task == "summarisation":
@@ -381,7 +385,7 @@ def _check_text(value: Any, column: str, name: str, row: int) -> None:
         raise ValueError(f"data set {name!r}: {column!r} must be a text, got {value!r} in row {row} (counted from 0)")
 
 
-def _answers(value: Any, name: str, row: int) -> list[str]:
+def accepted_answers(value: Any, name: str, row: int) -> list[str]:
     """The accepted answers, from a list of texts, a single answer, or SQuAD's mapping with `text`."""
     found = value.get("text") if isinstance(value, Mapping) else value
     is_list = isinstance(found, Sequence) and not isinstance(found, (str, bytes))

@@ -66,7 +66,7 @@ class Condition:
         task_token: without compression: whether the method's task token stands in front of the prompt, behind the
             context.
         active: makes the context manager to run the model in.
-        selection: one of `ALTERNATIVES`: keeps so many of the context's tokens as there are slots at `budget_ratio`.
+        selection: one of `ALTERNATIVES`: keeps so many of the context's tokens as it has slots at `budget_ratio`.
         budget_ratio: a ratio that the contexts are compressed at, too.
     """
 
@@ -268,9 +268,13 @@ class Scorer:
         """The samples with what the condition leaves of their contexts, where these are read in words."""
         if condition.selection is None:
             return batch
-        budgets = memories[condition.budget_ratio].num_slots.tolist()
+        slots = memories[condition.budget_ratio].num_slots.tolist()
         readings = []
-        for sample, budget in zip(batch, budgets, strict=True):
+        for sample, budget in zip(batch, slots, strict=True):
+            if self.compressor.config.opens_context:
+                # Slots are of the opening, too, which stands whole in front of a text.
+                length = len(sample.context_ids)
+                budget = -(-budget * length // (length + max(1, len(sample.head_ids))))
             if condition.selection == BM25:
                 kept = bm25_context(self.tokenizer, sample.context_ids, sample.question, budget)
             elif condition.selection == SELF_INFORMATION:
@@ -397,12 +401,20 @@ class Scorer:
             **({"tokenizer": self.tokenizer} if "stop_strings" in self.generation else {}),
             logits_processor=processors,
             pad_token_id=self.pad_token_id,
-            eos_token_id=self.tokenizer.eos_token_id,
+            eos_token_id=self.end_ids(model),
         )
-        eos = self.tokenizer.eos_token_id
-        rows = output[:, input_ids.shape[1] :].tolist()
-        rows = [ids[:limit] for ids, limit in zip(rows, limits, strict=True)]
-        return [ids[: ids.index(eos) + 1] if eos in ids else ids for ids in rows]
+        ends = set(self.end_ids(model))
+        rows = []
+        for ids, limit in zip(output[:, input_ids.shape[1] :].tolist(), limits, strict=True):
+            length = next((place for place, token in enumerate(ids, 1) if token in ends), None)
+            rows.append(ids[:length][:limit])
+        return rows
+
+    def end_ids(self, model: PreTrainedModel) -> list[int]:
+        """Token ids that end what a model writes: EOS, and those of its own, such as the end of a chat's turn."""
+        own = model.generation_config.eos_token_id
+        own = own if isinstance(own, list) else [own]
+        return [id_ for id_ in dict.fromkeys([self.tokenizer.eos_token_id, *own]) if id_ is not None]
 
 
 def _now(device: torch.device) -> float:

@@ -293,7 +293,7 @@ def _written(
         place, sample = samples[_asked(row)]
         text, ids = tally.predictions[place], tally.written_ids[place]
         target = ([text] if text else []) if column == "answers" else text
-        finished = bool(ids) and ids[-1] == builder.tokenizer.eos_token_id
+        finished = bool(ids) and ids[-1] in scorer.end_ids(scorer.conditions[0].model)
         context = list(getattr(row["context"], "passages", ())) or row["context"]
         yield {**row, "context": context, column: target, "finished": finished, "truncated": sample.truncated}
 

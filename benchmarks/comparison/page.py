@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -80,8 +81,9 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 - KVzip, SnapKV and StreamingLLM are this package's, on the reader's weights; of kvpress's own the last two are rows
   beside them. So is "Ranked key/values, fitted", whose scorers are fitted by least squares to 240 contexts: no step is
   trained.
-- Positions are those in place of the context; the chat template's opening and the question are read by all. A press
-  keeps as many places more as the opening has, and where it sees the question, as the question has.
+- Positions are those in place of the context; the question is read by all, and by most the chat template's opening,
+  too. KVzip, SnapKV and StreamingLLM compress it with the context: their positions, and bytes, count its share. A
+  press keeps as many places more as the opening has, and where it sees the question, as the question has.
 - Bytes are what has to be kept for later questions: slots or keys and values in bfloat16, or text in UTF-8; for what
   picks by the question, the whole text.
 - Rows in int8, int4 or int2 answer from the memories of the checkpoint above them, rounded: nothing is trained again.
@@ -100,7 +102,17 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 _BOUNDS = ("no_context", "full_context")
 _NOTHING = {"scores": {"f1": 0.0}}
 _THAN_CUT = {"holds": "above", "does not": "below", "cannot be told": "?", "not run": ""}
-_COLUMNS = ("positions", "bytes", "compress, s", "answer, s", "F1", "exact match", "contained", "retention, %")
+_COLUMNS = (
+    "questions",
+    "positions",
+    "bytes",
+    "compress, s",
+    "answer, s",
+    "F1",
+    "exact match",
+    "contained",
+    "retention, %",
+)
 _TITLES = {
     "f1": "F1",
     "rougeL": "ROUGE-L",
@@ -142,9 +154,12 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
     averaged = [name for name in sets if settings["sets"][name].get("trained", True)]
     if means:
         kinds = _kinds(results, table)
+        most = max(row["num_questions"] for row in means)
+        whole = [row for row in means if row["num_questions"] == most]
         parts += [
             "## In short\n",
-            _short(means, results["orderings"], kinds, titles, aware),
+            _short(whole, results["orderings"], kinds, titles, aware),
+            *_on_the_first(results, averaged, kinds, titles, aware),
             *_not_found(means, results["family"], titles),
         ]
         for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
@@ -233,7 +248,6 @@ def _short(
     middle = ratios[len(ratios) // 2]
     systems = dict.fromkeys(system for system, ratio in found if ratio in ratios)
     ranked = sorted(systems, key=lambda system: -found.get((system, middle), _NOTHING)["scores"]["f1"])
-    keeps = {"embeddings": "vectors", "text": "text"}
     verdicts = {entry["first"]: entry["ratios"] for entry in orderings if entry["second"] == "cut"}
     lines = []
     for system in ranked:
@@ -242,7 +256,7 @@ def _short(
         lines.append(
             [
                 titles[system],
-                keeps.get(kinds[system], "keys, values") + (" (question seen)" if system in aware else ""),
+                _keeps(system, kinds, aware),
                 "" if found.get((system, middle)) is None else _kilobytes(found[system, middle]),
                 *("" if row is None else _interval(row, "f1") for row in at),
                 told[0] if len(set(told)) == 1 else ", ".join(told),
@@ -257,6 +271,56 @@ def _short(
     )
     header = ["system", "keeps", "kB", *(f"{ratio}x" for ratio in ratios), "than cut text"]
     return text + markdown_table(header, lines)
+
+
+def _on_the_first(
+    results: Mapping[str, Any],
+    sets: Sequence[str],
+    kinds: Mapping[str, str],
+    titles: Mapping[str, str],
+    aware: set[str],
+) -> list[str]:
+    """The same questions for those that answered fewer: their line, and of the others what these questions scored."""
+    fewer = {name: entry["peers"] for name, entry in results["settings"]["sets"].items() if name in sets}
+    scores: dict[tuple[str, int], dict[str, float]] = {}
+    for row in results["rows"]:
+        if row["set"] not in fewer:
+            continue
+        number = fewer[row["set"]]
+        values = [[value for value in of_seed[:number] if value is not None] for of_seed in row.get("by_question", ())]
+        key = row["system"], row["ratio"]
+        if values and all(len(of_seed) == number for of_seed in values):
+            scores.setdefault(key, {})[row["set"]] = fmean(map(fmean, values))
+        elif row["num_questions"] == number:
+            scores.setdefault(key, {})[row["set"]] = row["scores"]["f1"]
+    f1 = {key: fmean(of_sets.values()) for key, of_sets in scores.items() if len(of_sets) == len(fewer)}
+    total = sum(fewer.values())
+    means = [row for row in results["rows"] if row["set"] == "mean"]
+    if all(row["num_questions"] != total for row in means):
+        return []
+    ratios = sorted({ratio for system, ratio in f1 if system not in _BOUNDS and ratio <= 8})
+    systems = dict.fromkeys(system for system, ratio in f1 if ratio in ratios)
+    middle = ratios[len(ratios) // 2]
+    lines = [
+        [
+            titles[system],
+            _keeps(system, kinds, aware),
+            *(f"{f1[system, ratio]:.1f}" if (system, ratio) in f1 else "" for ratio in ratios),
+        ]
+        for system in sorted(systems, key=lambda system: -f1.get((system, middle), 0.0))
+    ]
+    bounds = "".join(f" {titles[name]}: {value:.1f}." for (name, _), value in f1.items() if name in _BOUNDS)
+    text = (
+        f"\nThe peers that prune or drop tokens answered {total} of these questions, with intervals of some 9 points "
+        "to each side, see below. On these alone, of all whose scores by question are kept:"
+    )
+    return [f"{text}{bounds}\n", markdown_table(["system", "keeps", *(f"{ratio}x" for ratio in ratios)], lines)]
+
+
+def _keeps(system: str, kinds: Mapping[str, str], aware: set[str]) -> str:
+    """What a system keeps of a context, in words."""
+    keeps = {"embeddings": "vectors", "text": "text"}
+    return keeps.get(kinds[system], "keys, values") + (" (question seen)" if system in aware else "")
 
 
 def _not_found(rows: Sequence[Mapping[str, Any]], trained: Mapping[str, Any], titles: Mapping[str, str]) -> list[str]:
@@ -300,6 +364,7 @@ def _main_table(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) ->
         [
             titles[row["system"]],
             _ratio(row),
+            row["num_questions"],
             _number(row, "kept_positions"),
             _number(row, "memory_bytes"),
             _number(row, "compress_seconds", 2),

@@ -80,25 +80,29 @@ def _add_family(comparison: Any, name: str, questions: Any, scores: Scores, cost
 
 
 def _add_peer(comparison: Any, name: str, questions: Any, scores: Scores, costs: Any) -> None:
-    """Scores and costs of a system that is not trained."""
-    lines = list(lines_of(comparison.answers(name)))
+    """Scores of a system that is not trained, and what it costs: means over sets of means over documents, as above."""
+    lines, sets = list(lines_of(comparison.answers(name))), averaged_sets(comparison.table)
     for line in lines:
         question = questions[line["set"]][line["id"]]
         found = score(question["task"], line["answer"], question["references"])
         _note(scores, name, line["ratio"], line["set"], line["id"], found)
     for ratio in scores.get(name, {}):
-        mine = [line for line in lines if line["ratio"] == ratio and line["set"] in averaged_sets(comparison.table)]
-        if not mine:
-            continue
-        asked = [questions[line["set"]][line["id"]] for line in mine]
         # What picks by the question needs the whole text again for the next one.
         is_aware = comparison.entry(name).get("aware", False)
-        stored = [
-            len(question["context"].encode()) if is_aware else line["memory_bytes"]
-            for question, line in zip(asked, mine, strict=True)
-        ]
-        positions = fmean(line["kept_positions"] for line in mine)
-        costs[name, ratio] = _costs(positions, fmean(stored), fmean(len(entry["context_ids"]) for entry in asked))
+        of_sets: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+        for line in (line for line in lines if line["ratio"] == ratio and line["set"] in sets):
+            question = questions[line["set"]][line["id"]]
+            stored = len(question["context"].encode()) if is_aware else line["memory_bytes"]
+            of_documents = of_sets.setdefault(line["set"], {})
+            cost = line["kept_positions"], stored, len(question["context_ids"])
+            of_documents.setdefault(question["document"], []).append(cost)
+        if len(of_sets) == len(sets):
+            means = ([_column_means(of_one) for of_one in found.values()] for found in of_sets.values())
+            costs[name, ratio] = _costs(*_column_means([_column_means(of_set) for of_set in means]))
+
+
+def _column_means(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [fmean(column) for column in zip(*rows, strict=True)]
 
 
 def _add_restored(comparison: Any, scores: Scores) -> None:

@@ -11,6 +11,7 @@ kept beside the output, and a run that is stopped goes on there.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     def answers(name: str, folder: str, model: Any, tokenizer: Any) -> list[Any]:
-        place = output.with_name(f"{output.stem}.{name.replace(' ', '_').replace('/', '_')}.jsonl")
+        asked = name, Path(folder).name, arguments.data, arguments.ratios, arguments.dtype, arguments.seed
+        digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:8]
+        place = output.with_name(f"{output.stem}.{name.replace(' ', '_').replace('/', '_')}.{digest}.jsonl")
         if not place.exists():
             datasets = load_datasets([arguments.data], tokenizer, seed=arguments.seed)
             records = {name: TrainingDocuments.of(folder)}

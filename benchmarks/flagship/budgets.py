@@ -14,7 +14,6 @@ pairs. A run that is stopped goes on where its answers end.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from torch.nn.functional import pad
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.common.answers import AnswerLines
 from benchmarks.common.tools import positive_int
 from benchmarks.flagship.ablations import highest_of_groups
 from benchmarks.flagship.reading_by_question import Document, drawn, written
@@ -267,31 +267,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = RankedKeyValuesForCausalLM.from_pretrained(arguments.checkpoint).eval()
     documents = drawn(arguments.data, 0, _OF_SHARES + arguments.documents, arguments.seed, tokenizer)
     of_shares, documents = documents[:_OF_SHARES], documents[_OF_SHARES:]
-    path = Path(arguments.answers)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def add(part: str, **found: Any) -> None:
-        lines.append({"part": part, **found})
-        with path.open("a") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
-
+    settings = {"data": Path(arguments.data).name, "seed": arguments.seed, "new_tokens": arguments.new_tokens}
+    known = AnswerLines(arguments.answers, {"model": model.model_id, "ratios": ratios, **settings})
+    lines = known.lines
     # Paragraphs are read whole.
     sizes = {HEADS: None} | {f"{CHUNKS}{size}": size for size in arguments.chunk_sizes}
     with torch.inference_mode():
         model.config.chunk_size = None
         if not any(line["part"] == SHARES for line in lines):
-            add(SHARES, shares=[of_ratio.tolist() for of_ratio in mean_shares(model, of_shares, ratios)])
+            found = [of_ratio.tolist() for of_ratio in mean_shares(model, of_shares, ratios)]
+            known.add({"part": SHARES, "shares": found})
         shares = [torch.tensor(of_ratio) for line in lines if line["part"] == SHARES for of_ratio in line["shares"]]
         done = {(line["part"], line.get("document")) for line in lines}
         missing = [(part, place) for place in range(len(documents)) for part in sizes if (part, place) not in done]
         for part, place in tqdm(missing, disable=not sys.stderr.isatty()):
             model.config.chunk_size = sizes[part]
             asked = documents[place], ratios, shares if part == HEADS else None, arguments.new_tokens
-            add(part, document=place, **ask(model, tokenizer, *asked))
+            known.add({"part": part, "document": place, **ask(model, tokenizer, *asked)})
     answers = [line for line in lines if line["part"] != SHARES and line["document"] < len(documents)]
     rows = results_of(documents, answers, ratios)
-    names = ("documents", "seed", "new_tokens")
-    settings = {"data": Path(arguments.data).name} | {name: getattr(arguments, name) for name in names}
+    settings["documents"] = arguments.documents
     content = {"format_version": 1, "settings": settings, "environment": environment(), "rows": rows}
     output = write_results(content, arguments.output or Path(__file__).with_suffix(".json"))
     print(f"{table(rows)}\n\nwrote {output}")

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.common.answers import AnswerLines
 from benchmarks.common.tools import positive_int
 from context_compressors import RankedKeyValuesForCausalLM
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
@@ -173,9 +174,9 @@ def measure_places(arguments: argparse.Namespace) -> dict[str, Any]:
     documents = drawn(
         arguments.data, arguments.paragraphs, arguments.documents, arguments.questions, arguments.seed, tokenizer
     )
-    path = Path(arguments.answers)
-    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    answers = {(line["document"], line["row"]): line["answers"] for line in known}
+    settings = {name: getattr(arguments, name) for name in ("paragraphs", "questions", "seed", "new_tokens")}
+    known = AnswerLines(arguments.answers, {"model": model.model_id, "data": Path(arguments.data).name, **settings})
+    answers = {(line["document"], line["row"]): line["answers"] for line in known.lines}
     found: dict[str, dict[str, list[float]]] = {}
     for place, document in enumerate(documents):
         memories: dict[str, dict[int, CompressedContext | None]] = {}
@@ -192,8 +193,7 @@ def measure_places(arguments: argparse.Namespace) -> dict[str, Any]:
                     with placed(model, row):
                         new = list(asked(model, tokenizer, memories[read][ratio], document, arguments))
                     answers[place, name] = new
-                    with path.open("a") as file:
-                        file.write(json.dumps({"document": place, "row": name, "answers": new}) + "\n")
+                    known.add({"document": place, "row": name, "answers": new})
                 scores = found.setdefault(name, {"f1": [], "nll": []})
                 for answer, right in zip(answers[place, name], document.answers, strict=True):
                     scores["f1"].append(squad_scores([answer["text"]], [right])["f1"])

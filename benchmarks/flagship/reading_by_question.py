@@ -14,7 +14,6 @@ of the questions, and those of differences are of pairs. A run that is stopped g
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.common.answers import AnswerLines
 from benchmarks.common.tools import positive_int
 from context_compressors import RankedKeyValuesForCausalLM, SnapKVConfig, mixed_memory
 from context_compressors.evaluation.alternatives import bm25_context
@@ -437,21 +437,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     documents = drawn(arguments.data, arguments.first_row, arguments.documents, arguments.seed, tokenizer)
-    path = Path(arguments.answers)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    settings = {name: value for name, value in vars(arguments).items() if name in ("first_row", "seed", "new_tokens")}
+    settings["data"] = Path(arguments.data).name
+    known = AnswerLines(arguments.answers, {"model": Path(arguments.model).name, **settings})
+    lines = known.lines
     for part in arguments.parts:
         done = {line["document"] for line in lines if line["part"] == part}
         places = [place for place in range(len(documents)) if place not in done]
         if not places:
             continue
         for index, asked in answered(arguments, part, [documents[place] for place in places], tokenizer):
-            lines.append({"part": part, "document": places[index], **vars(asked)})
-            with path.open("a") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
+            known.add({"part": part, "document": places[index], **vars(asked)})
     lines = [line for line in lines if line["document"] < len(documents)]
     results = results_of(documents, sorted(lines, key=lambda line: line["document"]))
-    settings = {name: value for name, value in vars(arguments).items() if name in ("first_row", "seed", "new_tokens")}
-    settings["data"] = arguments.data.rpartition("/")[2]
     content = {"format_version": 1, "settings": settings, "environment": environment(), **results}
     output = write_results(content, arguments.output or Path(__file__).with_suffix(".json"))
     print(f"{table(results)}\n\nwrote {output}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,7 +140,9 @@ def main(arguments: argparse.Namespace) -> None:
     """
     from dataclasses import asdict
 
+    from ..evaluation.bootstrap import is_lower_better
     from ..evaluation.paired import paired_difference
+    from ..evaluation.rows import plain_json
     from ..reporting.result_files import write_results
     from ..reporting.tables import markdown_table
 
@@ -150,16 +153,19 @@ def main(arguments: argparse.Namespace) -> None:
             found = paired_difference(
                 systems[first], systems[second], metric, condition, other, arguments.num_resamples, arguments.seed
             )
-            low, high = found.interval
             names = (first, second) if first != second else ("", "")
             sides = [f"{name} {kind}".strip() for name, kind in zip(names, (condition, other), strict=True)]
             seeds = [" and ".join(map(str, found.num_seeds))]
             counts = [found.num_samples, found.num_documents, *(seeds if max(found.num_seeds) > 1 else ["1"])]
-            scores = [f"{found.first:.2f}", f"{found.second:.2f}", f"{found.difference:.2f} [{low:.2f}, {high:.2f}]"]
-            rows.append([dataset, metric, *sides, *counts, *scores, found.verdict])
+            low, high = found.interval
+            # Of one document there is none.
+            interval = "" if math.isnan(low) else f" [{low:.2f}, {high:.2f}]"
+            scores = [f"{found.first:.2f}", f"{found.second:.2f}", f"{found.difference:.2f}{interval}"]
+            title = f"{metric}, nats a token" if is_lower_better(metric) else metric
+            rows.append([dataset, title, *sides, *counts, *scores, found.verdict])
             parts = {"dataset": dataset, "task": task, "systems": [first, second], "conditions": [condition, other]}
             results.append({**parts, **asdict(found), "verdict": found.verdict})
     header = ["data set", "metric", "first", "second", "samples", "documents", "seeds", "first scores"]
     print(markdown_table([*header, "second scores", "difference", "first is"], rows))
     if arguments.output:
-        print(f"wrote {write_results({'differences': results}, arguments.output)}")
+        print(f"wrote {write_results(plain_json({'differences': results}), arguments.output)}")

@@ -28,6 +28,7 @@ class SlotAnalysis:
 
     Args:
         tokens: the document's tokens, as texts.
+        num_slots: of its memory; of keys and values, those of a head on average.
         slots: `(num_slots, hidden_size)`; `None` where a memory is keys and values.
         allocation: `(num_slots, num_tokens)`, how much of each token is in a slot, in sum 1 for a slot; `None` where a
             method has no such weights.
@@ -37,6 +38,7 @@ class SlotAnalysis:
     """
 
     tokens: tuple[str, ...]
+    num_slots: int
     slots: Tensor | None
     allocation: Tensor | None = None
     layer_weights: Tensor | None = None
@@ -168,6 +170,7 @@ def analyse_ids(
     memory = model.compress(input_ids, ratio=ratio)
     return SlotAnalysis(
         tokens=tuple(tokenizer.decode([token_id]) for token_id in ids),
+        num_slots=int(memory.num_slots[0]),
         slots=None if memory.embeddings is None else memory.embeddings[0].float().cpu(),
         allocation=allocation,
         layer_weights=layer_weights,
@@ -176,7 +179,8 @@ def analyse_ids(
 
 
 def summary(analyses: Sequence[SlotAnalysis]) -> dict[str, Any]:
-    """Means over documents: tokens, slots, and the measures of whatever has a row for each slot.
+    """Means over documents: tokens, slots, and the measures of whatever has a row for each slot; keys and values of
+    several heads have none.
 
     Args:
         analyses: one for each document, of one model.
@@ -188,7 +192,7 @@ def summary(analyses: Sequence[SlotAnalysis]) -> dict[str, Any]:
     return {
         "num_documents": len(analyses),
         "num_tokens": fmean(len(each.tokens) for each in analyses),
-        "num_slots": fmean(len(next(iter(each.vectors.values()))) for each in analyses),
+        "num_slots": fmean(each.num_slots for each in analyses),
         "measures": {
             kind: {name: fmean(each[kind][name] for each in measured) for name in measured[0][kind]}
             for kind in measured[0]
@@ -227,7 +231,7 @@ def draw(analyses: Mapping[str, SlotAnalysis], folder: str | Path) -> list[Path]
 
 
 def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: each model's measures, of what its slots are made of and of the slots themselves."""
+    """Markdown: each model's measures, of what its slots are made of and of the slots themselves; "-" without any."""
     header = ["model", "measured on", "documents", "tokens", "slots", "effective rank", "mean correlation"]
     rows = [
         [
@@ -236,11 +240,17 @@ def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
             found["num_documents"],
             f"{found['num_tokens']:.1f}",
             f"{found['num_slots']:.1f}",
-            f"{measures['effective_rank']:.2f}",
-            f"{measures['mean_correlation']:.3f}",
-            f"{100 * measures['highly_correlated_pairs']:.1f} %",
+            *(
+                [
+                    f"{measures['effective_rank']:.2f}",
+                    f"{measures['mean_correlation']:.3f}",
+                    f"{100 * measures['highly_correlated_pairs']:.1f} %",
+                ]
+                if measures
+                else "---"
+            ),
         ]
         for name, found in summaries.items()
-        for kind, measures in found["measures"].items()
+        for kind, measures in (found["measures"] or {"-": {}}).items()
     ]
     return markdown_table([*header, f"pairs above {HIGH_CORRELATION}"], rows)

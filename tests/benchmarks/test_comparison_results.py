@@ -144,6 +144,29 @@ def test_the_page_says_what_holds_what_does_not_and_what_cannot_be_told(script, 
     assert (tmp_path / "again" / "README.md").read_text() == committed
 
 
+def test_systems_that_answered_fewer_questions_are_ranked_beside_others_on_these_alone(
+    script, comparison, tokenizer, tmp_path: Path
+):
+    results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
+    ask(systems, tokenizer)
+    for entry in systems.table["sets"].values():
+        entry["peers"] = 6
+    right, wrong = [f"Nora Zill {number}" for number in range(12)], ["bees"] * 12
+    write_answers(systems.peers, "no_context", 0, wrong, systems.table)
+    write_answers(systems.peers, "full_context", 1, right, systems.table)
+    for ratio in (2, 4, 8):
+        write_answers(systems.peers, "cut", ratio, [*wrong[:6], *right[6:]], systems.table)
+        write_answers(systems.peers, "llmlingua", ratio, [*right[:2], *wrong[2:6]], systems.table)
+    content = results.gather(systems)
+    page.write(content, tmp_path / "page")
+    short = (tmp_path / "page" / "README.md").read_text().partition("## In short")[2].partition("\n![")[0]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in short.splitlines() if line.startswith("| ")]
+    assert [line[0] for line in lines] == ["system", "Text cut", "system", "LLMLingua", "Text cut"]
+    assert [cell[:4] for cell in lines[1][3:6]] == ["50.0"] * 3
+    assert [line[2:] for line in lines[3:]] == [["33.3"] * 3, ["0.0"] * 3]
+    assert "answered 24 of these questions" in short
+
+
 def test_published_rows_stay_until_as_much_is_answered_again(
     script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -94,7 +94,7 @@ def test_questions_are_asked_once_and_differences_are_paired(budgets, model, tok
     command = [str(tmp_path / "model"), "--data", str(tmp_path / "squad.parquet"), "--documents", "3", "--ratios", "2"]
     command += ["4", "--chunk-sizes", "32", "--new-tokens", "2", "--answers", str(answers), "--output", str(output)]
     assert budgets.main(command) == 0
-    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    header, *lines = [json.loads(line) for line in answers.read_text().splitlines()]
     assert [line["part"] for line in lines] == ["shares"] + ["heads", "chunks of 32"] * 3
     assert [sum(shares) for shares in lines[0]["shares"]] == pytest.approx([1, 1])
     documents = budgets.drawn(str(tmp_path / "squad.parquet"), 0, 11, 0, tokenizer)[8:]
@@ -105,10 +105,13 @@ def test_questions_are_asked_once_and_differences_are_paired(budgets, model, tok
         assert (first[-2:], second[-2:], len(others)) == ("2x", "2x", 2)
         line["texts"] |= dict.fromkeys(line["texts"], ["wrong"] * 8)
         line["texts"] |= {second: right} if line["document"] == 2 else {}
-    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # A kill leaves an unfinished line.
+    answers.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]) + '{"part": "hea')
     assert budgets.main(command) == 0
     # Nothing is asked again.
-    assert len(answers.read_text().splitlines()) == len(lines)
+    assert len(answers.read_text().splitlines()) == 1 + len(lines)
+    with pytest.raises(ValueError, match=r"has answers to .*'seed': 0.*, not to .*'seed': 1"):
+        budgets.main([*command, "--seed", "1"])
     heads, chunks = (json.loads(output.read_text())["rows"][start : start + 4] for start in (0, 4))
     for of_part in (heads, chunks):
         assert [row["f1"] for row in of_part] == [0, 33.33, 0, 0]

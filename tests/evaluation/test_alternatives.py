@@ -168,3 +168,11 @@ def test_alternatives_need_ratios(model, teacher, tokenizer):
         run(model, tokenizer, alternatives=("bm2",))
     with pytest.raises(ValueError, match="alternatives must be different ones"):
         run(model, tokenizer, alternatives=("cut", "cut"))
+
+
+def test_chinese_and_japanese_end_sentences_without_spaces_and_are_found_by_their_characters(tokenizer):
+    sentences = ["北京は大きい。", "「東京は？」と彼は言った。", "猫が好きだ！", "上海在海边。"]
+    text = "".join(sentences)
+    assert split_sentences(text) == ["北京は大きい。", "「東京は？」", "と彼は言った。", *sentences[2:]]
+    budget = len(encode(tokenizer, sentences[3]))
+    assert bm25_context(tokenizer, encode(tokenizer, text), "海在哪里？", budget) == encode(tokenizer, sentences[3])

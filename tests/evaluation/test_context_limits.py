@@ -171,6 +171,19 @@ def test_contexts_are_cut_to_what_the_encoder_reads_and_counted(base, bos_tokeni
             run(model, bos_tokenizer, [long], **options)
 
 
+def test_contexts_that_nothing_reads_in_words_may_be_longer_than_the_decoders_positions(base, tokenizer):
+    model = MeanPoolingForCausalLM.from_base(str(base), compression_ratios=[4, 8], chunk_size=64)
+    options = {"tasks": (QA, RECONSTRUCTION), "context_tokens": 150}
+    report = run(model, tokenizer, [LONG], ratios_only=True, **options)
+    assert {(row.task, row.condition, row.num_truncated) for row in report.rows} == {
+        (task, ratio, 0) for task in (QA, RECONSTRUCTION) for ratio in ("ratio=4", "ratio=8")
+    }
+    assert report.rows[0].costs["slots"] == 150
+    for rows, given in (([LONG], {}), ([{**LONG, "context": "a" * 1200}], {"ratios_only": True})):
+        with pytest.raises(ValueError, match=r"a context of \d+ tokens with its prompt and target does not fit"):
+            run(model, tokenizer, rows, **given, **options)
+
+
 def test_an_encoder_with_a_tokenizer_of_its_own_is_asked_before_anything_is_scored(base, tokenizer, scored, caplog):
     model = GMSAForCausalLM.from_base(str(base), compression_ratios=[2], encoder_layers=1)
     model.config.encoder_config.max_position_embeddings = 40

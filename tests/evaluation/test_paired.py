@@ -3,6 +3,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,6 +87,11 @@ def test_other_samples_are_not_compared():
     for other in (answers_of([1.0]), answers_of([1.0, 2.0], "nq"), [*one, *one], [one, one[:1]]):
         with pytest.raises(ValueError, match="must have the same samples of a data set and task"):
             paired_difference(one, other, "f1", "ratio=4")
+    # Other windows of a text have its name.
+    with pytest.raises(
+        ValueError, match=r"the sample '0' with what it should be, \['another window'\], in one of them"
+    ):
+        paired_difference(one, [replace(one[0], references=["another window"]), one[1]], "f1", "ratio=4")
     two = [*one, *answers_of([1.0], "nq")]
     with pytest.raises(ValueError, match="must be of one data set and task"):
         paired_difference(two, two, "f1", "ratio=4")
@@ -144,3 +150,17 @@ def test_command_compares_conditions_and_systems(tmp_path, capsys):
     assert main(["compare", a0, b, "--conditions", "ratio=4"]) == 0
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")]
     assert (cells[2], cells[10:12]) == ("benchmark_score", ["-5.00 [-5.00, -5.00]", "worse"])
+
+
+def test_a_single_document_has_a_difference_without_an_interval_and_perplexities_are_in_nats(tmp_path, capsys):
+    for name, score in (("a", 4.0), ("b", 2.0)):
+        samples = [replace(sample, task="continuation", document=0) for sample in answers_of([score, score])]
+        for sample in samples:
+            sample.scores["ratio=4"] = {"perplexity": score}
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{sample.to_json()}\n" for sample in samples))
+    out = tmp_path / "out.json"
+    assert main(["compare", *(str(tmp_path / f"{name}.jsonl") for name in "ab"), "--output", str(out)]) == 0
+    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")]
+    assert (cells[2], cells[8:12]) == ("perplexity, nats a token", ["1.39", "0.69", "0.69", "cannot be told"])
+    (found,) = json.loads(out.read_text())["differences"]
+    assert (found["metric"], found["interval"]) == ("perplexity", [None, None])

@@ -84,10 +84,12 @@ def test_seeds_are_averaged_within_a_data_set_first():
 
 
 def test_data_sets_where_the_context_is_worth_nothing_are_left_out_and_named():
-    report = report_of({"a": ("in", 30.0, 50.0, 10.0), "easy": ("in", 90.0, 70.0, 70.0)})
+    # A full text that misleads would turn the worst score into the most retained one.
+    misled = ("in", 20.0, 30.0, 31.0)
+    report = report_of({"a": ("in", 30.0, 50.0, 10.0), "easy": ("in", 90.0, 70.0, 70.0), "misled": misled})
     assert report.teacher_normalized(QA, "f1")["ratio=4"] == 0.5
-    assert report.averages(QA, "f1")["undefined_datasets"] == ["easy"]
-    assert "(full context = no context): easy." in report_markdown(report)
+    assert report.averages(QA, "f1")["undefined_datasets"] == ["easy", "misled"]
+    assert "(the full context does not help): easy, misled." in report_markdown(report)
 
 
 def test_normalised_score_without_any_defined_data_set_is_nan():

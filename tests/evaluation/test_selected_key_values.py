@@ -9,20 +9,35 @@ from naive_twin import QA, ROWS, run
 from context_compressors.modeling.modeling_snap_kv import SnapKVForCausalLM
 
 
-@pytest.mark.slow
-def test_what_is_selected_of_a_chat_at_ratio_1_answers_as_the_full_context(tokenizer, folders):
+@pytest.fixture(scope="module")
+def chat_tokenizer(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}<bos>{{ m['role'] + '\n' + m['content'] }}<eos>\n{% endfor %}"
         "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
     )
+    return tokenizer
+
+
+def test_text_in_place_of_slots_is_as_much_as_the_slots_of_the_context(chat_tokenizer, folders):
+    model = SnapKVForCausalLM.from_base(folders / "base", compression_ratios=(2,), prompt_format="chat", window_size=4)
+    report = run(model, chat_tokenizer, ROWS, tasks=(QA,), ratios=(2,), alternatives=("cut",))
+    places = {row.condition: row.costs["decoder_positions"] for row in report.rows}
+    read = places["full_context"] - places["no_context"]
+    # The chat's opening stands whole in front of a text; half of its slots are in the memory.
+    assert places["cut=2"] - places["no_context"] == pytest.approx(read / 2, abs=1)
+    assert places["ratio=2"] < places["cut=2"]
+
+
+@pytest.mark.slow
+def test_what_is_selected_of_a_chat_at_ratio_1_answers_as_the_full_context(chat_tokenizer, folders):
     for prompt_format in ("plain", "chat"):
         for placement in ("decoder", "encoder"):
             fields = {"prompt_format": prompt_format, "question_placement": placement, "window_size": 4}
             model = SnapKVForCausalLM.from_base(folders / "base", compression_ratios=1, **fields)
             # Two questions of one document are two contexts where the question chooses.
             rows = [*ROWS, {**ROWS[0], "question": "Where?"}]
-            report = run(model, tokenizer, rows, tasks=(QA,), ratios=(1, 3), answer_perplexity=True, batch_size=3)
+            report = run(model, chat_tokenizer, rows, tasks=(QA,), ratios=(1, 3), answer_perplexity=True, batch_size=3)
             for metric in ("f1", "answer_perplexity"):
                 full, whole, part = (
                     report.score("tiny", QA, name, metric) for name in ("full_context", "ratio=1", "ratio=3")

@@ -70,6 +70,19 @@ def test_each_row_gets_what_the_teacher_writes_alone_in_the_order_of_the_source(
     assert found == [(4, 4, 0, 0), (4, 0, 4, 0)]
 
 
+def test_what_a_model_ends_by_itself_with_ends_a_target(teacher, tokenizer, questions, settings, tmp_path):
+    bias = torch.zeros(len(tokenizer))
+    end = encode(tokenizer, "#")[0]
+    bias[end] = 100.0
+    teacher.lm_head.bias = torch.nn.Parameter(bias)
+    own = teacher.generation_config.eos_token_id
+    teacher.generation_config.eos_token_id = [tokenizer.eos_token_id, end]
+    record = write_targets(teacher, tokenizer, [questions], tmp_path / "a.jsonl", settings=settings, progress=False)
+    teacher.generation_config.eos_token_id, teacher.lm_head.bias = own, None
+    assert record["unfinished"] == 0
+    assert {(*row["answers"], row["finished"]) for row in read(tmp_path / "a.jsonl")} == {("#", True)}
+
+
 def test_a_stopped_run_is_gone_on_with_and_another_run_is_refused(teacher, tokenizer, questions, settings, tmp_path):
     def write(path, teacher=teacher, settings=settings, **kwargs):
         return write_targets(teacher, tokenizer, [questions], path, settings=settings, progress=False, **kwargs)

@@ -39,6 +39,7 @@ from context_compressors.evaluation.analysis.slots import (
     slot_correlation,
     slot_measures,
     summary,
+    table,
 )
 from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
 from context_compressors.modeling.modeling_five_hundred_x import FiveHundredXForCausalLM
@@ -127,8 +128,8 @@ def test_measures_count_the_pairs():
 
 
 def test_a_summary_is_the_mean_over_documents():
-    one = SlotAnalysis(("a",) * 4, torch.eye(2), torch.eye(2, 4))
-    other = SlotAnalysis(("a",) * 8, torch.eye(4), torch.eye(4, 8))
+    one = SlotAnalysis(("a",) * 4, 2, torch.eye(2), torch.eye(2, 4))
+    other = SlotAnalysis(("a",) * 8, 4, torch.eye(4), torch.eye(4, 8))
     found = summary([one, other])
     assert (found["num_documents"], found["num_tokens"], found["num_slots"]) == (2, 6, 3)
     assert found["measures"]["allocation"]["effective_rank"] == pytest.approx(3.0)
@@ -181,6 +182,16 @@ def test_keys_and_values_have_an_allocation_and_no_slot_vectors(llama, tokenizer
     analysis = analyse_slots(build(FiveHundredXForCausalLM, config), tokenizer, TEXT)
     assert set(analysis.vectors) == {"allocation"}
     assert analysis.allocation.shape == (13, len(TEXT))
+
+
+def test_keys_and_values_of_each_head_are_counted_and_not_measured(llama, tokenizer):
+    config = RankedKeyValuesConfig(decoder_config=llama, compression_ratios=(4,), chunk_size=64)
+    analysis = analyse_slots(build(RankedKeyValuesForCausalLM, config), tokenizer, TEXT)
+    assert (analysis.vectors, analysis.num_slots) == ({}, 13)
+    found = summary([analysis])
+    assert (found["num_slots"], found["measures"]) == (13, {})
+    (line,) = table({"ranked": found}).splitlines()[2:]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == ["ranked", "-", "1", "49.0", "13.0", "-", "-", "-"]
 
 
 def test_any_other_memory_has_its_slot_vectors(llama, tokenizer):
@@ -358,7 +369,7 @@ def test_pictures_of_nothing_are_refused(tmp_path):
 
 
 def test_only_what_a_model_has_is_drawn(tmp_path):
-    paths = draw({"a": SlotAnalysis(("x", "y"), torch.eye(2))}, tmp_path / "pictures")
+    paths = draw({"a": SlotAnalysis(("x", "y"), 2, torch.eye(2))}, tmp_path / "pictures")
     assert [path.name for path in paths] == ["correlation_of_slots.png", "singular_values_of_slots.png"]
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == {path.name for path in paths}
 
