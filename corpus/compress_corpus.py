@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import threading
@@ -79,14 +80,28 @@ class CorpusJob:
             raise ValueError(f"the store {self.store} has memories at ratio {min(others)}, not at {self.ratio}")
         return parts
 
-    def rows(self, part: CorpusPart) -> Iterator[Row]:
-        """The rows of a part that the store has not."""
+    def rows(self, part: CorpusPart, report: CorpusReport | None = None) -> Iterator[Row]:
+        """The rows of a part that the store has not; of those that it has with another text, why they are not taken.
+
+        Args:
+            part: see [`corpus_parts`].
+            report: counts the rows that are left out, if given.
+        """
+        rows = read_part(part, self.columns)
         store = MemoryStore.find(self.store) if self.resume else None
-        for block in batches(read_part(part, self.columns), _ROWS_AT_ONCE):
-            there = [False] * len(block["id"]) if store is None else store.contains(block["id"])
-            for index, is_there in enumerate(there):
-                if not is_there:
-                    yield {name: values[index] for name, values in block.items()}
+        if store is None:
+            yield from rows
+            return
+        while block := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+            known = store.known_texts([row["id"] for row in block])
+            for row in block:
+                if row["id"] not in known or row["error"]:
+                    yield row
+                elif known[row["id"]] not in (None, row["text"]):
+                    error = "the store has another text with this id: delete it there, or give the rows other ids"
+                    yield {**row, "text": None, "error": error}
+                elif report is not None:
+                    report.num_there += 1
 
     def compressor(self, device: str = "auto") -> RowCompressor:
         """What a worker runs, with the model on a device; on an accelerator, if there is one, with "auto"."""
@@ -142,12 +157,14 @@ class CorpusReport:
         num_tokens: their context tokens.
         failures: rows that are not: their ids, and why.
         seconds: time it took.
+        num_there: rows that were left out, since the store has their ids, and no other texts with these.
     """
 
     num_rows: int = 0
     num_tokens: int = 0
     failures: list[tuple[str, str]] = field(default_factory=list)
     seconds: float = 0.0
+    num_there: int = 0
 
     def __add__(self, other: CorpusReport) -> CorpusReport:
         return CorpusReport(
@@ -155,6 +172,7 @@ class CorpusReport:
             self.num_tokens + other.num_tokens,
             self.failures + other.failures,
             self.seconds + other.seconds,
+            self.num_there + other.num_there,
         )
 
 
@@ -168,14 +186,16 @@ def write_rows(place: str, table: pyarrow.Table) -> CorpusReport:
         return report
     store = MemoryStore.find_or_create(place, MemoryForm.from_json(table.schema.metadata[b"context_compressors"]))
     ids = done["id"].to_pylist()
-    known = {name for name, there in zip(ids, store.contains(ids), strict=True) if there}
-    chosen = []
-    for index, name in enumerate(ids):
-        if name in known:
-            report.failures.append((name, "another row has this id"))
-        else:
-            known.add(name)
+    known, chosen = store.known_texts(ids), []
+    for index, (name, text) in enumerate(zip(ids, done["text"].to_pylist(), strict=True)):
+        if name not in known:
+            known[name] = text
             chosen.append(index)
+        elif text is not None and text == known[name]:
+            # As where a task is run again that had written them.
+            report.num_there += 1
+        else:
+            report.failures.append((name, "another row has this id"))
     done = done.take(pyarrow.array(chosen, pyarrow.int64()))
     # Where another process is adding the same ids right now, each is added once.
     report.num_rows = store.append(done)
@@ -202,7 +222,8 @@ def compress_locally(job: CorpusJob, devices: Sequence[str]) -> Iterator[CorpusR
 
 
 def _reports(job: CorpusJob, parts: Sequence[CorpusPart], devices: Sequence[str]) -> Iterator[CorpusReport]:
-    rows = (row for part in parts for row in job.rows(part))
+    left_out = CorpusReport()
+    rows = (row for part in parts for row in job.rows(part, left_out))
     waiting: list[pyarrow.Table] = []
     last = time.monotonic()
     for table in _compressed(job, batches(rows, job.batch_size), devices):
@@ -213,6 +234,8 @@ def _reports(job: CorpusJob, parts: Sequence[CorpusPart], devices: Sequence[str]
             waiting, last = [], time.monotonic()
     if waiting:
         yield _written(job, waiting, last)
+    if left_out.num_there:
+        yield left_out
 
 
 def _written(job: CorpusJob, tables: list[pyarrow.Table], start: float) -> CorpusReport:

@@ -78,9 +78,9 @@ def corpus_parts(inputs: Sequence[str], columns: CorpusColumns) -> list[CorpusPa
             found = sorted(file for file in path.rglob("*") if file.suffix in _TABLES + _TEXTS and file.is_file())
             if not found:
                 raise ValueError(f"{source} holds no {', '.join(_TABLES + _TEXTS)} file")
-            files += [(file.relative_to(path).as_posix(), file) for file in found]
+            files += [(_escaped(file.relative_to(path).as_posix()), file) for file in found]
         elif path.is_file():
-            files.append((path.name, path))
+            files.append((_escaped(path.name), path))
         elif source.count("/") == 1 and not path.suffix.startswith(_TABLES + _TEXTS):
             hub += _hub_parts(source)
         else:
@@ -166,13 +166,18 @@ def _row(row: Row | str, name: str, columns: CorpusColumns) -> Row:
     if error is None and not isinstance(text, str):
         error = f"no text in column {columns.text!r}, but {text!r:.50}"
     described = {column: row.get(column) for column in columns.metadata}
-    return {
-        "id": name,
-        "text": None if error else text,
-        # Dates and the like have no form of their own in JSON.
-        "metadata": json.dumps(described, ensure_ascii=False, default=str) if described else None,
-        "error": error,
-    }
+    # Dates and the like have no form of their own in JSON.
+    metadata = json.dumps(described, ensure_ascii=False, default=str) if described else None
+    values = {"id": name, "text": None if error else text, "metadata": metadata}
+    for part, value in values.items():
+        if value is not None and (escaped := _escaped(value)) != value:
+            error, values[part] = error or f"half of a character (a lone surrogate) in the {part}", escaped
+    return {**values, "text": None if error else values["text"], "error": error}
+
+
+def _escaped(text: str) -> str:
+    """A text that UTF-8 can hold."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _parquet_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:
@@ -190,7 +195,7 @@ def _json_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row | str]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield f"not JSON: {error}"
                 continue
             yield row if isinstance(row, dict) else "no JSON object with columns"

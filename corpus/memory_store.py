@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 from collections import Counter
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _IDS_AT_ONCE = 5_000
 _INDEX_FILE = "memories.jsonl"
 _MEMORY_SUFFIX = ".safetensors"
+# Names of files have 255 bytes at the most, and what writes them may add some.
+_LONGEST_STEM = 200
 
 
 def import_lance() -> Any:
@@ -170,14 +173,24 @@ class MemoryStore:
             ValueError: an id that stands twice or is there already, lists of other lengths than the memory has rows,
                 another model's memory, or values that are not finite.
         """
-        table = self.table_of(ids, memory, texts, metadata)
+        self._append_all(self.table_of(ids, memory, texts, metadata))
+
+    def _append_all(self, table: pyarrow.Table) -> None:
+        """Append all rows or none, even where another process adds some of them at the same time."""
+        if not len(table):
+            return
         self.refresh()
-        there = self.contains(ids)
-        num_added = 0 if any(there) else self.append(table)
-        if num_added < len(table):
-            # Another process may have been faster in between.
-            there = there if any(there) else [True] * len(ids)
-            raise ValueError(f"the store has {_named(ids, there)} already: delete them first, or take other ids")
+        merge = self._dataset.merge_insert("id").when_matched_fail().when_not_matched_insert_all()
+        try:
+            merge.conflict_retries(50).execute(table)
+        except OSError as error:
+            if "found matching row" not in str(error):
+                raise
+            self.refresh()
+            ids = table["id"].to_pylist()
+            named = _named(ids, self.contains(ids))
+            raise ValueError(f"the store has {named} already: delete them first, or take other ids") from error
+        self.refresh()
 
     def table_of(
         self,
@@ -211,11 +224,12 @@ class MemoryStore:
 
     def contains(self, ids: Sequence[str]) -> list[bool]:
         """Of each id whether the store has it."""
-        found: set[str] = set()
-        for start in range(0, len(ids), _IDS_AT_ONCE):
-            chosen = _filter(ids[start : start + _IDS_AT_ONCE])
-            found.update(self._dataset.to_table(columns=["id"], filter=chosen)["id"].to_pylist())
+        found = {name for table in self._found(ids, ["id"]) for name in table["id"].to_pylist()}
         return [name in found for name in ids]
+
+    def known_texts(self, ids: Sequence[str]) -> dict[str, str | None]:
+        """The texts of those of some ids that the store has."""
+        return dict(pair for table in self._found(ids, ["id", "text"]) for pair in _pairs(table))
 
     def ratios(self) -> set[int]:
         """The ratios of all memories."""
@@ -248,27 +262,28 @@ class MemoryStore:
         if not ids:
             raise ValueError("`ids` is an empty list")
         distinct = list(dict.fromkeys(ids))
-        # The wide columns are read for the rows alone that the ids choose.
-        parts = [
-            self._dataset.to_table(
-                columns=None if columns is None else list(dict.fromkeys(["id", *columns])),
-                filter=_filter(distinct[start : start + _IDS_AT_ONCE]),
-                late_materialization=True,
-            )
-            for start in range(0, len(distinct), _IDS_AT_ONCE)
-        ]
-        table = pyarrow.concat_tables(parts)
+        names = None if columns is None else list(dict.fromkeys(["id", *columns]))
+        table = pyarrow.concat_tables(self._found(distinct, names))
         places = {name: place for place, name in enumerate(table["id"].to_pylist())}
         if len(places) < len(distinct):
             missing = [name not in places for name in distinct]
             raise ValueError(f"the store has no {_named(distinct, missing)}")
         return table.take([places[name] for name in ids])
 
+    def _found(self, ids: Sequence[str], columns: list[str] | None) -> Iterator[pyarrow.Table]:
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            chosen = _filter(ids[start : start + _IDS_AT_ONCE])
+            # The wide columns are read for the rows alone that the ids choose.
+            yield self._dataset.to_table(columns=columns, filter=chosen, late_materialization=True)
+
     def texts(self, ids: Sequence[str] | None = None) -> dict[str, str | None]:
         """The texts of some ids, or of all."""
-        names = ["id", "text"]
-        table = self._dataset.to_table(columns=names) if ids is None else self.read(ids, names)
-        return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
+        return dict(self.each_text() if ids is None else _pairs(self.read(ids, ["text"])))
+
+    def each_text(self) -> Iterator[tuple[str, str | None]]:
+        """All ids with their texts, in the order of the store, a few of them in memory at a time."""
+        for batch in self._dataset.to_batches(columns=["id", "text"]):
+            yield from _pairs(batch)
 
     def metadata(self, ids: Sequence[str]) -> list[dict[str, Any] | None]:
         """The metadata of some ids, in their order."""
@@ -289,14 +304,17 @@ class MemoryStore:
             self._dataset.delete(_filter(distinct[start : start + _IDS_AT_ONCE]))
         self.refresh()
 
-    def compact(self, keep_versions: datetime.timedelta = datetime.timedelta(days=14)) -> None:
+    def compact(
+        self, keep_versions: datetime.timedelta = datetime.timedelta(days=14), rows_per_file: int = 2**20
+    ) -> None:
         """Write many small files as few large ones, index the ids, and remove what only old versions need.
 
         Args:
             keep_versions: versions younger than this stay; whoever still reads an older one fails.
+            rows_per_file: files that have so many rows are left as they are.
         """
         self.refresh()
-        self._dataset.optimize.compact_files()
+        self._dataset.optimize.compact_files(target_rows_per_fragment=rows_per_file)
         self.refresh()
         # An index is written anew: deltas of it would have to be merged.
         self._dataset.create_scalar_index("id", "BTREE", replace=True)
@@ -312,7 +330,8 @@ class MemoryStore:
             ids: which; all if not given.
 
         Returns:
-            The files of the memories, in order. `/` and the like in an id are written as in an address (`%2F`).
+            The files of the memories, in order. `/` and the like in an id are written as in an address (`%2F`); an id
+            that is too long for a file's name is replaced by a hash.
         """
         folder, names = Path(folder), list(self.ids() if ids is None else ids)
         folder.mkdir(parents=True, exist_ok=True)
@@ -322,7 +341,7 @@ class MemoryStore:
                 table = self.read(names[start : start + 64])
                 memory = memory_of_columns(table, self.form)
                 for row, values in enumerate(table.select(["id", "text", "metadata"]).to_pylist()):
-                    path = folder / (quote(values["id"], safe="") + _MEMORY_SUFFIX)
+                    path = folder / (_file_stem(values["id"]) + _MEMORY_SUFFIX)
                     memory.rows(row).save(path)
                     index.write(json.dumps({"file": path.name, **values}, ensure_ascii=False) + "\n")
                     paths.append(path)
@@ -343,8 +362,9 @@ class MemoryStore:
         if isinstance(source, (str, os.PathLike)):
             folder = Path(source)
             index = folder / _INDEX_FILE
-            lines = index.read_text(encoding="utf-8").splitlines() if index.is_file() else []
-            rows = [json.loads(line) for line in lines]
+            # Texts may hold what `splitlines` takes for the end of a line, too.
+            lines = index.read_text(encoding="utf-8").split("\n") if index.is_file() else []
+            rows = [json.loads(line) for line in lines if line]
             paths = [folder / row["file"] for row in rows] or sorted(folder.glob(f"*{_MEMORY_SUFFIX}"))
         else:
             rows, paths = [], [Path(path) for path in source]
@@ -358,10 +378,7 @@ class MemoryStore:
             tables.append(self.table_of([row["id"]], memory, [row.get("text")], [described]))
         ids = [row["id"] for row in rows]
         _check_distinct(ids)
-        self.refresh()
-        if any(there := self.contains(ids)):
-            raise ValueError(f"the store has {_named(ids, there)} already")
-        self.append(pyarrow.concat_tables(tables))
+        self._append_all(pyarrow.concat_tables(tables))
         return ids
 
 
@@ -393,6 +410,15 @@ def _check_distinct(ids: Sequence[str]) -> None:
     if len(counts) < len(ids):
         twice = [name for name, count in counts.items() if count > 1]
         raise ValueError(f"{_named(twice, [True] * len(twice))} stand several times")
+
+
+def _pairs(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[tuple[str, str | None]]:
+    return zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True)
+
+
+def _file_stem(name: str) -> str:
+    quoted = quote(name, safe="")
+    return quoted if len(quoted) <= _LONGEST_STEM else hashlib.sha256(name.encode()).hexdigest()
 
 
 def _named(ids: Sequence[str], chosen: Sequence[bool]) -> str:

@@ -21,7 +21,7 @@ def compress_with_ray(
     address: str | None = None,
     workers: int | None = None,
     num_gpus: float | None = None,
-) -> CorpusReport:
+) -> Iterator[CorpusReport]:
     """Compress a collection on a Ray cluster, whose machines all see the inputs, the model and the store.
 
     Args:
@@ -32,19 +32,27 @@ def compress_with_ray(
         num_gpus: of each actor, a part of one too; 1 if not given and the cluster has some.
 
     Returns:
-        What was done.
+        One report, when all is done; nothing is done before it is asked for.
 
     Raises:
         ImportError: Ray is not installed.
         ValueError: see `CorpusJob.parts`.
     """
     try:
-        import ray
+        import ray  # noqa: F401
     except ImportError as error:
         raise ImportError("--engine ray needs Ray: pip install 'context-compressors[ray]'") from error
-    parts = [json.dumps(dataclasses.asdict(part)) for part in job.parts()]
+    return _reports(job, job.parts(), address, workers, num_gpus)
+
+
+def _reports(
+    job: CorpusJob, all_parts: list[CorpusPart], address: str | None, workers: int | None, num_gpus: float | None
+) -> Iterator[CorpusReport]:
+    import ray
+
+    parts = [json.dumps(dataclasses.asdict(part)) for part in all_parts]
     if not parts:
-        return CorpusReport()
+        return
     if not ray.is_initialized():
         # Without a word Ray would look for a cluster of an earlier run, which may have been killed.
         ray.init(address=address or os.environ.get("RAY_ADDRESS", "local"))
@@ -64,7 +72,7 @@ def compress_with_ray(
         num_gpus=num_gpus,
     ).write_datasink(sink)
     sink.report.seconds = time.monotonic() - start
-    return sink.report
+    yield sink.report
 
 
 def _read(item: dict[str, str], job: CorpusJob) -> Iterator[dict[str, Any]]:

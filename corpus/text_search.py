@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -127,22 +128,29 @@ class VectorSearch:
         return cls(path, encode, encode)
 
     def update(self, store: MemoryStore) -> int:
-        """Follow a store: encode the texts that are new, take out what it has no longer.
+        """Follow a store: encode the texts that are new or have changed, take out what it has no longer.
 
         Returns:
             How many texts were encoded.
+
+        Raises:
+            ValueError: vectors of an earlier version of this package, which do not say of which texts they are.
         """
-        dataset = self._find()
-        have = set() if dataset is None else set(dataset.to_table(columns=["id"])["id"].to_pylist())
-        names = list(store.ids())
-        gone = sorted(have.difference(names))
+        dataset, have = self._find(), {}
+        if dataset is not None:
+            if "text_hash" not in dataset.schema.names:
+                raise ValueError(f"{self._path} has no hashes of its texts: delete it, and have it made anew")
+            table = dataset.to_table(columns=["id", "text_hash"])
+            have = dict(zip(table["id"].to_pylist(), table["text_hash"].to_pylist(), strict=True))
+        wanted = {name: _hash(text) for name, text in store.each_text() if text}
+        gone = sorted(name for name, found in have.items() if wanted.get(name) != found)
         for start in range(0, len(gone), _TEXTS_AT_ONCE):
             quoted = ("'" + name.replace("'", "''") + "'" for name in gone[start : start + _TEXTS_AT_ONCE])
             dataset.delete(f"id IN ({', '.join(quoted)})")
-        new, num_encoded = [name for name in names if name not in have], 0
+        new, num_encoded = [name for name, found in wanted.items() if have.get(name) != found], 0
         for start in range(0, len(new), _TEXTS_AT_ONCE):
             texts = {name: text for name, text in store.texts(new[start : start + _TEXTS_AT_ONCE]).items() if text}
-            table = _vector_table(list(texts), self._encode_documents(list(texts.values()))) if texts else None
+            table = _vector_table(texts, self._encode_documents(list(texts.values())))
             if table is not None:
                 num_encoded += len(table)
                 import_lance().write_dataset(table, self._path, mode="append" if self._find() else "create")
@@ -186,8 +194,12 @@ class VectorSearch:
             return None
 
 
-def _vector_table(ids: list[str], vectors: Sequence[np.ndarray]) -> pyarrow.Table | None:
-    """Ids and vectors of the texts that have some; nothing where none has."""
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _vector_table(texts: dict[str, str], vectors: Sequence[np.ndarray]) -> pyarrow.Table | None:
+    """Ids, hashes and vectors of the texts that have some; nothing where none has."""
     rows = [np.asarray(row, np.float32) for row in vectors]
     kept = [place for place, row in enumerate(rows) if row.size]
     rows = [rows[place] for place in kept]
@@ -198,4 +210,6 @@ def _vector_table(ids: list[str], vectors: Sequence[np.ndarray]) -> pyarrow.Tabl
     if rows[0].ndim == 2:
         offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
         column = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), column)
-    return pyarrow.table({"id": [ids[place] for place in kept], "vector": column})
+    ids = list(texts)
+    names = [ids[place] for place in kept]
+    return pyarrow.table({"id": names, "text_hash": [_hash(texts[name]) for name in names], "vector": column})

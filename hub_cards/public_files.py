@@ -35,23 +35,26 @@ _TOKEN = re.compile(
             r"\bgithub_pat_\w{30,}\b",
             r"\bglpat-[\w-]{20,}",
             r"\bsk-[A-Za-z0-9_-]{30,}\b",
+            r"\b[rs]k_live_[A-Za-z0-9]{20,}\b",
+            r"\bnpm_[A-Za-z0-9]{36}\b|\bpypi-AgE[\w-]{20,}",
+            r"AccountKey=[A-Za-z0-9/+]{40,}",
             r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
             r"(?i:aws_?secret\w*)\W{1,8}[A-Za-z0-9/+]{40}(?![\w/+])",
             r"\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bGOCSPX-[\w-]{20,}",
             r"\bxox[abeoprs]-[0-9A-Za-z-]{10,}|\bhooks\.slack\.com/services/\w+/\w+/\w+",
             r"\bwandb_v\d_\w{20,}|(?i:wandb)[\s\S]{0,80}?(?<!\w)[0-9a-f]{40}(?!\w)",
             r"-----BEGIN [A-Z ]*PRIVATE KEY",
-            # user:password@
-            r"\b[A-Za-z][\w+.-]*://[^\s/:@\"'<>]+:[^\s/@\"'<>]+@",
+            # user:password@, or a token alone
+            r"\b[A-Za-z][\w+.-]*://(?:[^\s/:@\"'<>]+:[^\s/@\"'<>]+|[\w-]{20,})@",
         )
     )
 )
 _FOLDERS = (
-    "home|Users|root|tmp|mnt|scratch|workspace|work|data|opt|srv|media|var|private|content|kaggle"
+    "home|export|afs|cephfs|hpc|Users|root|tmp|mnt|scratch|workspace|work|data|opt|srv|media|var|private|content|kaggle"
     "|nfs|gpfs|lustre|dbfs|fsx|efs|beegfs|cluster|Volumes|users|projects?|storage|raid|shared|gscratch|ssd|hdd|disks?"
 )
 _LOCAL_PATH = re.compile(
-    rf"(?<![\w:./~-])/(?:{_FOLDERS})\d*/[\w.-]+"
+    rf"(?<![\w./~-])/(?:{_FOLDERS})\d*/[\w.-]+"
     r"|(?<![\w~/.])~/(?!\.cache\b)[\w.-]+"
     r"|\bfile://[^\s\"'<>]+"
     # After a single backslash a letter may be a line break's.

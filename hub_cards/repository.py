@@ -61,15 +61,22 @@ def build_repository(
     if not local_files_only:
         base_model = base_place(base_model)
     files, states = check_files(checkpoint)
-    for path in files:
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint / path, target / path)
-    if weights != "saved":
-        _convert(checkpoint, target, weights, base_model, local_files_only)
-    config = _config(target)
-    _complete_code(config, target)
-    _complete_card(config, target, license, _base_folder(config, base_model, local_files_only))
-    check_files(target)
+    _config(checkpoint)
+    target.mkdir(parents=True, exist_ok=True)
+    # What fails leaves the target empty.
+    with tempfile.TemporaryDirectory(dir=target) as scratch:
+        folder = Path(scratch)
+        for path in files:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / path, folder / path)
+        if weights != "saved":
+            _convert(checkpoint, folder, weights, base_model, local_files_only)
+        config = _config(folder)
+        _complete_code(config, folder)
+        _complete_card(config, folder, license, _base_folder(config, base_model, local_files_only))
+        check_files(folder)
+        for path in list(folder.iterdir()):
+            path.rename(target / path.name)
     if states:
         logger.warning(f"left out, since they are states of a training run: {', '.join(states)}")
     if foreign := _foreign_code(config, target):

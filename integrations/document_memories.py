@@ -227,12 +227,9 @@ class DocumentMemories:
         with self._lock:
             if self.store is None:
                 return [id_ in self._in_process for id_ in ids]
-            there = self.store.contains(ids)
-            if not all(there):
-                # Another process may have added them since.
-                self.store.refresh()
-                there = self.store.contains(ids)
-            return there
+            # Other processes add, delete, and take away the files of old versions.
+            self.store.refresh()
+            return self.store.contains(ids)
 
     def _add(self, ids: list[str], memory: CompressedContext, texts: list[str]) -> None:
         with self._lock:

@@ -10,7 +10,8 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,12 +29,14 @@ except ImportError as error:
 from ..corpus.memory_store import MemoryStore
 from ..modeling.compressor.context_compression_qa import MAX_NEW_TOKENS, ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
-from .server_engine import Engine, Job, ServerError
+from .server_engine import Engine, Job, ServerError, in_time
 from .server_jobs import Answer, AnswerJob, CompressionJob, Sampling, ServedModel
 from .server_memories import ProcessMemories, StoredMemories
 from .server_requests import ChatRequest, MemoriesRequest, MemoryPart
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+# Memories of a chat that are read before their slots are counted.
+_MEMORIES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,13 @@ def create_app(
     return _routes(_Server(served, settings))
 
 
+def check_address(host: str, port: int) -> None:
+    """Raise `OSError` where `run` could not listen there, `ValueError` for a port that is none."""
+    if not 0 <= port < 2**16:
+        raise ValueError(f"a port is a number from 0 to {2**16 - 1:,}, got {port}")
+    _listening(host, port).close()
+
+
 def run(app: fastapi.FastAPI, host: str, port: int, grace: int) -> None:
     """Serve an application until Ctrl-C or SIGTERM; then no more requests are taken, and those that run are ended.
 
@@ -112,12 +122,16 @@ def run(app: fastapi.FastAPI, host: str, port: int, grace: int) -> None:
         OSError: the address is taken, or is none of this machine.
     """
     # Bound here: uvicorn would end the process, without an error to catch.
-    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+    with _listening(host, port) as listening:
         place = f"[{host}]" if ":" in host else host
         print(f"serving at http://{place}:{listening.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 class _Server:
@@ -158,24 +172,30 @@ class _Server:
             raise ServerError(404, f"there is no model {name!r}; this server has {names}", "model_not_found", "model")
         return next(iter(self.models.values())) if name is None else self.models[name]
 
-    def find_memory(self, memory_id: str) -> tuple[ServedModel, CompressedContext]:
-        """A memory and a model that reads it."""
+    def find_memories(self, ids: Sequence[str]) -> dict[str, tuple[ServedModel, CompressedContext]]:
+        """Memories, each with a model that reads it."""
+        found: dict[str, tuple[ServedModel, CompressedContext]] = {}
         for model in self.models.values():
-            memory = model.memories.get(memory_id)
-            if memory is not None and memory.model_id == model.model_id:
-                return model, memory
-        message = f"there is no memory {memory_id!r}: {'; or '.join(place.absence for place in self.places)}"
-        raise ServerError(404, message, "memory_not_found", "memory_id")
+            missing = [name for name in ids if name not in found]
+            memories = model.memories.get(missing) if missing else {}
+            found |= {name: (model, memory) for name, memory in memories.items() if memory.model_id == model.model_id}
+        for name in ids:
+            if name not in found:
+                message = f"there is no memory {name!r}: {'; or '.join(place.absence for place in self.places)}"
+                raise ServerError(404, message, "memory_not_found", "memory_id")
+        return found
 
-    def memory_for(self, model: ServedModel, part: MemoryPart) -> CompressedContext:
-        """A memory that this model reads, at the ratio of the request."""
-        maker, memory = self.find_memory(part.memory_id)
-        if memory.model_id != model.model_id:
-            message = (
-                f"the memory {part.memory_id!r} was made by the model {maker.name!r}: {model.name!r} cannot read it"
-            )
-            raise ServerError(400, message, "memory_of_another_model", "memory_id")
-        return memory if part.ratio is None else memory.at_ratio(part.ratio)
+    def memories_for(
+        self, model: ServedModel, keys: Sequence[tuple[str, int | None]]
+    ) -> dict[tuple[str, int | None], CompressedContext]:
+        """Memories that this model reads, by their ids and the ratios that they are wanted at."""
+        found = self.find_memories(list(dict.fromkeys(name for name, _ in keys)))
+        for name, (maker, memory) in found.items():
+            if memory.model_id != model.model_id:
+                message = f"the memory {name!r} was made by the model {maker.name!r}: {model.name!r} cannot read it"
+                raise ServerError(400, message, "memory_of_another_model", "memory_id")
+        memories = {key: found[key[0]][1] for key in keys}
+        return {key: memory if key[1] is None else memory.at_ratio(key[1]) for key, memory in memories.items()}
 
     def check_length(self, what: str, num_tokens: int, limit: int | None, param: str) -> None:
         """Refuse more tokens than the server, or a model, allows."""
@@ -184,16 +204,16 @@ class _Server:
             message = f"{what}: {num_tokens:,} tokens, at most {most:,} are allowed"
             raise ServerError(400, message, "context_length_exceeded", param)
 
-    async def compression(self, model: ServedModel, request: MemoriesRequest) -> tuple[CompressionJob, int]:
-        """What makes memories of texts, and the tokens of these."""
+    async def compression(self, model: ServedModel, request: MemoriesRequest) -> CompressionJob:
+        """What makes memories of texts."""
         num_tokens = await run_in_threadpool(model.num_tokens, request.text)
         self.check_length("the texts", num_tokens, None, "text")
-        settings = self.settings
-        return CompressionJob(model, request.text, request.ratio, settings.timeout, settings.batch_size), num_tokens
+        limits = self.settings.timeout, self.settings.batch_size
+        return CompressionJob(model, request.text, num_tokens, request.ratio, *limits)
 
     async def answer(self, model: ServedModel, request: ChatRequest) -> AnswerJob:
         """What answers a chat."""
-        memories = [await run_in_threadpool(self.memory_for, model, part) for part in request.memories]
+        memories = await self.memories(model, request.memories)
         messages = [{"role": message.role, "content": message.text} for message in request.messages]
         text_ids = await run_in_threadpool(model.text_ids, messages, bool(memories))
         # Below, scores overflow, and the likeliest token is drawn anyhow.
@@ -214,23 +234,48 @@ class _Server:
         self.check_length(what, num_tokens, model.max_positions, "messages")
         return job
 
-    async def first_event(self, job: Job, request: fastapi.Request) -> Any:
-        """The first part of what a job makes, after its turn has come; a job that nobody waits for is cancelled."""
+    async def memories(self, model: ServedModel, parts: Sequence[MemoryPart]) -> list[CompressedContext]:
+        """The memories that a chat names, in order; each is read once, and no more than the limits allow."""
+        # Each has a slot at least.
+        self.check_length("the memories", len(parts), model.max_positions, "messages")
+        keys = [(part.memory_id, part.ratio) for part in parts]
+        counts = Counter(keys)
+        distinct, num_slots = list(counts), 0
+        found: dict[tuple[str, int | None], CompressedContext] = {}
+        for start in range(0, len(distinct), _MEMORIES_AT_ONCE):
+            chosen = distinct[start : start + _MEMORIES_AT_ONCE]
+            found |= await run_in_threadpool(self.memories_for, model, chosen)
+            num_slots += sum(counts[key] * int(found[key].num_slots) for key in chosen)
+            self.check_length("the memories", num_slots, model.max_positions, "messages")
+        return [found[key] for key in keys]
+
+    async def start(self, making: Coroutine[Any, Any, Any], request: fastapi.Request) -> tuple[Any, Any]:
+        """A job, and the first part of what it makes, after its turn has come; cancelled if nobody waits for it."""
+        arrived = time.monotonic()
+        job: Job | None = None
+
+        async def first_event() -> Any:
+            nonlocal job
+            job = await making
+            job.arrived = arrived
+            self.engine.submit(job)
+            return await job.next_event()
 
         async def disconnected() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        self.engine.submit(job)
-        event, gone = asyncio.ensure_future(job.next_event()), asyncio.ensure_future(disconnected())
+        event = asyncio.ensure_future(in_time(first_event(), arrived, self.settings.timeout))
+        gone = asyncio.ensure_future(disconnected())
         try:
             await asyncio.wait({event, gone}, return_when=asyncio.FIRST_COMPLETED)
             if event.done():
-                return event.result()
+                return job, event.result()
             # Nobody reads it; it is counted.
             raise ServerError(499, "the client has gone")
         except BaseException:
-            self.engine.cancel(job)
+            if job is not None:
+                self.engine.cancel(job)
             raise
         finally:
             event.cancel()
@@ -274,28 +319,26 @@ def _routes(server: _Server) -> fastapi.FastAPI:
 
     @app.post("/v1/memories")
     async def compress(body: MemoriesRequest, request: fastapi.Request) -> dict[str, Any]:
-        job, num_tokens = await server.compression(server.model(body.model), body)
-        memories = await server.first_event(job, request)
-        server.tokens.labels("compressed").inc(num_tokens)
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        job, memories = await server.start(server.compression(server.model(body.model), body), request)
+        server.tokens.labels("compressed").inc(job.num_tokens)
+        usage = {"prompt_tokens": job.num_tokens, "total_tokens": job.num_tokens}
         return {"object": "list", "model": job.model.name, "data": memories, "usage": usage}
 
     @app.get("/v1/memories/{memory_id:path}")
     def memory(memory_id: str) -> dict[str, Any]:
-        maker, found = server.find_memory(memory_id)
+        maker, found = server.find_memories([memory_id])[memory_id]
         return maker.describe(memory_id, found)
 
     @app.delete("/v1/memories/{memory_id:path}")
     def delete(memory_id: str) -> dict[str, Any]:
-        maker, _ = server.find_memory(memory_id)
+        maker, _ = server.find_memories([memory_id])[memory_id]
         maker.memories.delete(memory_id)
         return {"id": memory_id, "object": "memory", "deleted": True}
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: fastapi.Request) -> Any:
-        job = await server.answer(server.model(body.model), body)
         # What fails before the first token is refused with its status, streamed or not.
-        event = await server.first_event(job, request)
+        job, event = await server.start(server.answer(server.model(body.model), body), request)
         writer = _AnswerWriter(server, job, body.stream_options.include_usage)
         if body.stream:
             return StreamingResponse(writer.lines(event), media_type="text/event-stream")

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Hashable
+from collections.abc import Awaitable, Hashable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -90,14 +90,28 @@ class Job:
         Raises:
             ServerError: it failed, or was not there in time.
         """
-        try:
-            async with asyncio.timeout(self.arrived + self.seconds - time.monotonic()):
-                event = await self._events.get()
-        except TimeoutError:
-            raise ServerError(504, f"not answered within {self.seconds:g} seconds (--timeout)", "timeout") from None
+        event = await in_time(self._events.get(), self.arrived, self.seconds)
         if isinstance(event, ServerError):
             raise event
         return event
+
+
+async def in_time(awaited: Awaitable[Any], arrived: float, seconds: float) -> Any:
+    """The result of what a request waits for.
+
+    Args:
+        awaited: what is waited for.
+        arrived: when the request came, on the monotonic clock.
+        seconds: that it may take in all.
+
+    Raises:
+        ServerError: it was not there in time.
+    """
+    try:
+        async with asyncio.timeout(arrived + seconds - time.monotonic()):
+            return await awaited
+    except TimeoutError:
+        raise ServerError(504, f"not answered within {seconds:g} seconds (--timeout)", "timeout") from None
 
 
 class Engine:

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,28 +84,51 @@ class ServedModel:
 class CompressionJob(Job):
     """Texts that become memories; its result are their descriptions."""
 
-    def __init__(self, model: ServedModel, texts: list[str], ratio: int | str | None, seconds: float, batch_size: int):
+    def __init__(
+        self,
+        model: ServedModel,
+        texts: list[str],
+        num_tokens: int,
+        ratio: int | str | None,
+        seconds: float,
+        batch_size: int,
+    ):
         super().__init__(("compression", model.name, ratio), seconds)
-        self.model, self.texts, self.ratio, self.batch_size = model, texts, ratio, batch_size
+        self.model, self.texts, self.num_tokens = model, texts, num_tokens
+        self.ratio, self.batch_size = ratio, batch_size
 
     @classmethod
     def run(cls, jobs: list[Any]) -> None:
         first, model = jobs[0], jobs[0].model
         texts = [text for job in jobs for text in job.texts]
         # Batches of like lengths, so that nobody waits long for what nobody waits for any more.
-        order, size, parts = sorted(range(len(texts)), key=lambda row: len(texts[row])), first.batch_size, []
+        order, size = sorted(range(len(texts)), key=lambda place: len(texts[place])), first.batch_size
+        rows: dict[int, CompressedContext] = {}
         for start in range(0, len(order), size):
             if all(job.is_over for job in jobs):
                 return
-            batch = [texts[row] for row in order[start : start + size]]
-            parts.append(model.pipe.compress(batch, ratio=first.ratio, batch_size=size))
-        memory = type(parts[0]).stack(parts).rows(torch.tensor(order).argsort())
-        for job in jobs:
-            rows, memory = memory[: len(job.texts)], memory[len(job.texts) :]
-            if not job.is_over:
-                ids = [f"mem-{uuid.uuid4().hex}" for _ in job.texts]
-                kept = model.memories.add(ids, rows, job.texts)
-                job.finish([model.describe(name, row) for name, row in zip(ids, kept, strict=True)])
+            places = order[start : start + size]
+            memory = model.pipe.compress([texts[place] for place in places], ratio=first.ratio, batch_size=size)
+            memory = memory.to("cpu")
+            rows |= {place: _alone(memory.rows(row)) for row, place in enumerate(places)}
+        made = (rows[place] for place in range(len(texts)))
+        found = [(job, [next(made) for _ in job.texts]) for job in jobs]
+        waiting = [(job, own) for job, own in found if not job.is_over]
+        if not waiting:
+            return
+        texts = [text for job, _ in waiting for text in job.texts]
+        ids = [f"mem-{uuid.uuid4().hex}" for _ in texts]
+        kept = zip(ids, model.memories.add(ids, [row for _, own in waiting for row in own], texts), strict=True)
+        for job, _ in waiting:
+            job.finish([model.describe(*next(kept)) for _ in job.texts])
+
+
+def _alone(memory: CompressedContext) -> CompressedContext:
+    """A row of a batch in tensors of its own: it would hold the padding of the whole batch's longest row."""
+    if memory.embeddings is not None:
+        return replace(memory, check=False, embeddings=memory.embeddings.clone())
+    pairs = tuple((keys.clone(), values.clone()) for keys, values in memory.key_values or ())
+    return replace(memory, check=False, key_values=pairs)
 
 
 @dataclass(frozen=True)
@@ -222,11 +245,12 @@ class AnswerJob(Job):
 
     def _settled(self, text: str) -> str:
         """What the next tokens cannot change: no half of a character, space at the end, or beginning of a stop."""
+        text = text.rstrip("\ufffd")
         for size in range(max(map(len, self.stops), default=1) - 1, 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self.stops):
                 text = text[:-size]
                 break
-        return text.rstrip("\ufffd").strip()
+        return text.strip()
 
     def _send_up_to(self, text: str) -> None:
         if self.is_streamed and len(text) > len(self._sent):

@@ -3,13 +3,24 @@
 
 from __future__ import annotations
 
+import datetime
+import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
+import pyarrow
+
+from ..corpus.memory_columns import memory_of_columns
 from ..corpus.memory_store import MemoryStore
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.memory.memory_quantization import QUANTIZATIONS
+
+logger = logging.getLogger(__name__)
+
+# Versions of a store after which it is compacted, how old they are then kept, and rows of a file that is left alone.
+_COMPACTED_EVERY = 256
+_KEPT = datetime.timedelta(minutes=10)
+_ROWS_OF_A_FILE = 1024
 
 
 class ProcessMemories:
@@ -33,13 +44,14 @@ class ProcessMemories:
             "full; a server with --store forgets none"
         )
 
-    def add(self, ids: Sequence[str], memory: CompressedContext, texts: Sequence[str]) -> list[CompressedContext]:
-        """Keep the rows of a memory; they come back as they are kept.
+    def add(
+        self, ids: Sequence[str], rows: Sequence[CompressedContext], texts: Sequence[str]
+    ) -> Sequence[CompressedContext]:
+        """Keep memories of one row each; they come back as they are kept.
 
         Raises:
             ValueError: they alone are larger than all that is kept.
         """
-        rows = [_alone(memory.rows(row).to("cpu")) for row in range(len(ids))]
         if (size := sum(row.nbytes for row in rows)) > self.max_bytes:
             raise ValueError(f"{len(ids)} memories of {size:,} bytes: this server keeps {self.max_bytes:,} in all")
         with self._lock:
@@ -49,10 +61,10 @@ class ProcessMemories:
                 self.nbytes -= self._memories.pop(next(iter(self._memories))).nbytes
         return rows
 
-    def get(self, memory_id: str) -> CompressedContext | None:
-        """A memory of one row, or nothing."""
+    def get(self, ids: Sequence[str]) -> dict[str, CompressedContext]:
+        """Those of some memories that are there, of one row each."""
         with self._lock:
-            return self._memories.get(memory_id)
+            return {name: self._memories[name] for name in ids if name in self._memories}
 
     def delete(self, memory_id: str) -> bool:
         """Whether there was such a memory, which is gone now."""
@@ -78,36 +90,58 @@ class StoredMemories:
         self.store, self.keeps_texts = store, keeps_texts
         # A store changes the version that it reads.
         self._lock = threading.Lock()
+        self._compact_at = _next_compaction(store)
 
-    def add(self, ids: Sequence[str], memory: CompressedContext, texts: Sequence[str]) -> list[CompressedContext]:
-        """Keep the rows of a memory; they come back as they are kept."""
+    def add(
+        self, ids: Sequence[str], rows: Sequence[CompressedContext], texts: Sequence[str]
+    ) -> Sequence[CompressedContext]:
+        """Keep memories of one row each, as one new version; they come back as they are kept."""
         dtype = self.store.form.dtype
-        memory = memory.quantize(dtype) if dtype in QUANTIZATIONS else memory.to(dtype=dtype)
+        rows = [row.quantize(dtype) if dtype in QUANTIZATIONS else row.to(dtype=dtype) for row in rows]
+        tables = [
+            self.store.table_of([name], row, [text] if self.keeps_texts else None)
+            for name, row, text in zip(ids, rows, texts, strict=True)
+        ]
         with self._lock:
-            self.store.add(ids, memory, texts=texts if self.keeps_texts else None)
-        return [memory.rows(row) for row in range(len(ids))]
+            # Each id is new.
+            self.store.append(pyarrow.concat_tables(tables))
+            self._compact()
+        return rows
 
-    def get(self, memory_id: str) -> CompressedContext | None:
-        """A memory of one row in the store's type, or nothing."""
+    def get(self, ids: Sequence[str]) -> dict[str, CompressedContext]:
+        """Those of some memories that are there, of one row each, in the store's type."""
         with self._lock:
-            return self.store.get([memory_id]) if self._has(memory_id) else None
+            self.store.refresh()
+            there = [name for name, is_there in zip(ids, self.store.contains(ids), strict=True) if is_there]
+            if not there:
+                return {}
+            table = self.store.read(there)
+        # Not together: each would be padded to the longest.
+        return {name: memory_of_columns(table.take([row]), self.store.form) for row, name in enumerate(there)}
 
     def delete(self, memory_id: str) -> bool:
         """Whether there was such a memory, which is gone now."""
         with self._lock:
-            found = self._has(memory_id)
+            self.store.refresh()
+            (found,) = self.store.contains([memory_id])
             if found:
                 self.store.delete([memory_id])
+                self._compact()
             return found
 
-    def _has(self, memory_id: str) -> bool:
-        self.store.refresh()
-        return self.store.contains([memory_id])[0]
+    def _compact(self) -> None:
+        """Join the small files of many versions, from time to time: each version names all files."""
+        if self.store.version < self._compact_at:
+            return
+        try:
+            self.store.compact(_KEPT, _ROWS_OF_A_FILE)
+        except OSError as error:
+            # Another process has changed the same files meanwhile.
+            logger.warning("the store is compacted later: %s", error)
+            self.store.refresh()
+        self._compact_at = _next_compaction(self.store)
 
 
-def _alone(memory: CompressedContext) -> CompressedContext:
-    """A row of a batch in tensors of its own: it would hold the padding of the whole batch's longest row."""
-    if memory.embeddings is not None:
-        return replace(memory, check=False, embeddings=memory.embeddings.clone())
-    pairs = tuple((keys.clone(), values.clone()) for keys, values in memory.key_values or ())
-    return replace(memory, check=False, key_values=pairs)
+def _next_compaction(store: MemoryStore) -> int:
+    """A version; counted from 0, so that a server that is often started anew comes to it, too."""
+    return (store.version // _COMPACTED_EVERY + 1) * _COMPACTED_EVERY

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .command import (
@@ -108,13 +109,11 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError("--address and --num-gpus go with --engine ray")
     import_lance()
     job = _job(arguments)
-    path = arguments.failures or f"{arguments.store.rstrip('/').rpartition('://')[2]}.failed.jsonl"
+    path = arguments.failures or _failures_beside(arguments.store)
     if arguments.engine == "ray":
         from ..corpus.ray_engine import compress_with_ray
 
-        reports: Iterable[CorpusReport] = [
-            compress_with_ray(job, arguments.address, arguments.workers, arguments.num_gpus)
-        ]
+        reports = compress_with_ray(job, arguments.address, arguments.workers, arguments.num_gpus)
     else:
         from ..corpus.compress_corpus import compress_locally
 
@@ -123,11 +122,18 @@ def main(arguments: argparse.Namespace) -> None:
     speed = f"{total.num_tokens / max(total.seconds, 1e-9):,.0f} tokens/s"
     print(
         f"{total.num_rows:,} rows with {total.num_tokens:,} tokens in {total.seconds:,.1f} s, {speed}; "
-        f"{len(total.failures):,} rows failed{f', see {path}' if total.failures else ''}",
+        f"{len(total.failures):,} rows failed{f', see {path}' if total.failures else ''}"
+        f"{f'; {total.num_there:,} rows were there already' if total.num_there else ''}",
         file=sys.stderr,
     )
     if total.failures and not total.num_rows:
         raise ValueError(f"no row was compressed; the first one: {total.failures[0][1]}")
+
+
+def _failures_beside(store: str) -> str:
+    """The file beside a store; in the working folder for one that has an address."""
+    place = store.rstrip("/")
+    return f"{place.rpartition('/')[2] if '://' in place else place}.failed.jsonl"
 
 
 def _job(arguments: argparse.Namespace) -> CorpusJob:
@@ -169,6 +175,7 @@ def _follow(reports: Iterable[CorpusReport], path: str) -> CorpusReport:
     from ..corpus.compress_corpus import CorpusReport
 
     total = CorpusReport()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file, tqdm(unit="row", disable=not sys.stderr.isatty()) as progress:
         for report in reports:
             total += report

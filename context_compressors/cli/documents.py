@@ -66,13 +66,13 @@ def _read(path: str, column: str) -> Iterator[Document]:
 
 def _jsonl_rows(file: Path, column: str) -> Iterator[object]:
     # The standard library's reader has no limit on the length of a line, and long documents are the point.
-    with open(file, encoding="utf-8") as stream:
+    with open(file, "rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{file}, line {number} is not a JSON object with columns")

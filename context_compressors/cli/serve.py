@@ -69,9 +69,10 @@ def main(arguments: argparse.Namespace) -> None:
 
     Raises:
         ImportError: FastAPI, uvicorn, prometheus_client or, with `--store`, Lance is not installed.
-        ValueError: models or a store that cannot be used together, or a limit that is none.
+        OSError: the address is taken, or is none of this machine.
+        ValueError: models or a store that cannot be used together, or a limit or a port that is none.
     """
-    from ..serving.server import ServerSettings, create_app
+    from ..serving.server import ServerSettings, check_address, create_app
     from ..serving.server import run as run_server
 
     stores = arguments.store or []
@@ -89,6 +90,8 @@ def main(arguments: argparse.Namespace) -> None:
         max_memory_bytes=arguments.memory_megabytes * 2**20,
         timeout=arguments.timeout,
     )
+    # Models may take minutes to load.
+    check_address(arguments.host, arguments.port)
     pipes = dict(zip(names, (_load(model, arguments) for model in arguments.models), strict=True))
     opened = {name: _open(path, pipes[name], arguments) for name, path in zip(names, stores, strict=False)}
     app = create_app(pipes, settings, opened, keeps_texts=not arguments.no_texts)
@@ -113,4 +116,7 @@ def _open(path: str, pipe: ContextCompressionQAPipeline, arguments: argparse.Nam
     from ..corpus.corpus_compressor import CorpusCompressor
     from ..corpus.memory_store import MemoryStore
 
-    return MemoryStore.find_or_create(path, CorpusCompressor(pipe, memory_dtype=arguments.memory_dtype).form)
+    store = MemoryStore.find_or_create(path, CorpusCompressor(pipe, memory_dtype=arguments.memory_dtype).form)
+    if store.form.dtype != arguments.memory_dtype:
+        raise ValueError(f"the store {path} is in {store.form.dtype!r}, not in {arguments.memory_dtype!r}")
+    return store

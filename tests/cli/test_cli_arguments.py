@@ -91,7 +91,7 @@ def test_a_missing_package_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch,
 def test_documents_come_from_text_jsonl_parquet_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text, jsonl, parquet = tmp_path / "first.txt", tmp_path / "rows.jsonl", tmp_path / "table.parquet"
     text.write_text("The mill stands by the river.", encoding="utf-8")
-    jsonl.write_text('{"context": "one"}\n\n{"context": "two", "other": 1}\n', encoding="utf-8")
+    jsonl.write_text('{"context": "one"}\n\n{"context": "two", "other": 1}\n', encoding="utf-8-sig")
     pyarrow.parquet.write_table(pyarrow.table({"context": ["three", "four"], "n": [1, 2]}), parquet)
     monkeypatch.setattr("sys.stdin", io.StringIO("five"))
     assert read_documents([str(text), str(jsonl), str(parquet), "-"]) == [
@@ -112,6 +112,8 @@ def test_documents_come_from_text_jsonl_parquet_and_standard_input(tmp_path: Pat
         ("a.jsonl", b'{"contxt": "x"}', "line 1 has no column 'context'; did you mean 'contxt'"),
         ("a.jsonl", b"{", "line 1 is not JSON"),
         ("a.jsonl", b"[1]", "line 1 is not a JSON object"),
+        ("a.jsonl", b'{"context": "x"}\n{"context": "\xff"}', "line 2 is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
         ("a.jsonl", b'{"context": 3}', "row 1: 'context' is int, not text"),
         ("a.parquet", b"no", "not a Parquet file"),
         ("b/c.txt", b"", "is not there"),

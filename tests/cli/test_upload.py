@@ -188,6 +188,8 @@ def test_another_licence_than_the_bases_is_refused_until_it_is_named(checkpoint,
 def test_no_licence_at_all_is_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="names a licence: pass --license"):
         build_repository(checkpoint, tmp_path / "built")
+    built = build_repository(checkpoint, tmp_path / "built", license="mit")
+    assert set(contents(built)) == set(contents(checkpoint))
 
 
 # --- what is refused ---
@@ -241,6 +243,13 @@ def test_files_that_do_not_belong_are_named(without_code, tmp_path, name, kind):
         ("machine api.wandb.ai\n  login user\n  password " + "0a" * 20, "access token, wandb"),
         ("-----BEGIN " + "OPENSSH PRIVATE KEY-----", "access token, -----"),
         ("git clone https://nora:" + "secret@example.com/x", "access token, https:"),
+        ("git clone https://" + "a1B2" * 9 + "@example.com/x", "access token, https:"),
+        *((prefix + "a1B2" * 9, "access token") for prefix in ("npm_", "pypi-AgE", "sk_live_")),
+        ("AccountKey=" + "a1B2" * 21 + "==", "access token, Accoun"),
+        ("rsync -a nora@gpu7:/home/nora/run .", "/home/nora"),
+        ("-v /ckpt:/data/run", "/data/run"),
+        ("PYTHONPATH=/usr/lib:/home/nora/code", "/home/nora"),
+        ("in /export/home/nora/run", "/export/home"),
         ("path={here}/model.safetensors", "place on one machine"),
     ],
 )
@@ -262,6 +271,7 @@ def test_tokens_and_paths_are_named(without_code, tmp_path, text, kind):
 def test_ordinary_text_passes(without_code):
     (without_code / "notes.txt").write_text(
         "See https://huggingface.co/data/x and ./data/y, a ~ b, and/or work/main; hf_hub_download; a/home/b. Q:\\nWho?"
+        " ssh://git@example.com, https://example.com/@nora, pypi-packages-of-the-year, http://localhost:/x, npm_config"
         f" ~/.cache, me@example.com, https://x.org/a:b@c, s3://bucket/key, commit {'0a' * 20}, mailto:me@x.org, 5:/"
     )
     (without_code / "notes.json").write_text(json.dumps({"prompt": "Q:\nWho?\nA:"}))

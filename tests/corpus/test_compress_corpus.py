@@ -15,7 +15,7 @@ import pytest
 from datasets import Dataset
 
 from context_compressors import CorpusCompressor, MemoryStore, cli
-from context_compressors.corpus.compress_corpus import CorpusJob, compress_locally
+from context_compressors.corpus.compress_corpus import CorpusJob, CorpusReport, compress_locally, write_rows
 from context_compressors.corpus.corpus_rows import CorpusColumns, corpus_parts, read_part
 
 
@@ -72,6 +72,33 @@ def test_rows_of_files_and_folders_have_the_names_of_their_places_and_bad_ones_s
     assert json.loads(rows[0]["metadata"]) == {"n": 0.5}
     files = [str(collection / name) for name in ("pages.parquet", "rows.jsonl")]
     assert [row["id"] for row in rows_of(files, id="key")] == [*"01234", "x", "rows.jsonl:1", "rows.jsonl:2", "y"]
+
+
+def test_rows_with_half_a_character_or_nested_too_deep_are_failures_of_their_own(tmp_path):
+    rows = [{"key": "a", "text": "A text.", "n": 1}, {"key": "b", "text": "A text.", "n": "\ud83d"}]
+    rows += [{"key": "c\ud83d", "text": "A text."}, {"key": "d", "text": "half \ud83d"}]
+    path = tmp_path / "caf\udce9.jsonl"
+    path.write_text("\n".join([*map(json.dumps, rows), "[" * 100_000, json.dumps({"text": "The last."})]))
+    found = rows_of([str(path)], id="key", metadata=("n",))
+    pyarrow.Table.from_pylist(found)
+    assert [row["id"] for row in found] == ["a", "b", "c\\ud83d", "d", *(f"caf\\udce9.jsonl:{i}" for i in (4, 5))]
+    assert [row["text"] for row in found] == ["A text.", *[None] * 5]
+    assert [row["error"].rpartition(" ")[2] for row in found[1:4]] == ["metadata", "id", "text"]
+    assert "not JSON: maximum recursion depth" in found[4]["error"]
+    assert rows_of([str(path)])[5]["text"] == "The last."
+
+
+def test_nothing_is_read_ahead_where_there_is_no_store(monkeypatch, tmp_path):
+    read = []
+
+    def read_part(part, columns):
+        for number in range(3):
+            read.append(number)
+            yield {"id": str(number), "text": "A text.", "metadata": None, "error": None}
+
+    monkeypatch.setattr("context_compressors.corpus.compress_corpus.read_part", read_part)
+    next(CorpusJob(("x",), str(tmp_path / "s.lance"), "m", 4, resume=True).rows(None))
+    assert read == [0]
 
 
 def test_shards_of_hub_data_sets_are_parts(monkeypatch):
@@ -138,6 +165,58 @@ def test_the_command_fills_a_store_goes_on_with_it_and_lists_what_failed(collect
     assert "1 rows with" in capsys.readouterr().err
     made.refresh()
     assert (len(made), made.texts()["pages.parquet:0"]) == (7, None)
+
+
+def test_a_failures_file_is_beside_the_store_or_here_and_can_be_written_before_anything_starts(
+    tmp_path, monkeypatch, capsys
+):
+    def compress_locally(job, devices):
+        def reports():
+            assert list(tmp_path.rglob("*.failed.jsonl"))
+            yield CorpusReport(1, 2, [("a\\ud83d", "why")])
+
+        return reports()
+
+    monkeypatch.setattr("context_compressors.corpus.compress_corpus.compress_locally", compress_locally)
+    monkeypatch.chdir(tmp_path)
+    command = ["compress-corpus", "in", "--model", "m", "--ratio", "4", "--device", "cpu"]
+    for store, place in (("new/dir/s.lance/", "new/dir/s.lance"), ("s3://bucket/in/t.lance", "t.lance")):
+        assert cli.main([*command, "--store", store]) == 0
+        text = (tmp_path / f"{place}.failed.jsonl").read_text(encoding="utf-8")
+        assert json.loads(text) == {"id": "a\\ud83d", "error": "why"}
+    assert "were there already" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_is_left_out_is_counted_and_another_text_under_an_id_of_the_store_is_named(model, tmp_path, capsys):
+    def compress(folder, *texts):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        lines = [json.dumps({"text": text}) for text in texts]
+        (tmp_path / folder / "pages.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        command = ["compress-corpus", str(tmp_path / folder / "pages.jsonl"), "--model", model, "--ratio", "4"]
+        code = cli.main([*command, "--store", str(tmp_path / "s.lance"), "--device", "cpu", "--resume"])
+        return code, capsys.readouterr().err
+
+    assert compress("january", "The first.", "The second.")[0] == 0
+    code, printed = compress("february", "Another.", "The second.", "The third.")
+    assert code == 0
+    assert "1 rows with" in printed
+    assert "1 rows failed" in printed
+    assert "1 rows were there already" in printed
+    failed = json.loads((tmp_path / "s.lance.failed.jsonl").read_text(encoding="utf-8"))
+    assert failed["id"] == "pages.jsonl:0"
+    assert "the store has another text with this id" in failed["error"]
+    assert list(MemoryStore.open(tmp_path / "s.lance").texts().values()) == ["The first.", "The second.", "The third."]
+
+
+@pytest.mark.slow
+def test_a_write_that_is_run_again_has_no_failures(model, tmp_path):
+    job = CorpusJob(("x",), str(tmp_path / "s.lance"), model, 4)
+    rows = {"id": ["a", "b", "a"], "text": ["One.", "Two.", "Another."], "metadata": [None] * 3, "error": [None] * 3}
+    table = job.compressor("cpu")(rows)
+    reports = [write_rows(job.store, table) for _ in range(2)]
+    assert [(report.num_rows, report.num_there) for report in reports] == [(2, 0), (0, 2)]
+    assert [report.failures for report in reports] == [[("a", "another row has this id")]] * 2
 
 
 @pytest.mark.slow

@@ -83,6 +83,38 @@ def test_versions_stay_readable_until_they_are_compacted_and_a_reader_keeps_its_
     assert (len(reader), reader.contains(["a", "x", "c"])) == (3, [True, False, True])
 
 
+def test_files_hold_texts_with_any_end_of_a_line_and_ids_of_any_length(tmp_path):
+    memory = make_memory((3, 5))
+    ids, texts = (
+        ["灯台の管理人が飼っていた蜂の巣箱の数と収穫された蜂蜜の量", "b"],
+        ["one\u2028two\u2029", "x\x85y\x0c\r\n"],
+    )
+    store, copy = (MemoryStore.create(tmp_path / name, memory) for name in ("s.lance", "t.lance"))
+    store.add(ids, memory, texts)
+    store.export(tmp_path / "files")
+    assert copy.import_files(tmp_path / "files") == ids
+    assert copy.texts() == store.texts()
+    assert_equal(copy.get(ids), store.get(ids))
+    with pytest.raises(ValueError, match=r"the store has ids '灯台.*', 'b' already"):
+        copy.import_files(tmp_path / "files")
+
+
+def test_of_memories_one_of_which_another_process_adds_meanwhile_none_is_added(tmp_path, monkeypatch):
+    memory = make_memory((3, 5))
+    store = MemoryStore.create(tmp_path / "s.lance", memory)
+    refresh = MemoryStore.refresh
+
+    def others_are_faster(self):
+        refresh(self)
+        monkeypatch.setattr(MemoryStore, "refresh", refresh)
+        MemoryStore.open(tmp_path / "s.lance").add(["x"], memory.rows(0), ["theirs"])
+
+    monkeypatch.setattr(MemoryStore, "refresh", others_are_faster)
+    with pytest.raises(ValueError, match="the store has ids 'x' already"):
+        store.add(["x", "y"], memory, ["ours", "ours"])
+    assert store.texts() == {"x": "theirs"}
+
+
 def test_what_is_wrong_is_named(tmp_path):
     memory = make_memory((3, 5))
     store = MemoryStore.create(tmp_path / "s.lance", memory)

@@ -66,6 +66,13 @@ def test_vectors_follow_the_store_and_are_found_by_their_cosine(store, tmp_path)
     store.add(["more"], make_memory((2,)), ["A mill."])
     assert search.update(store) == 1
     assert {name for name, _ in search.search("mill", k=9)} == {"bees", "pears", "more"}
+    # The same id with another text.
+    store.delete(["more"])
+    store.add(["more"], make_memory((2,)), ["A ferry."])
+    assert (search.update(store), search.update(store)) == (1, 0)
+    ((name, score),) = search.search("A ferry.", k=1)
+    assert (name, score) == ("more", pytest.approx(1, abs=1e-5))
+    assert len(search.search("mill", k=9)) == 3
 
 
 def test_decal_finds_what_its_chamfer_similarity_ranks_first_exactly(store, tmp_path):

@@ -2,6 +2,7 @@
 """Documents compressed once and memories by id, which the modules for other frameworks share."""
 
 import dataclasses
+import datetime
 import json
 import threading
 
@@ -85,6 +86,20 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
     assert DocumentMemories.from_dict({**written, "ratio": 2}) is not memories
     with pytest.raises(ValueError, match="a loaded pipeline is not written down"):
         DocumentMemories(pipe).to_dict()
+
+
+def test_others_compact_a_shared_store_and_delete_from_it(folder, tmp_path):
+    memories = DocumentMemories(folder, 4, store=tmp_path / "s.lance", device="cpu")
+    ids = [name for text in TEXTS for name in memories.compress([text])]
+    answer = memories.answer(QUESTION, ids, **LONG)
+    other = MemoryStore.open(tmp_path / "s.lance")
+    other.compact(keep_versions=datetime.timedelta(0))
+    assert memories.answer(QUESTION, ids, **LONG) == answer
+    other.compact(keep_versions=datetime.timedelta(0))
+    assert memories.compress(TEXTS) == ids
+    other.delete(ids[:1])
+    with pytest.raises(ValueError, match="has no memories with the ids"):
+        memories.answer(QUESTION, ids)
 
 
 def test_a_document_is_kept_at_the_ratio_that_it_selects(folder, tmp_path, monkeypatch):

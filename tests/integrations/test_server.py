@@ -3,6 +3,7 @@
 
 import os
 import signal
+import socket
 import string
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pages
 from running_server import QUESTION, TEXTS, about, openai, server, text_of, together
 from tiny_models import METHODS, TRAINING_FREE, Case
 
-from context_compressors import CorpusCompressor, MeanPoolingForCausalLM, MemoryStore
+from context_compressors import CorpusCompressor, MeanPoolingForCausalLM, MemoryStore, cli
 
 
 def test_the_openai_client_asks_memories_and_streams_and_reads_what_the_pipeline_answers(serve, pipe):
@@ -203,6 +204,19 @@ def test_conversations_stand_in_the_chat_template(serve, pipe):
     follow = [*messages, {"role": "assistant", "content": wanted}, {"role": "user", "content": "Why\n?"}]
     wanted = chat(messages=follow, memory=chat.compress(TEXTS[:2], ratio=2), join=True, max_new_tokens=9)["answer"]
     assert again.choices[0].message.content == wanted
+
+
+def test_the_command_refuses_a_port_before_it_loads_a_model_and_a_store_in_another_type(
+    small_checkpoints, pipe, tmp_path, capsys
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port, message in ((99999, "a port is a number from 0 to 65,535"), (taken.getsockname()[1], "in use")):
+            assert cli.main(["serve", "not there", "--port", str(port)]) == 1
+            assert message in capsys.readouterr().err
+    store, model = str(tmp_path / "s.lance"), str(small_checkpoints / "mean_pooling")
+    MemoryStore.create(store, pipe.compress("A page."), "int4")
+    assert cli.main(["serve", model, "--port", "0", "--store", store, "--device", "cpu"]) == 1
+    assert "s.lance is in 'int4', not in 'int8'" in capsys.readouterr().err
 
 
 def test_the_command_serves_a_store_that_outlives_it_and_stops_at_ctrl_c(small_checkpoints, tmp_path):

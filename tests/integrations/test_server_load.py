@@ -27,6 +27,9 @@ from running_server import (
     together,
 )
 
+from context_compressors import CorpusCompressor, MemoryStore
+from context_compressors.serving.server_memories import StoredMemories
+
 
 @pytest.fixture
 def slow(monkeypatch, pipe):
@@ -80,7 +83,7 @@ def test_a_request_that_fails_in_a_batch_fails_alone(serve, pipe, gate, monkeypa
     ids = running.compress(TEXTS[:4], ratio=2)
     wanted = [running.chat([name]).choices[0].message.content for name in ids]
     place = next(iter(running.server.config.app.user_middleware)).kwargs["server"].places[0]
-    broken = place.get(ids[1])
+    broken = place.get(ids[1:2])[ids[1]]
     place._memories[ids[1]] = replace(broken, check=False, embeddings=broken.embeddings * float("nan"))
     found = [None] * 4
 
@@ -332,3 +335,43 @@ def test_a_server_that_stops_ends_what_runs_within_its_grace_and_breaks_off_the_
         running.thread.join(60)
         assert not running.thread.is_alive()
     assert len(slow) < 500
+
+
+def test_the_memories_of_a_chat_are_read_once_within_the_limits_and_in_time(serve, pipe, tmp_path, monkeypatch):
+    store = MemoryStore.find_or_create(tmp_path / "s.lance", CorpusCompressor(pipe).form)
+    running = serve({"m": pipe}, ServerSettings(timeout=3, max_tokens=2000), stores={"m": store})
+    ids, asked, seconds = running.compress(TEXTS, ratio=2), [], 0
+    get = StoredMemories.get
+
+    def slow_get(self, names):
+        asked.append(list(names))
+        time.sleep(seconds)
+        return get(self, names)
+
+    monkeypatch.setattr(StoredMemories, "get", slow_get)
+    whole = running.chat([*ids[:2], ids[0]])
+    assert asked == [ids[:2]]
+    described = [running.ask("GET", f"/v1/memories/{name}")[1]["num_slots"] for name in ids[:2]]
+    assert whole.usage.prompt_tokens_details.memory_slots == 2 * described[0] + described[1]
+    asked.clear()
+    path, number = "/v1/chat/completions", 2000 // described[0] + 1
+    for times, calls in ((number, [ids[:1]]), (2001, [])):
+        error = running.refusal(400, "POST", path, {"messages": about(ids[:1] * times)})
+        assert (error["code"], asked) == ("context_length_exceeded", calls)
+        asked.clear()
+    monkeypatch.setattr(server, "_MEMORIES_AT_ONCE", 1)
+    with pytest.raises(openai.BadRequestError, match="at most 2,000 are allowed"):
+        running.chat([ids[0]] * number + ids[1:])
+    assert asked == [ids[:1]]
+    seconds = 1
+    # Who goes away, and who has waited long enough; what is not begun is not read.
+    gone = http.client.HTTPConnection("127.0.0.1", running.port)
+    asked.clear()
+    gone.request("POST", path, json.dumps({"messages": about(ids)}), {"Content-Type": "application/json"})
+    running.until(lambda: asked)
+    gone.close()
+    running.until(lambda: running.metric(f'requests_total{{path="{path}",status="499"}}') == 1)
+    start = time.monotonic()
+    assert running.refusal(504, "POST", path, {"messages": about(ids)})["code"] == "timeout"
+    assert time.monotonic() - start < 5
+    assert len(asked) < 2 * len(ids)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server does with its jobs and memories, without HTTP; all else is in tests/integrations."""
+
+import asyncio
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from context_compressors import CorpusCompressor, MemoryStore
+from context_compressors.serving import server_memories
+from context_compressors.serving.server_jobs import AnswerJob, CompressionJob, Sampling, ServedModel
+from context_compressors.serving.server_memories import ProcessMemories, StoredMemories
+
+sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
+from random_memories import make_memory
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        self.num_bytes = max(self.num_bytes, *sizes, 0)
+        return made
+
+
+def test_a_long_text_takes_no_more_room_beside_short_ones(small_checkpoints, tmp_path):
+    pipe = CorpusCompressor(small_checkpoints / "mean_pooling", device="cpu").pipe
+    store = MemoryStore.find_or_create(tmp_path / "s.lance", CorpusCompressor(pipe).form)
+    long, short = "Nora Lind sold honey. " * 40, ["Bees.", "A mill."] * 60
+    expected = pipe.compress(["A mill."], ratio=2)
+
+    async def run(texts):
+        model = ServedModel("m", pipe, memories)
+        # Of two requests, one of which nobody waits for.
+        jobs = [CompressionJob(model, part, 0, 2, 60, 1) for part in (texts, ["Gone."])]
+        jobs[1].is_cancelled = True
+        with Largest() as largest:
+            CompressionJob.run(jobs)
+        return [memory["id"] for memory in await jobs[0].next_event()], largest.num_bytes
+
+    for memories in (ProcessMemories(2**30), StoredMemories(store)):
+        _, alone = asyncio.run(run([long]))
+        version = store.version
+        ids, beside = asyncio.run(run([*short, long]))
+        assert beside <= alone
+        kept = memories.get([ids[1], "unknown", ids[-1]])
+        assert list(kept) == [ids[1], ids[-1]]
+        assert kept[ids[1]].embeddings.shape == expected.embeddings.shape
+        assert store.version - version == (memories.nbytes == 0), "all of a turn is one version"
+    assert list(store.texts(ids).values()) == [*short, long]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_half_a_character_of_a_stop_ends_no_part_of_it(is_streamed):
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: bytes(ids).decode(errors="replace"))
+    model = SimpleNamespace(name="m", end_ids={-1}, pipe=SimpleNamespace(tokenizer=tokenizer))
+
+    async def run():
+        job = AnswerJob(model, [1], [], 100, Sampling(), ["問題："], is_streamed, 60, lambda seconds: None)
+        for byte in "答：蜂蜜。問題：下".encode():
+            job.take(byte)
+        events = [await job.next_event()]
+        while isinstance(events[-1], str):
+            events.append(await job.next_event())
+        return events
+
+    *parts, answer = asyncio.run(run())
+    assert answer.text == "答：蜂蜜。"
+    assert "".join(parts) == ("答：蜂蜜。" if is_streamed else "")
+
+
+def test_a_store_is_compacted_now_and_then_also_where_the_server_is_started_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_memories, "_COMPACTED_EVERY", 8)
+    memory = make_memory((3, 5))
+    store, calls = MemoryStore.create(tmp_path / "s.lance", memory), []
+    compact = MemoryStore.compact
+    monkeypatch.setattr(MemoryStore, "compact", lambda *arguments: calls.append(arguments) or compact(*arguments))
+    for start in range(0, 6, 2):
+        memories = StoredMemories(store)
+        for number in (start, start + 1):
+            memories.add([f"{number}-a", f"{number}-b"], [memory.rows(0), memory.rows(1)], ["", ""])
+        assert memories.delete(f"{number}-a")
+    assert len(calls) == 1
+    assert len(store) == 9
+    # One that loses against another writer is no failure of a request.
+    monkeypatch.setattr(MemoryStore, "compact", lambda *arguments: (_ for _ in ()).throw(OSError("conflict")))
+    for number in range(20):
+        memories.add([f"more-{number}"], [memory.rows(0)], [""])
+    assert len(store) == 29
