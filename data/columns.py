@@ -21,30 +21,34 @@ def with_our_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     return _replaced(table, taken)
 
 
-def with_known_columns(table: pyarrow.Table) -> pyarrow.Table:
+def with_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Give the columns of published data sets our names, see `published_sets`, where we have none of that name.
 
-    Answers in a struct with a list `text`, as SQuAD has them, or in a list of such structs become lists of texts. Of
-    the options of RACE, QuAIL and QuALITY, the right one is the answer.
+    Nothing else takes the place of what a source's `columns` map. Answers in a struct with a list `text`, as SQuAD has
+    them, or in a list of such structs become lists of texts. Of the options of RACE, QuAIL and QuALITY, the right one
+    is the answer.
     """
-    table = _with_right_options(table)
+    given = source.columns or {}
+    table = _with_right_options(table, given)
     for known in KNOWN_COLUMNS:
         renamed = {ours: theirs for ours, theirs in known.items() if ours != theirs}
         # NarrativeQA's question has our name and is a struct.
         is_new = all(ours not in table.column_names or "." in theirs for ours, theirs in renamed.items())
         if is_new and all(has_column(table, theirs) for theirs in known.values()):
-            table = _replaced(table, {ours: _part(table, theirs) for ours, theirs in renamed.items()})
+            # What the source maps may be a struct itself.
+            free = [ours for ours, theirs in renamed.items() if ours not in given or theirs.startswith(f"{ours}.")]
+            table = _replaced(table, {ours: _part(table, renamed[ours]) for ours in free})
     return table
 
 
-def _with_right_options(table: pyarrow.Table) -> pyarrow.Table:
+def _with_right_options(table: pyarrow.Table, given: Mapping[str, str]) -> pyarrow.Table:
     """Answers from options and the letter (RACE) or number (QuALITY, QuAIL) of the right one."""
     names = set(table.column_names)
     if {"article", "options", "answer"} <= names and "answers" not in names:
         rows, marks = table["options"].to_pylist(), table["answer"].to_pylist()
         places = ["ABCD".index(mark) if isinstance(mark, str) else mark for mark in marks]
         answers = [[options[place]] for options, place in zip(rows, places, strict=True)]
-        table = _replaced(table, {"context": table["article"]})
+        table = table if "context" in given else _replaced(table, {"context": table["article"]})
     elif {"answers", "correct_answer_id"} <= names:
         rows, places = table["answers"].to_pylist(), table["correct_answer_id"].to_pylist()
         answers = [[options[place]] for options, place in zip(rows, places, strict=True)]

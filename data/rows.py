@@ -107,7 +107,7 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
 
 def in_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Give the columns of published data sets our names, keep the rows that a source keeps, and join passages."""
-    return with_joined_passages(kept_rows(with_known_columns(table), source), source)
+    return with_joined_passages(kept_rows(with_known_columns(table, source), source), source)
 
 
 def _streamed(source: DataSource) -> pyarrow.Table:

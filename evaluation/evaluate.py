@@ -92,6 +92,7 @@ def evaluate_model(
     work = _work(datasets, settings)
     ratios = _ratios(model.config, settings) if compresses and not settings.bounds_only else []
     conditions = _conditions(model, teacher, ratios, settings)
+    in_words = any(condition.with_context for condition in conditions)
     prompts = settings.prompts or (default_prompts(model.config) if compresses else None)
     builder = SampleBuilder(
         tokenizer,
@@ -107,7 +108,7 @@ def evaluate_model(
         settings.truncation_side,
         prompt_format=model.config.prompt_format if compresses else settings.prompt_format,
         most_tokens=settings.max_context_tokens if settings.leave_out_long else None,
-        context_per_position=1 if any(one.with_context for one in conditions) else lowest_ratio(model, ratios),
+        context_per_position=lowest_ratio(model, ratios) if ratios and not in_words else 1,
     )
     if compresses:
         _check_prefix(model, builder.prefix_ids, teacher, ratios, settings)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 from ..data.document_ids import TrainingDocuments
 from .optimizers import OptimizerChoice
 from .run_counts import RunCounts
+
+logger = logging.getLogger(__name__)
 
 _METADATA = ("example_ids", "num_cut", "documents")
 
@@ -42,6 +45,14 @@ class BaseTrainer(OptimizerChoice):
         super().__init__(*args, **kwargs)
         self.add_callback(RunCounts())
         self.documents = TrainingDocuments()
+        half = {p.dtype for p in self.model.parameters() if p.requires_grad and p.dtype.itemsize == 2}
+        # DeepSpeed has float32 copies of its own.
+        if half and not self.is_deepspeed_enabled:
+            logger.warning(
+                "weights train in %s, which rounds away steps below some 0.4 %% of a weight: give dtype float32 (bf16 "
+                "true still computes in bfloat16, and save_dtype bfloat16 stores it)",
+                half.pop(),
+            )
 
     @property
     def run_counts(self) -> RunCounts:

@@ -81,7 +81,8 @@ class ModelArguments:
         method_config: configuration fields of the method, e.g. `{compression_ratios: [4, 8]}`.
         teacher: folder of the full-context teacher that distillation learns from; the base itself when not given.
         teacher_lora: rank, alpha, dropout and target modules of the teacher's adapters; `None` trains all weights.
-        dtype: weights' type: float32, bfloat16 or float16.
+        dtype: weights' type: float32, bfloat16 or float16. What trains beside a frozen base is float32; where all
+            weights train, smaller types round small steps away.
         attn_implementation: eager, sdpa or flash_attention_2.
     """
 
@@ -140,7 +141,7 @@ class DataArguments:
         canonical_prompts: the first template of each task only.
         first_answer: the first answer of each question only; else one of them is drawn.
         max_context_tokens: contexts are cut to so many tokens (counted in the log).
-        min_context_tokens: shortest window of a plain text, and shortest generated document.
+        min_context_tokens: shortest window of a plain text; the objective windows passes over rows with shorter texts.
         max_target_tokens: targets are cut to so many tokens (counted in the log).
         min_document_tokens: shortest document of joint pretraining, context and completion together.
         max_document_tokens: longest document of joint pretraining; length of every block of the objective segments.
@@ -153,7 +154,10 @@ class DataArguments:
         memories: folder of memory files, named by `document_id` as `compress --by-document` names them, that a stage
             which changes no memory reads in place of its contexts.
         num_eval_examples: examples of `eval_sources`.
-        length_schedule: (fraction of training, context tokens) pairs; the limit grows from one to the next.
+        length_schedule: (fraction of training, context tokens) pairs; the limit of generated documents and of windows
+            of texts grows from one to the next.
+        schedule_contexts: it also holds for contexts of questions and summaries: for one that is longer, a row of any
+            source is read.
         task_schedule: (fraction of training, tasks) pairs of a compressor's training: from there on only these, of the
             sources that have them, e.g. `[[0.0, [reconstruction]], [0.5, [reconstruction, question_answering]]]`;
             `eval_sources` have all their tasks.
@@ -189,6 +193,7 @@ class DataArguments:
     memories: str | None = field(default=None, metadata={"help": "folder of memories in place of contexts"})
     num_eval_examples: int = field(default=200, metadata={"help": "number of evaluation examples"})
     length_schedule: Entries | None = field(default=None, metadata={"help": "how the length limit grows"})
+    schedule_contexts: bool = field(default=False, metadata={"help": "whole contexts, too, wait for the limit"})
     task_schedule: Entries | None = field(default=None, metadata={"help": "which tasks are trained when"})
     task_per_batch: bool = field(default=False, metadata={"help": "one task for all examples of a batch"})
     row_mixture: Fields | None = field(default=None, metadata={"help": "share of each kind of row"})
@@ -236,7 +241,8 @@ class DataArguments:
 
     def of_evaluation(self) -> DataArguments:
         """The same with `eval_sources` as its sources, and without schedules."""
-        return replace(self, sources=self.eval_sources, eval_sources=None, length_schedule=None, task_schedule=None)
+        schedules: dict[str, Any] = {"length_schedule": None, "schedule_contexts": False, "task_schedule": None}
+        return replace(self, sources=self.eval_sources, eval_sources=None, **schedules)
 
 
 @dataclass

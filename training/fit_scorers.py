@@ -32,7 +32,8 @@ def fit_scorers(trainer: Any, num_contexts: int) -> None:
     """
     model = trainer.accelerator.unwrap_model(trainer.model).base_model
     dataset, collate = trainer.train_dataset, trainer.data_collator
-    indices = range(0, len(dataset), max(1, len(dataset) // num_contexts))[:num_contexts]
+    count = min(num_contexts, len(dataset))
+    indices = [index * len(dataset) // count for index in range(count)]
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for index in tqdm(indices, desc="fit scorers", unit="context"):

@@ -16,9 +16,16 @@ Head = Callable[[Tensor], Tensor]
 
 
 def logits_function(model: PreTrainedModel) -> Head:
-    """The map from last hidden states to float32 logits of a causal language model, with Gemma 2's soft-capping."""
-    head = model.get_output_embeddings()
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    """The map from last hidden states to float32 logits of a causal language model, with Gemma 2's soft-capping.
+
+    Raises:
+        ValueError: a model that scales its logits, as Granite, Cohere and Falcon-H1 do.
+    """
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if (scale := getattr(config, field, None)) not in (None, 1):
+            raise ValueError(f"{type(model).__name__} scales its logits, which no loss here does: {field} is {scale}")
+    cap = getattr(config, "final_logit_softcapping", None)
 
     def logits(states: Tensor) -> Tensor:
         scores = head(as_head_takes(head, states)).float()

@@ -25,6 +25,7 @@ _OBJECTIVES_WITH = {
     "prompt_format": _READING,
     "task_schedule": _READING,
     "length_schedule": (*_READING, "joint", "language_modeling"),
+    "schedule_contexts": _READING,
     "ratio_schedule": ("compression", "distillation", "joint", "segments", "windows", "denoising"),
     "eval_sources": (*_READING, "joint", "segments", "denoising"),
     "memories": ("compression", "distillation"),

@@ -47,6 +47,23 @@ def test_columns_are_renamed_and_answers_become_lists(folder):
     assert read_rows(source(path="nested.parquet", columns=columns), str(folder))["answers"].to_pylist() == [["yes"]]
 
 
+def test_known_columns_take_no_place_of_mapped_ones(tmp_path):
+    document = {"text": "the story", "summary": {"text": "its summary"}}
+    row = {"document": document, "question": {"text": "who?"}, "answers": [{"text": "Nora"}], "reply": {"text": ["N"]}}
+    (tmp_path / "stories.jsonl").write_text(json.dumps(row))
+    for columns, expected in (
+        (None, ("its summary", "who?", ["Nora"])),
+        ({"context": "document.text"}, ("the story", "who?", ["Nora"])),
+        ({"answers": "reply"}, ("its summary", "who?", ["N"])),
+    ):
+        found = read_rows(source(path="stories.jsonl", columns=columns), str(tmp_path)).to_pylist()[0]
+        assert (found["context"], found["question"], found["answers"]) == expected
+    options = {"article": "theirs", "passage": "ours", "question": "q", "options": ["x", "y"], "answer": "B"}
+    (tmp_path / "options.jsonl").write_text(json.dumps(options))
+    [found] = read_rows(source(path="options.jsonl", columns={"context": "passage"}), str(tmp_path)).to_pylist()
+    assert (found["context"], found["answers"]) == ("ours", ["y"])
+
+
 def test_single_answers_become_texts(tmp_path):
     for answers, expected in (
         ([0, 1, 2, 3], ["0", "1", "2", "3"]),

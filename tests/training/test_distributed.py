@@ -44,6 +44,8 @@ METHOD_CONFIGS = {
     "icae": {"compression_ratios": [2, 4], "chunk_size": 16, "encoder_lora": {"rank": 4}},
     "gmsa": {"compression_ratios": [2, 4], "encoder_layers": 1, "encoder_lora": {"rank": 4}},
     "comprexit": {"compression_ratios": [4], "window_size": 16},
+    "five_hundred_x": {"encoder_lora": {"rank": 2}},
+    "autocompressor": {"encoder_lora": {"rank": 2}, "shared_adapter": True},
 }
 
 
@@ -295,3 +297,22 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_cut_up(write_r
     setattr(trainer, flag, True)
     with pytest.raises(ValueError, match=f"{optimizer} needs whole matrices"):
         trainer.create_optimizer()
+
+
+def test_a_method_that_fsdp_cannot_shard_is_refused(write_recipe, tmp_path):
+    from context_compressors.training.train import build_trainer
+
+    for method, fields, is_refused in (
+        ("five_hundred_x", {}, True),
+        ("five_hundred_x", {"context_mode": "no_context"}, False),
+        ("autocompressor", {}, True),
+        ("icae", {}, False),
+    ):
+        recipe = write_recipe(method, objective="compression", method=method, **fields)
+        trainer = build_trainer(*parse_recipe([recipe, "--output_dir", str(tmp_path / "out")]))
+        trainer.is_fsdp_enabled = True
+        if not is_refused:
+            assert trainer.create_optimizer() is not None
+            continue
+        with pytest.raises(ValueError, match=f"FSDP cannot cut up {method}: take DDP"):
+            trainer.create_optimizer()

@@ -2,7 +2,7 @@
 import pytest
 import torch
 from torch.nn import functional
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from context_compressors.training.losses import (
     distillation_loss,
@@ -104,3 +104,11 @@ def test_states_and_head_give_the_models_own_logits_with_soft_capping():
     states = model.base_model(input_ids=ids).last_hidden_state
     torch.testing.assert_close(logits_function(model)(states), logits)
     assert 0.1 < logits.abs().max() <= 0.5
+
+
+def test_a_model_that_scales_its_logits_is_refused():
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM scales its logits, .*: logits_scaling is 8\.0"):
+        logits_function(GraniteForCausalLM(GraniteConfig(**sizes, **heads, logits_scaling=8.0)))
+    assert logits_function(GraniteForCausalLM(GraniteConfig(**sizes, **heads)))(torch.zeros(1, 8)).shape == (1, 9)

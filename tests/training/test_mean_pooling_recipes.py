@@ -85,6 +85,8 @@ def test_training_data_are_those_of_tables_4_and_8_and_the_long_stage_of_a_3(tmp
     lengths = [length for _, length in data.length_schedule]
     assert lengths == sorted(lengths)
     assert lengths[-1] == data.max_context_tokens
+    # All sources have questions and summaries.
+    assert data.schedule_contexts
     files = ["smollm2/mean_pooling.yaml", "smollm2/data.yaml", "smollm2/long_context.yaml"]
     _, data, args = parse_recipe([*files, *own])
     assert data.max_context_tokens == data.length_schedule[-1][1] == 2_048

@@ -71,7 +71,7 @@ def test_a_chunk_for_the_tokens_in_front_of_a_context_alone_is_warned_of(base_fo
         "min_document_tokens": 20,
         "max_document_tokens": 60,
     }
-    for other in ({"sources": listed}, joint):
+    for other in ({"sources": listed, "length_schedule": None}, joint):
         overlay.write_text(yaml.safe_dump({**fields, "max_context_tokens": 32, **other}))
         caplog.clear()
         build_trainer(*parse_recipe(["embedded/icae.yaml", str(overlay), "--output_dir", str(tmp_path)]))

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from context_compressors import ICAEForCausalLM, MeanPoolingForCausalLM, RankedKeyValuesForCausalLM
+from context_compressors.data.document_ids import TrainingDocuments
 from context_compressors.modeling.compressor.decoder_export import export_decoder
 from context_compressors.modeling.compressor.token_rows import check_together
 from context_compressors.training.arguments import parse_recipe
+from context_compressors.training.fit_scorers import fit_scorers
 from context_compressors.training.train import build_trainer, main
 
 LORA = {"rank": 2, "alpha": 8, "dropout": 0.0, "target_modules": "all-linear"}
@@ -181,6 +184,29 @@ def test_a_reader_its_memories_and_fitted_scorers(tmp_path, base_folder):
     )
     assert first < last
     assert len(last) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "num_contexts", "expected"),
+    [(400, 240, {0, 1, 3, 398}), (400, 200, set(range(0, 400, 2))), (3, 9, {0, 1, 2})],
+)
+def test_scorers_are_fitted_to_examples_from_the_whole_training(num_examples, num_contexts, expected):
+    read = []
+
+    def collate(examples):
+        read.extend(examples)
+        return {f"context_{name}": torch.ones(1, 1) for name in ("input_ids", "attention_mask")}
+
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+        model=SimpleNamespace(base_model=SimpleNamespace(device="cpu", fit_scorers=list)),
+        train_dataset=range(num_examples),
+        data_collator=collate,
+        documents=TrainingDocuments(),
+    )
+    fit_scorers(trainer, num_contexts)
+    assert len(read) == len(set(read)) == min(num_contexts, num_examples)
+    assert expected <= set(read)
 
 
 def test_fields_that_go_with_something_else_are_refused(tmp_path, base_folder, adapter):

@@ -40,6 +40,22 @@ def test_a_base_model_is_trained_with_its_tokenizer(tmp_path):
     assert str(tmp_path) not in (tmp_path / "out" / "recipe.yaml").read_text()
 
 
+def test_weights_that_train_in_a_small_type_are_warned_of(tmp_path, base_folder, caplog):
+    teacher, small_t5 = {"objective": "teacher", "base": str(base_folder)}, {"d_model": 8, "num_layers": 1}
+    decal = {"objective": "denoising", "method": "decal", "model_config": small_t5, "tokenizer": str(base_folder)}
+    decal["sources"] = [{"generated": True, "tasks": ["continuation"], "weight": 1}]
+    for fields, dtype, is_warned in (
+        (teacher, "bfloat16", True),
+        (teacher, "float32", False),
+        ({**teacher, "teacher_lora": {"rank": 2}}, "bfloat16", False),
+        (decal, "bfloat16", True),
+        ({**teacher, "objective": "compression"}, "bfloat16", False),
+    ):
+        caplog.clear()
+        build_trainer(*parse_recipe([write_recipe(tmp_path, **fields, dtype=dtype)]))
+        assert ("weights train in torch.bfloat16" in caplog.text) == is_warned, fields
+
+
 @pytest.mark.slow
 def test_a_teacher_goes_on_with_its_adapter(tmp_path, base_folder):
     first, again = tmp_path / "first", tmp_path / "again"

@@ -57,6 +57,19 @@ def test_texts_to_be_continued_are_learned_whole(tokenizer):
     assert found == {"continuation", "question_answering"}
 
 
+def test_rows_with_shorter_texts_are_passed_over(tokenizer, tmp_path):
+    texts = [f"Berth {number}. " * (4 if number % 3 else 20) for number in range(9)]
+    rows = [{"context": text, "question": "Which?", "answers": ["one"]} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(tmp_path / "rows.jsonl"), "tasks": ["continuation", "question_answering"]}
+    lengths = {"min_context_tokens": 40, "max_context_tokens": 400, "max_target_tokens": 12}
+    examples = list(WindowDataset(DataArguments(sources=[source], **lengths), tokenizer))
+    assert {example["task"] for example in examples} == set(source["tasks"])
+    assert all(len(example["context_ids"] or example["target_ids"]) >= 40 for example in examples)
+    with pytest.raises(ValueError, match="rows in a row were shorter than 390 or longer than 400 tokens"):
+        WindowDataset(DataArguments(sources=[source], **{**lengths, "min_context_tokens": 390}), tokenizer)[0]
+
+
 @pytest.fixture
 def make_trainer(tokenizer, make_config):
     def make(model, ratio_mode="random"):

@@ -25,6 +25,8 @@ from ..fields import DataArguments
 from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
 
 MAX_ATTEMPTS = 100
+# Their contexts belong to a question or a summary, and cannot be made shorter.
+_WHOLE_TASKS = {"question_answering", "summarisation"}
 
 
 class CompressionDataset(Dataset):
@@ -60,9 +62,9 @@ class CompressionDataset(Dataset):
             several contexts in one, and of a generated document.
 
     Raises:
-        ValueError: a source or a schedule that is not allowed, some but not all weights given, a task of the
-            schedule that no source has, a source whose tasks it never has, no number of examples, or `with_log_ratios`
-            and no source with summaries.
+        ValueError: a source or a schedule that is not allowed, or a schedule of lengths that holds for no source, some
+            but not all weights given, a task of the schedule that no source has, a source whose tasks it never has, no
+            number of examples, or `with_log_ratios` and no source with summaries.
     """
 
     def __init__(
@@ -95,6 +97,12 @@ class CompressionDataset(Dataset):
         self.length_points = check_length_schedule(data.length_schedule or [(0.0, self.longest)], 1)
         entries = data.parsed_sources()
         self._check_sources(entries)
+        has_windows = any(entry.generated or not _WHOLE_TASKS.issuperset(entry.tasks) for entry in entries)
+        if data.length_schedule and not (has_windows or data.schedule_contexts):
+            raise ValueError(
+                "length_schedule does not hold for contexts of questions and summaries, and the sources have no other "
+                "task: leave it out, or give schedule_contexts true"
+            )
         self.sources = [
             entry if entry.generated else FileSource(entry, data.data_dir, seed, tokenizer) for entry in entries
         ]
@@ -113,6 +121,11 @@ class CompressionDataset(Dataset):
     def _lengths(self) -> tuple[int, int]:
         """Shortest window of a plain text and longest context, in tokens."""
         return self.data.min_context_tokens, self.data.max_context_tokens
+
+    @property
+    def _shortest_row(self) -> int:
+        """Fewest tokens that a row's text has; shorter ones are passed over."""
+        return 2
 
     def _check_sources(self, entries: Sequence[DataSource]) -> None:
         """Refuse sources that this kind of examples cannot be made of."""
@@ -247,17 +260,18 @@ class CompressionDataset(Dataset):
     def _example_at(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self._seed}/{index}")
         limit = min(self.longest, scheduled_length(self.length_points, index / len(self)))
-        position = int(self.source_of[index])
-        source = self.sources[position]
-        if isinstance(source, DataSource):
-            example = {
-                **self._from_generated(source, self._tasks_at(index, source.tasks), limit, rng),
-                "documents": [],
-            }
+        place = index
+        for _ in range(MAX_ATTEMPTS):
+            example = self._placed(place, index, limit, rng)
+            if example is not None:
+                break
+            # Of any source: one may have few short contexts, or none.
+            place = rng.randrange(len(self))
         else:
-            tasks = self._tasks_at(index, source.source.tasks)
-            turn = int(self.turn_of[index]) + self.epoch * int(self._turns[position])
-            example = self._from_file(source, tasks, position, turn, limit, rng)
+            raise ValueError(
+                f"{MAX_ATTEMPTS} rows in a row were longer than the {limit} tokens that length_schedule has for "
+                f"example {index} of {len(self)}"
+            )
         if self.context_tokenizer is not None:
             tokenizers = (self.tokenizer, self.context_tokenizer)
             example["encoder_context_ids"] = in_encoder_tokens(example["context_ids"], *tokenizers)
@@ -266,6 +280,18 @@ class CompressionDataset(Dataset):
         if self.with_log_ratios:
             example.setdefault("log_ratio", math.nan)
         return {**example, "index": index + self.epoch * len(self)}
+
+    def _placed(self, place: int, index: int, limit: int, rng: random.Random) -> dict[str, Any] | None:
+        """The example at `index` of the row at `place`; `None` where its context is too long for the schedule yet, or
+        its source has none of the tasks."""
+        position = int(self.source_of[place])
+        source = self.sources[position]
+        if isinstance(source, DataSource):
+            tasks = self._tasks_at(index, source.tasks)
+            return {**self._from_generated(source, tasks, limit, rng), "documents": []} if tasks else None
+        tasks = self._tasks_at(index, source.source.tasks)
+        turn = int(self.turn_of[place]) + self.epoch * int(self._turns[position])
+        return self._from_file(source, tasks, position, turn, limit, rng) if tasks else None
 
     def as_dataset(self) -> datasets.Dataset:
         """The same examples as a `datasets.Dataset`, which `trl.SFTTrainer` needs; each is made when asked for."""
@@ -298,24 +324,23 @@ class CompressionDataset(Dataset):
 
     def _from_file(
         self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | None:
         task = rng.choice(tasks)
-        if task in ("question_answering", "summarisation"):
-            # A context that belongs to a question cannot be made shorter, so the schedule does not bear on it.
-            limit = self.longest
-        limit = self._room(task, limit)
+        is_window = task not in _WHOLE_TASKS
+        limit = self._room(task, limit if is_window or self.data.schedule_contexts else self.longest)
         row, texts = self._row(position, source.num_rows, turn), source.texts(task)
         for _ in range(MAX_ATTEMPTS):
             ids = texts[row]
-            is_window = task in ("reconstruction", "continuation")
-            too_long = not is_window and self.data.overlong_contexts == "skip" and len(ids) > limit
-            if len(ids) >= 2 and not too_long:
+            too_long = not is_window and len(ids) > limit
+            if too_long and self.data.schedule_contexts:
+                return None
+            if len(ids) >= self._shortest_row and not (too_long and self.data.overlong_contexts == "skip"):
                 break
             row = rng.randrange(source.num_rows)
         else:
             raise ValueError(
-                f"source {source.source.label!r}: {MAX_ATTEMPTS} rows in a row were empty or longer than "
-                f"{limit} tokens"
+                f"source {source.source.label!r}: {MAX_ATTEMPTS} rows in a row were shorter than "
+                f"{self._shortest_row} or longer than {limit} tokens"
             )
         identifier = source.identifier(row)
         documents: dict[str, Any] = {"documents": [texts.document_id(row)]}
@@ -385,7 +410,7 @@ class CompressionDataset(Dataset):
 
     def _room(self, task: str, limit: int) -> int:
         """Tokens that a context's text may have, beside its prefix or the EOS that ends its reconstruction."""
-        if task in ("question_answering", "summarisation"):
+        if task in _WHOLE_TASKS:
             return max(1, limit - len(self.prefix_ids))
         return min(limit, self.data.max_target_tokens - 1) if task == "reconstruction" else limit
 
@@ -441,7 +466,7 @@ class CompressionDataset(Dataset):
     ) -> dict[str, Any]:
         num_cut = max(0, len(context) - limit)
         kept = context[num_cut:] if self.data.overlong_contexts == "truncate_left" else context[:limit]
-        prefix = self.prefix_ids if task in ("question_answering", "summarisation") else []
+        prefix = self.prefix_ids if task in _WHOLE_TASKS else []
         prompts = prompt_ids(self.tokenizer, [prompt for prompt, _ in turns], self.data.prompt_format)
         ended = []
         for prompt, (_, target) in zip(prompts.turns, turns, strict=True):

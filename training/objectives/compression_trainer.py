@@ -99,6 +99,20 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
             logs["num_ratios_summed"] = count
         super().log(logs, *args, **kwargs)
 
+    def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
+        """The recipe's optimizer; `ValueError` where FSDP would cut up a model that it cannot put together again."""
+        config = self.model.config
+        compresses = self.args.context_mode == "compressed" and getattr(self.data_collator, "memories", None) is None
+        # Gradients reach a layer through keys and values, past FSDP's hooks; of accumulated summaries, processes make
+        # as many passes as their own contexts have segments.
+        is_whole = config.carrier == "key_values" or hasattr(config, "accumulate_summaries")
+        if self.is_fsdp_enabled and compresses and is_whole:
+            raise ValueError(
+                f"FSDP cannot cut up {config.method}: take DDP (accelerate/multi_gpu.yaml) or ZeRO-2 "
+                "(accelerate/deepspeed_zero2.yaml)"
+            )
+        return super().create_optimizer(model)
+
     def allowed_ratios(self) -> list[int]:
         """The ratios that the present step's place in training has; all of them in evaluation."""
         ratios = list(self.model.config.compression_ratios)

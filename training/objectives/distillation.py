@@ -34,7 +34,8 @@ class DistillationTrainer(CompressionTrainer):
         kwargs: as for `CompressionTrainer`.
 
     Raises:
-        ValueError: the teacher has another vocabulary, or `args.context_mode` is not "compressed".
+        ValueError: the teacher has another vocabulary, there is none and the base's own weights train, or
+            `args.context_mode` is not "compressed".
     """
 
     _name = "Distillation from full context"
@@ -50,7 +51,16 @@ class DistillationTrainer(CompressionTrainer):
         self.loss_is_scaled_for_ga = False
         self.model_accepts_loss_kwargs = False
         self.teacher = teacher
-        if teacher is not None:
+        if teacher is None:
+            parts = model.base_model.language_model, model.get_output_embeddings()
+            weights = [entry for part in parts for entry in part.named_parameters() if ".lora_" not in entry[0]]
+            moving = [name for name, parameter in weights if parameter.requires_grad]
+            if moving:
+                raise ValueError(
+                    f"weights of the base itself train, such as {moving[0]}, so that it is no frozen teacher: give a "
+                    "teacher, which may be the same base"
+                )
+        else:
             sizes = [m.get_output_embeddings().weight.shape[0] for m in (model, teacher)]
             if sizes[0] != sizes[1]:
                 raise ValueError(f"student and teacher must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens")

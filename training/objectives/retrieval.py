@@ -17,6 +17,7 @@ from transformers.modeling_outputs import ModelOutput
 from ...configuration.configuration_compressor import RETRIEVAL_LOADER
 from ...configuration.methods import methods_loaded_by
 from ...configuration.nearest_names import check_choice
+from ...data.document_ids import document_id
 from ...data.retrieval_sources import RetrievalCollection, TextEncoder
 from ...modeling.parts.late_interaction import chamfer
 from ...modeling.parts.text_ids import text_tokenizer
@@ -92,7 +93,8 @@ def gathered(vectors: Tensor, mask: Tensor, *keys: Tensor) -> tuple[Tensor, ...]
 
 
 class RetrievalPairs(Dataset):
-    """Queries, each with a document that answers it: `query_ids`, `document_ids`, the two keys, `id`, `num_cut`.
+    """Queries, each with a document that answers it: `query_ids`, `document_ids`, the two keys, `id`, `num_cut`,
+    `documents`.
 
     Two examples with one `query_key` have the same query, with one `document_key` the same document.
 
@@ -124,7 +126,8 @@ class RetrievalPairs(Dataset):
         number, query, document = self._places[index]
         collection = self._collections[number]
         query_ids, query_cut = self._encode_query(collection.query(query))
-        document_ids, document_cut = self._encode_document(collection.document(document))
+        text = collection.document(document)
+        document_ids, document_cut = self._encode_document(text)
         return {
             "query_ids": query_ids,
             "document_ids": document_ids,
@@ -132,6 +135,7 @@ class RetrievalPairs(Dataset):
             "document_key": document * len(self._collections) + number,
             "id": f"{collection.query_ids[query]}-{collection.document_ids[document]}",
             "num_cut": query_cut + document_cut,
+            "documents": [document_id(text)],
         }
 
 
@@ -155,6 +159,7 @@ class RetrievalCollator:
             batch[f"{side}_keys"] = torch.tensor([example[f"{side}_key"] for example in examples])
         for name, values in (("example_ids", "id"), ("num_cut", "num_cut")):
             batch[name] = [example[values] for example in examples]
+        batch["documents"] = [document for example in examples for document in example["documents"]]
         return batch
 
 

@@ -20,12 +20,16 @@ from .compression_trainer import MIXED_RATIOS, CompressionTrainer
 
 class WindowDataset(CompressionDataset):
     """Examples whose texts to be continued are learned whole: `context_ids` is empty, and `target_ids` a window of
-    `min_context_tokens` to `max_context_tokens` tokens from a random place; shorter texts are taken as they are. Of
-    questions and summaries answers alone are learned.
+    `min_context_tokens` to `max_context_tokens` tokens from a random place. Of questions and summaries answers alone
+    are learned. Rows with shorter texts are passed over; shorter generated documents are taken as they are.
 
     Args:
         data, tokenizer, num_examples, kwargs: as for `CompressionDataset`.
     """
+
+    @property
+    def _shortest_row(self) -> int:
+        return max(2, self.shortest)
 
     def _text_example(
         self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random

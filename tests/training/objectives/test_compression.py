@@ -329,6 +329,17 @@ def test_batches_of_the_wrong_mode_are_refused(make_trainer, dataset, tokenizer)
         trainer.compute_loss(trainer.model, collate(tokenizer, "compressed")([dataset[0]]))
 
 
+def test_a_base_that_trains_is_no_teacher(make_trainer, compressor, language_model):
+    trained = compressor.model.language_model.layers[1].self_attn.q_proj.base_layer.weight.requires_grad_()
+    with pytest.raises(ValueError, match=r"such as layers\.1\.self_attn\.q_proj\..*: give a teacher"):
+        make_trainer(DistillationTrainer, "distillation")
+    assert make_trainer(DistillationTrainer, "distillation", teacher=language_model).teacher is not None
+    trained.requires_grad_(False)
+    compressor.lm_head.requires_grad_()
+    with pytest.raises(ValueError, match="weights of the base itself train"):
+        make_trainer(DistillationTrainer, "distillation")
+
+
 def test_wrong_models_and_arguments_are_refused(make_trainer, language_model, make_config, tmp_path):
     with pytest.raises(TypeError, match="must be a compressor"):
         CompressionTrainer(model=language_model, args=make_config())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
 import itertools
+import json
 import pickle
 import random
 from types import SimpleNamespace
@@ -278,7 +279,7 @@ def test_overlong_contexts_are_skipped_on_request(tokenizer, folder):
     short = make(
         tokenizer, folder, source, max_context_tokens=lengths[0] - 1, min_context_tokens=1, overlong_contexts="skip"
     )
-    with pytest.raises(ValueError, match="rows in a row were empty or longer than"):
+    with pytest.raises(ValueError, match="rows in a row were shorter than 2 or longer than"):
         short[0]
 
 
@@ -290,6 +291,28 @@ def test_the_length_limit_grows(tokenizer, folder):
     assert max(lengths[150:]) > 120
     points = check_length_schedule([[0.2, 10], [0.4, 30]], 1)
     assert [scheduled_length(points, x) for x in (0, 0.2, 0.3, 0.35, 0.4, 1)] == [10, 10, 20, 25, 30, 30]
+
+
+def test_whole_contexts_wait_for_the_limit_on_request(tokenizer, tmp_path):
+    for name, sizes in (("some", (2, 20, 40)), ("long", (40,))):
+        rows = [{"context": f"Row {n}." + " It is blue." * n, "question": "?", "answers": ["!"]} for n in sizes]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [{**QUESTIONS, "path": f"{name}.jsonl", "tasks": ["question_answering"]} for name in ("some", "long")]
+    longest = max(len(make(tokenizer, tmp_path, *sources)[index]["context_ids"]) for index in range(18))
+    settings = {"max_context_tokens": longest, "num_examples": 60, "overlong_contexts": "skip"}
+    settings["length_schedule"] = [[0.0, longest // 4], [0.5, longest // 4], [0.5, longest]]
+    with pytest.raises(ValueError, match="the sources have no other task: leave it out, or give schedule_contexts"):
+        make(tokenizer, tmp_path, *sources, **settings)
+    dataset = make(tokenizer, tmp_path, *sources, schedule_contexts=True, **settings)
+    lengths = [len(example["context_ids"]) for example in dataset]
+    assert max(lengths[:30]) <= longest // 4
+    assert max(lengths[30:]) == longest
+    # The source of long rows alone stops nothing, and comes later.
+    assert {example["id"].partition("/")[0] for example in list(dataset)[30:]} == {"some.jsonl", "long.jsonl"}
+    settings["length_schedule"] = [[0.0, 2]]
+    dataset = make(tokenizer, tmp_path, *sources, schedule_contexts=True, **settings)
+    with pytest.raises(ValueError, match="100 rows in a row were longer than the 2 tokens that length_schedule has"):
+        dataset[0]
 
 
 def test_tasks_come_when_the_schedule_says(tokenizer, folder):

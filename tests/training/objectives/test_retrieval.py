@@ -12,6 +12,7 @@ import yaml
 from transformers import AutoModelForTextEncoding, AutoTokenizer
 
 from context_compressors import DeCALConfig, DeCALForRetrieval
+from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalCollection, RetrievalSource, TextEncoder
 from context_compressors.evaluation.retrieval import evaluate_retrieval
 from context_compressors.modeling.parts.late_interaction import chamfer
@@ -202,6 +203,8 @@ def test_a_recipe_trains_a_model_that_finds_the_documents(write_tables, base_fol
     row = evaluate_retrieval(model, tokenizer, JudgedQueries(SOURCE, folder), 2, max_document_tokens=40)
     assert row["ndcg_at_10"] > 90
     assert (row["queries"], row["documents"]) == (len(ANIMALS), len(ANIMALS))
+    texts = map(RetrievalCollection(SOURCE, folder).document, range(len(ANIMALS)))
+    assert TrainingDocuments.of(output) == TrainingDocuments(set(map(document_id, texts)))
 
 
 def new_trainer(tokenizer, folder, make_config, **fields):
