@@ -121,8 +121,10 @@ class AutoCompressorConfig(MemoryTokensConfig):
 
     @property
     def stage_parameters(self) -> tuple[str, ...] | None:
-        """In LLoCO's stage the decoder's own adapter."""
-        return (r"\.lora_[AB]\.decoder\.",) if self.has_frozen_memories and self.decoder_lora is not None else None
+        """In LLoCO's stage the decoder's own adapter; nothing once that is merged."""
+        if not self.has_frozen_memories:
+            return None
+        return () if self.decoder_lora is None else (r"\.lora_[AB]\.decoder\.",)
 
     @property
     def has_frozen_memories(self) -> bool:

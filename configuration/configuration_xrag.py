@@ -9,6 +9,11 @@ from .field_checks import boolean, one_of, token_id_list
 from .layer_shape import perceptron_flops, stack_flops
 
 PASSAGE_READOUTS = ("last_token", "first_token", "mean")
+# Families whose first position is the one behind the pad's id.
+_POSITIONS_BEHIND_PAD = (
+    *("camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
 
 
 class XRAGConfig(CompressorConfig):
@@ -87,7 +92,9 @@ class XRAGConfig(CompressorConfig):
 
     @property
     def _positions(self) -> int | None:
-        return getattr(self.get_encoder_config(), "max_position_embeddings", None)
+        encoder = self.get_encoder_config()
+        limit = getattr(encoder, "max_position_embeddings", None)
+        return limit - encoder.pad_token_id - 1 if encoder.model_type in _POSITIONS_BEHIND_PAD else limit
 
     @property
     def encoder_limit(self) -> None:

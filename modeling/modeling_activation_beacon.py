@@ -123,17 +123,17 @@ class ActivationBeaconModel(CompressorModel):
         """What is remembered before the first window.
 
         Raises:
-            ValueError: rotary positions whose angles depend on the length of what is read, or turn a part of a head.
+            ValueError: rotary positions whose angles depend on the length of what is read, or do not turn half a head
+                against the other.
         """
         backbone = self.encoder_backbone
         key_values: Any = self._no_slots(batch_size)
         frequencies = inverse_frequencies(backbone)
-        is_known = frequencies is not None and 2 * len(frequencies) == key_values[0][0].shape[-1]
-        if hasattr(backbone, "rotary_emb") and not is_known:
+        if hasattr(backbone, "rotary_emb") and frequencies is None:
             raise ValueError(
                 "beacons are numbered anew in front of every window, and the rotary embedding of a base of type "
                 f"{backbone.config.model_type!r} does not tell how keys move: its angles must not depend on the "
-                "length, and turn whole heads"
+                "length, and turn whole heads, half against half"
             )
         return BeaconMemory(key_values, [0] * batch_size, frequencies)
 

@@ -251,13 +251,12 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
             question_attention_mask: its mask.
 
         Raises:
-            ValueError: a question where the configuration places questions in the decoder.
+            ValueError: a question where the configuration places questions in the decoder, or beside `chunk_lengths`.
         """
         fingerprints = None
         if question_input_ids is not None:
-            input_ids, attention_mask, question = question_in_front(
-                input_ids, attention_mask, question_input_ids, question_attention_mask, self.config
-            )
+            asked = (question_input_ids, question_attention_mask, self.config, unused.get("chunk_lengths"))
+            input_ids, attention_mask, question = question_in_front(input_ids, attention_mask, *asked)
             fingerprints = question_fingerprints(*question)
         memories = super().compress(input_ids, attention_mask, ratio, allow_untrained_ratio, **unused)
         for memory in memories if isinstance(memories, list) else [memories]:

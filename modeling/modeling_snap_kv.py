@@ -13,10 +13,10 @@ from torch.nn import functional
 from ..configuration.configuration_snap_kv import SnapKVConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.key_value_selection import KeyValueSelectionModel, ReadContext
+from .compressor.memory_checks import check_memory
 from .compressor.question_conditioning import check_question, question_fingerprints, question_rows
 from .compressor.token_rows import TokenRows
 from .memory.compressed_context import CompressedContext, KeyValues
-from .memory.memory_validation import is_memory
 
 
 class SnapKVModel(KeyValueSelectionModel):
@@ -74,6 +74,10 @@ class SnapKVModel(KeyValueSelectionModel):
             )
         return super().encode(chunks, ratios, question)
 
+    def beside_contexts(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The question, as `compress` has checked it."""
+        return {"question": arguments.pop("question")} if isinstance(arguments.get("question"), TokenRows) else {}
+
     def compress(
         self,
         input_ids: Tensor,
@@ -99,7 +103,7 @@ class SnapKVModel(KeyValueSelectionModel):
             return super().compress(input_ids, attention_mask, ratio, allow_untrained_ratio, **unused)
         asked = (question_input_ids, question_attention_mask, len(input_ids))
         question = question_rows(*asked, self.config, self.config.vocab_size)
-        memories = self.named_memories(
+        memories = super().compress(
             input_ids, attention_mask, ratio, allow_untrained_ratio, question=question, **unused
         )
         fingerprints = question_fingerprints(question.input_ids, question.attention_mask).expand(len(input_ids))
@@ -146,7 +150,8 @@ class SnapKVForCausalLM(CompressorForCausalLM):
                 asked = {"question_input_ids": question, "question_attention_mask": attention_mask}
                 memory = self.compress(context_input_ids, context_attention_mask, ratio, **asked)
                 context, ratio = {}, None
-            elif memory is not None and is_memory(memory):
+            elif memory is not None:
+                memory = check_memory(memory, self.model, question)
                 mask = torch.ones_like(question) if attention_mask is None else attention_mask
                 check_question(memory, question, mask)
         return super().generate(

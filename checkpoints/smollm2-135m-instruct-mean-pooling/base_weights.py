@@ -80,7 +80,7 @@ def base_entry(
     model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
 ) -> dict[str, str | None]:
     """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
-    `gguf_file` if it is one, `fingerprint`, `sample` and `dtype`.
+    `gguf_file` if it is one, `fingerprint`, `samples` and `dtype`.
 
     Args:
         model: the base, as it was loaded.
@@ -102,7 +102,7 @@ def base_entry(
         "revision": revision,
         **inside,
         "fingerprint": fingerprint(model),
-        "sample": sample_text(model),
+        "samples": sample_text(model),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
 
@@ -230,7 +230,7 @@ def load_bases(
             inside = {"revision": entry["revision"] or "main", **fields}
         wanted = config.decoder_config if base == DECODER_BASE else config.encoder_config
         try:
-            model = _load(base, place, wanted, {**download, **inside})
+            model = load_base(base, place, wanted, {**download, **inside})
         except OSError as error:
             raise OSError(
                 f"{checkpoint} leaves out the weights of its {base}'s base model, {shown}, and {place} could not be "
@@ -242,9 +242,18 @@ def load_bases(
     return found
 
 
-def _load(base: str, place: str | os.PathLike, wanted: PreTrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
-    loading |= gguf_arguments(loading.get("gguf_file"))
-    # In the type that it is stored in, since its fingerprint was taken from those values.
+def load_base(
+    base: str, place: str | os.PathLike, wanted: PreTrainedConfig | None, loading: dict[str, Any]
+) -> PreTrainedModel:
+    """A base in the type that it is stored in: fingerprints are taken from those values.
+
+    Args:
+        base: `DECODER_BASE` or `ENCODER_BASE`.
+        place: Hub repository or folder.
+        wanted: configuration of an encoder.
+        loading: arguments for fetching, and `gguf_file`.
+    """
+    loading = {**loading, **gguf_arguments(loading.get("gguf_file"))}
     if base == DECODER_BASE:
         return AutoModelForCausalLM.from_pretrained(place, dtype="auto", **loading)
     # An encoder may be a base's first layers, which its configuration says.
@@ -266,11 +275,13 @@ def _check_base(
     dtype = getattr(torch, entry["dtype"])
     found = fingerprint(model, dtype)
     is_same = found == entry["fingerprint"]
-    # Checkpoints of earlier versions have no sample.
-    error, name = rounding(model, entry["sample"], dtype) if entry.get("sample") else (0.0, None)
+    # Checkpoints of earlier versions have a `sample` of matrices alone, or none.
+    recorded, of_kinds = entry.get("samples") or entry.get("sample"), bool(entry.get("samples"))
+    error, name = rounding(model, recorded, dtype, of_kinds) if recorded else (0.0, None)
     if is_same and error == 0:
         return
-    if name is None:
+    # No rounding leaves the whole sample as it is, unless it is that of a cast.
+    if name is None or (error == 0 and model.dtype == dtype):
         raise ValueError(
             f"{place} is not the base model ({shown}): it has other weights, fingerprint {found}, "
             f"expected {entry['fingerprint']}"

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .versions import CODE_VERSION, CONFIG_SCHEMA
-from .lora import DECODER, initialize_lora
+from .lora import DECODER, OF_THE_DECODER, initialize_lora
 from .base_weights import DECODER_BASE, ENCODER_BASE, stored_weights
 from .checkpoint_card import write_first_card
 from .encoder_tokenizer import load_encoder_tokenizer
@@ -97,7 +97,7 @@ def _started_adapter(model: Any, name: str | os.PathLike | None, keywords: dict[
     stored = type(model.config).from_pretrained(name, **fetching_arguments(keywords))
     if stored.decoder_adapter is not None:
         return set()
-    names = {key for key, _ in model.named_parameters() if f".{DECODER}." in key}
+    names = {key for key, _ in model.named_parameters() if OF_THE_DECODER.search(key)}
     for key in names:
         path, _, own = key.rpartition(".")
         # The library leaves what it finds in no file without a place.

@@ -130,6 +130,8 @@ def task_token_map(value: Any) -> dict[str, int]:
     value = {} if value is None else value
     if not isinstance(value, dict) or not all(isinstance(k, str) and _is_int(v) and v >= 0 for k, v in value.items()):
         raise ValueError(f"`task_token_ids` must map token strings to ids of at least 0, got {value!r}")
+    if len(set(value.values())) < len(value):
+        raise ValueError(f"`task_token_ids` must map each token to an id of its own, got {value!r}")
     # Their embeddings stand in this order, which is that of a saved configuration.
     return dict(sorted(value.items()))
 

@@ -13,7 +13,7 @@ from transformers import initialization as init
 
 from .configuration_mean_pooling import MeanPoolingConfig
 from .causal_lm import CompressorForCausalLM
-from .chunking import Chunks
+from .chunking import Chunks, Slots
 from .modeling_compressor import CompressorModel
 from .float32_layers import Float32Linear
 from .pooling import mean_pool, window_sizes
@@ -88,12 +88,16 @@ class MeanPoolingModel(CompressorModel):
         nothing = torch.full((len(input_ids), 1), torch.nan, device=input_ids.device)
         return memories, found[0] if found else nothing
 
+    def encode_chunks(
+        self, chunks: Chunks, ratios: Sequence[Any], log_ratios: list[Tensor] | None = None, **beside: Any
+    ) -> Sequence[Slots]:
+        slots = super().encode_chunks(chunks, ratios, **beside)
+        if log_ratios is not None and chunks.log_ratios is not None:
+            log_ratios.append(chunks.log_ratios.unflatten(0, (-1, chunks.chunks_per_row)))
+        return slots
+
     def encode(
-        self,
-        chunks: Chunks,
-        ratios: Sequence[int | Tensor | str],
-        ratio_scale: float | None = None,
-        log_ratios: list[Tensor] | None = None,
+        self, chunks: Chunks, ratios: Sequence[int | Tensor | str], ratio_scale: float | None = None
     ) -> list[Tensor]:
         # Section 4.1: h_1 ... h_L, with full self-attention; the ablation "No Encoder" pools token embeddings.
         embeddings = None
@@ -109,10 +113,8 @@ class MeanPoolingModel(CompressorModel):
             num_tokens = chunks.attention_mask.sum(dim=1)
             last = (num_tokens - 1).clamp(min=0)[:, None, None]
             predicted = self.ratio_selector(hidden_states.take_along_dim(last, dim=1))[:, 0, 0]
-            predicted = predicted.masked_fill(num_tokens == 0, torch.nan)
-            chunks.selected_ratios = self._selected_ratios(predicted, ratio_scale)
-            if log_ratios is not None:
-                log_ratios.append(predicted.unflatten(0, (-1, chunks.chunks_per_row)))
+            chunks.log_ratios = predicted.masked_fill(num_tokens == 0, torch.nan)
+            chunks.selected_ratios = self._selected_ratios(chunks.log_ratios, ratio_scale)
         chosen: Any = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
         return [self._slots(hidden_states, embeddings, chunks, ratio) for ratio in chosen]
 

@@ -17,7 +17,7 @@ from .fingerprints import fingerprint, settings_fingerprint, version, weights_fi
 from .compressed_context import CompressedContext
 from .key_value_memory import inverse_frequencies, key_value_shape
 from .ratio_selection import row_ratios
-from .chunking import Chunks, Slots, cut, joined_fields, memory_position_ids, with_markers
+from .chunking import Chunks, Slots, cut, joined_fields, memory_position_ids, spread, with_markers
 from .input_checks import check_context_length, check_ratios
 from .pretrained_compressor import CompressorPreTrainedModel
 from .token_rows import TokenRows, check_together, passage_borders, token_rows
@@ -31,6 +31,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
     memory_class = CompressedContext
     # Whether a slot is made of a window of r neighbouring tokens, and of nothing else.
     pools_windows = False
+    # Whether `encode` needs all chunks of a row, also those without tokens behind the last one of a short row.
+    needs_whole_rows = False
     # Whether training on a text without context or memory is worth a warning; trainers that mean it say so.
     warns_of_no_context = True
     # Learned vectors in front of the slots of each chunk and behind them.
@@ -196,7 +198,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         chunk_ratios = [r.repeat_interleave(chunks.chunks_per_row) if isinstance(r, Tensor) else r for r in ratios]
         encoded: Sequence[Slots]
         if chunks.input_ids.shape[1]:
-            encoded = self.encode(chunks, chunk_ratios, **beside)
+            encoded = self.encode_chunks(chunks, chunk_ratios, **beside)
         else:
             encoded = [self._no_slots(len(chunks.lengths)) for _ in ratios]
             chunks.selected_ratios = torch.full((len(chunks.lengths),), config.default_ratio, device=ids.device)
@@ -224,6 +226,19 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 )
             )
         return memories
+
+    def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
+        """See [`encode`]; the empty chunks of rows that are shorter than the longest are not read."""
+        rows, num_chunks = [row for row, length in enumerate(chunks.lengths) if length], len(chunks.lengths)
+        if self.needs_whole_rows or chunks.chunks_per_row == 1 or len(rows) == num_chunks:
+            return self.encode(chunks, ratios, **beside)
+        real, index = chunks.take(rows), torch.tensor(rows, device=chunks.starts.device)
+        encoded = self.encode(real, [r[index] if isinstance(r, Tensor) else r for r in ratios], **beside)
+        if real.selected_ratios is not None:
+            chunks.selected_ratios = spread(real.selected_ratios, index, num_chunks, self.config.default_ratio)
+        if real.log_ratios is not None:
+            chunks.log_ratios = spread(real.log_ratios, index, num_chunks, torch.nan)
+        return [spread(slots, index, num_chunks) for slots in encoded]  # type: ignore[arg-type]  # heads need whole rows
 
     def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
         """Slots of each chunk that are in the memory, which are all of them unless a method says otherwise."""

@@ -32,6 +32,7 @@ class Chunks:
         inputs_embeds: `(batch_size * chunks_per_row, chunk_length, hidden_size)`, what the encoder reads in place of
             the ids' own embeddings; `None` for these.
         selected_ratios: `(batch_size * chunks_per_row,)`, what a method's `encode` has chosen where a ratio is "auto".
+        log_ratios: Same shape, log2 of the ratios that it has chosen these by, NaN for chunks without tokens.
     """
 
     input_ids: Tensor
@@ -42,6 +43,7 @@ class Chunks:
     chunks_per_row: int
     inputs_embeds: Tensor | None = None
     selected_ratios: Tensor | None = None
+    log_ratios: Tensor | None = None
 
     def take(self, rows: Sequence[int]) -> Chunks:
         """Some of the chunks, which are then not those of whole contexts."""
@@ -119,6 +121,20 @@ def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
     """The mask `(len(counts), max(counts))` of so many left-aligned places in each row."""
     places = torch.arange(max(counts), device=device)
     return (places < torch.tensor(counts, device=device)[:, None]).long()
+
+
+def spread(slots: Tensor | KeyValues, rows: Tensor, num_chunks: int, fill: float = 0) -> Any:
+    """What some of the chunks have, in their places among all of them.
+
+    Args:
+        slots: `(len(rows), ...)`, or for each layer keys and values.
+        rows: The chunks' numbers.
+        num_chunks: How many there are.
+        fill: What the others have.
+    """
+    if isinstance(slots, Tensor):
+        return slots.new_full((num_chunks, *slots.shape[1:]), fill).index_copy(0, rows, slots)
+    return tuple((spread(keys, rows, num_chunks), spread(values, rows, num_chunks)) for keys, values in slots)
 
 
 def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:

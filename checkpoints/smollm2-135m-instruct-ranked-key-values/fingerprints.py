@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .lora import DECODER
+from .lora import OF_THE_DECODER
 
-_MATRICES, _RUNS, _RUN = 16, 2, 16
+_PARAMETERS, _RUNS, _RUN = 16, 2, 16
 # Up to which relative error a rounding is named so. Measured on SmolLM2-135M and two small Llamas, mean over matrices:
 # float16 0.0002, bfloat16 0.0018, 8 bits 0.005 to 0.009, 8-bit floats 0.027, 5 bits 0.038 to 0.046,
 # 4 bits in groups 0.078 to 0.116 and by row 0.11 to 0.16, 3 bits in groups 0.16 to 0.24, 2 bits from 0.33 on.
@@ -28,7 +30,7 @@ _ROUNDINGS = (
     (0.003, "a cast to bfloat16"),
     (0.015, "a rounding to 8 bits"),
     (0.033, "a rounding to 8-bit floats or 6 bits"),
-    (0.06, "a rounding to 5 bits"),
+    (0.055, "a rounding to 5 bits"),
     (0.14, "a rounding to 4 bits"),
     (0.2, "a rounding to 3 or 4 bits"),
 )
@@ -36,8 +38,6 @@ _ROUNDINGS = (
 # weights by the share x of their size changes that of about x / pi of all pairs. Of a base that
 # is itself rounded, only what moves weights by about a step of that does.
 _REORDERED = 0.001
-# In the names of what a reader of frozen memories trains.
-_OF_THE_READER = f".{DECODER}."
 # Values that are summed at once: few enough for a processor's cache.
 _CHUNK = 1 << 20
 # Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
@@ -110,8 +110,7 @@ def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = 
             source = source.to(values.device)
             values = source if source.to(values.dtype).equal(values) else values
         if values.device not in weights:
-            # Odd, so that no changed bit is lost; different, so that exchanged rows are not the same sum.
-            weights[values.device] = torch.arange(1, _CHUNK // 2, 2, device=values.device)
+            weights[values.device] = _weights(values.device)
         sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
         digest.update(f"{name}{tuple(parameter.shape)}{torch.stack(sums).tolist() if sums else []}".encode())
     return digest.hexdigest()[:16]
@@ -120,8 +119,13 @@ def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = 
 def _of_memories(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters in the order of their names; without the reader's own where a stage changes no memory."""
     is_reader = getattr(getattr(model, "config", None), "has_frozen_memories", False)
-    named = [(name, p) for name, p in model.named_parameters() if not (is_reader and _OF_THE_READER in name)]
+    named = [(name, p) for name, p in model.named_parameters() if not (is_reader and OF_THE_DECODER.search(name))]
     return sorted(named, key=lambda item: item[0])
+
+
+def _weights(device: torch.device) -> Tensor:
+    # Odd, so that no changed bit is lost; different, so that exchanged rows are not the same sum.
+    return torch.arange(1, _CHUNK // 2, 2, device=device)
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -171,22 +175,25 @@ def _few_values(tensor: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // 8)][:8]
 
 
-def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Runs of neighbouring values of up to 16 matrices, spread over the model: (num_matrices, 2, 16) in float32.
+def sample(model: nn.Module, dtype: torch.dtype, of_kinds: bool = True) -> Tensor:
+    """Runs of neighbouring values of some 16 parameters, spread over the model: (num_parameters, 2, 16) in float32.
 
     Args:
         model: the model; nothing of it offloaded.
         dtype: type that the values go through first.
+        of_kinds: whether each kind of map and vector is among them; else matrices at an even stride, as checkpoints of
+            earlier versions have them.
     """
-    matrices = [
-        parameter
-        for _, parameter in sorted(model.named_parameters(), key=lambda item: item[0])
-        if parameter.dim() > 1 and parameter.shape[-1] >= _RUN
-    ]
-    count = min(_MATRICES, len(matrices))
+    kinds: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if parameter.dim() > (0 if of_kinds else 1) and parameter.shape[-1] >= _RUN:
+            kinds.setdefault(re.sub(r"\d+", "", name) if of_kinds else "", []).append(parameter)
+    count = min(max(_PARAMETERS, len(kinds)), sum(map(len, kinds.values())))
     runs = []
-    for index in range(count):
-        rows = whole(matrices[index * len(matrices) // count].detach()).flatten(0, -2)
+    # Kinds take turns, from the first layers to the last.
+    for index, kind in zip(range(count), itertools.cycle(kinds.values()), strict=False):
+        parameter = kind[index * len(kind) // count]
+        rows = whole(parameter.detach()).reshape(-1, parameter.shape[-1])
         for run in range(_RUNS):
             # Quantised matrices have one scale for 16 neighbours of a row or for more, from such a place on.
             start = run * (rows.shape[1] // (2 * _RUN)) * _RUN
@@ -195,32 +202,35 @@ def sample(model: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def sample_text(model: PreTrainedModel) -> str:
-    """[`sample`] as text: base64 of the values in the model's type, at most 2.8 kB."""
+    """[`sample`] as text: base64 of the values in the model's type, 2.8 kB for 16 parameters in float32."""
     dtype = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.float32
     return base64.b64encode(sample(model, dtype).to(dtype).view(torch.uint8).numpy().tobytes()).decode()
 
 
-def rounding(model: nn.Module, recorded: str, dtype: torch.dtype) -> tuple[float, str | None]:
+def rounding(model: nn.Module, recorded: str, dtype: torch.dtype, of_kinds: bool = True) -> tuple[float, str | None]:
     """How far a model is from the one of which [`sample_text`] was recorded, and the rounding that would explain it.
 
     Args:
         model: the model.
         recorded: what was recorded.
         dtype: the type of the model that it was recorded of.
+        of_kinds: as of [`sample`].
 
     Returns:
-        root mean square of the difference, relative to that of the values, mean over matrices; and its name, `None`
-        where the values are no rounded ones.
+        root mean square of the difference, relative to that of the values, mean over the parameters that differ; and
+        its name, `None` where the values are no rounded ones.
     """
     stored_as = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     expected = torch.frombuffer(bytearray(base64.b64decode(recorded)), dtype=stored_as).float().view(-1, _RUNS, _RUN)
-    found = sample(model, stored_as)
+    found = sample(model, stored_as, of_kinds)
     if found.shape != expected.shape:
         return float("inf"), None
     if not len(found):
         return 0.0, None
     size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    error = float(((found - expected).flatten(1).norm(dim=1) / size).mean())
+    errors = (found - expected).flatten(1).norm(dim=1) / size
+    # Norms are left as they are where matrices are rounded.
+    error = float(errors.sum() / errors.count_nonzero().clamp(min=1))
     order = (found.unsqueeze(-1) - found.unsqueeze(-2)).sign() * (
         expected.unsqueeze(-1) - expected.unsqueeze(-2)
     ).sign()
@@ -242,10 +252,10 @@ def version(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def checksum(tensor: Tensor) -> int | None:
-    """The sum of a tensor's bits, eight bytes at a time; `None` for one without floating-point values at hand.
+    """A number from all of a tensor's bits and their order; `None` for one without floating-point values at hand.
 
     Args:
-        tensor: any tensor; a change of one value changes the sum.
+        tensor: any tensor; a change of one value changes the number.
     """
     # A quantized weight may be a class of its own.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.is_floating_point():
@@ -255,7 +265,10 @@ def checksum(tensor: Tensor) -> int | None:
         flat = flat.clone()
     in_words = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
     # Words of eight bytes are summed many times faster than single values.
-    return int(flat[:in_words].view(torch.int64).sum()) + int(flat[in_words:].view(torch.uint8).sum())
+    weights = _weights(flat.device)
+    words = flat[:in_words].view(torch.int64).split(len(weights))
+    sums = torch.stack([(chunk * weights[: len(chunk)]).sum() for chunk in words])
+    return hash((*sums.tolist(), *flat[in_words:].view(torch.uint8).tolist()))
 
 
 def whole(tensor: Tensor) -> Tensor:

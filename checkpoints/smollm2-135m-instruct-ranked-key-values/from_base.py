@@ -18,12 +18,16 @@ from .base_weights import (
     BaseRecord,
     base_entry,
     base_name,
+    base_tensors,
     check_base,
+    load_base,
+    merge,
     remember_base,
     shown_name,
 )
 from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer
 from .gguf_files import gguf_arguments
+from .light_checkpoints import name_as_stored
 from .peft_adapters import load_peft_adapter
 
 # What `from_base` hands to the base model's `from_pretrained`; everything else is a field of the configuration.
@@ -111,13 +115,24 @@ def start_from_base(
         load_peft_adapter(model, adapter)
     if not model.trains_base:
         tensors = [(key, tensor) for key, tensor in model.state_dict().items() if base_name(key) is not None]
-        remember_base(model, BaseRecord(entries, tensors))
+        record = BaseRecord(entries, tensors)
+        remember_base(model, record)
+        if record.is_on_the_hub:
+            # As the light checkpoint of it is, whose base is read in the type that it is stored in.
+            places = {DECODER_BASE: (base, None, source)}
+            if encoder is not None:
+                places[ENCODER_BASE] = (encoder, config.encoder_config, encoder_source)
+            name_as_stored(model, lambda: merge(model, _stored_bases(places), {}, base)[0])
     if encoder is not None:
         model.encoder_tokenizer = different_tokenizer(base, encoder, source, encoder_source)
         config.encoder_tokenizer = None if model.encoder_tokenizer is None else ENCODER_TOKENIZER
         if model.encoder_tokenizer is not None:
             model.base_model.take_from_tokenizer(model.encoder_tokenizer)
     return model.eval()
+
+
+def _stored_bases(places: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    return {kind: base_tensors(load_base(kind, *place)) for kind, place in places.items()}
 
 
 def _check_fields(config_class: Any, fields: dict[str, Any]) -> None:

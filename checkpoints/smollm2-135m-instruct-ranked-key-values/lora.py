@@ -7,6 +7,7 @@ other one's gradient away, and a name kept on the shared layers would be read by
 """
 
 import functools
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ ENCODER, DECODER = "encoder", "decoder"
 # One that is active whatever the backbone is at the moment.
 SHARED = "shared"
 OWN_ADAPTERS = (ENCODER, DECODER, SHARED)
+# In the names of the decoder's adapter; a base may have a module `decoder` of its own.
+OF_THE_DECODER = re.compile(rf"\.lora_[AB]\.{DECODER}\.")
 PASSES = "_context_compressor_passes"
 
 

@@ -135,6 +135,10 @@ def _in_one_form(memories: Sequence[Memory], keeps_keys: bool) -> Sequence[Memor
 def _check_fit(how: str, memories: Sequence[Memory]) -> None:
     if not memories:
         raise ValueError(f"{'concatenate' if how == 'concatenated' else 'stack'} needs at least one memory")
+    makers = [memory.maker() for memory in memories if memory.maker is not None and not memory.model_id]
+    # Another thread's twin of a model shares its weights.
+    if len({id(next(maker.parameters())) for maker in makers if maker is not None}) > 1:
+        raise ValueError(f"memories of different models, made in training mode, cannot be {how}")
     first = memories[0]
     for memory in memories[1:]:
         by_row: list[tuple[str, Any, Any]] = [

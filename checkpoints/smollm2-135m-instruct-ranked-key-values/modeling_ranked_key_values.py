@@ -51,6 +51,8 @@ class RankedKeyValuesModel(OpenedContextModel):
 
     config_class = RankedKeyValuesConfig
     method_parts = ("scorers",)
+    # Where chunks stand in their row, their keys are moved to; empty ones are left out here.
+    needs_whole_rows = True
     # Calls that add up to one step: each has as much less of (6)'s error. A trainer that knows says so; 1 otherwise.
     accumulation_steps = 1
 

@@ -119,7 +119,7 @@ class CompressorPreTrainedModel(PreTrainedModel):
             ValueError: a pattern of `config.trainable_parameters` matches no parameter, or the stage's none at all.
         """
         chosen, of_the_stage = self.config.trainable_parameters, self.config.stage_parameters
-        usual = of_the_stage or self.base_model.method_parameters
+        usual = self.base_model.method_parameters if of_the_stage is None else of_the_stage
         patterns = [re.compile(pattern) for pattern in (usual if chosen is None else chosen)]
         matched = set()
         for name, parameter in self.named_parameters():

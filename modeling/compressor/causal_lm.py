@@ -47,11 +47,13 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
     """
 
     model_class: type[CompressorModel] = CompressorModel
-    _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
 
     def __init__(self, config: CompressorConfig):
         super().__init__(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        table = self.get_input_embeddings()
+        place = next(path for path, module in self.named_modules() if module is table)
+        self._tied_weights_keys = {"lm_head.weight": f"{place}.weight"}
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

@@ -325,7 +325,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         question, question_mask = rows.input_ids, rows.attention_mask
         if memory is None:
             if in_encoder:
-                context = question_in_front(*context, question, question_mask, self.config)[:2]
+                context = question_in_front(*context, question, question_mask, self.config, chunk_lengths)[:2]
             memory = self.model.context_memory(*context, ratio, "context_input_ids", chunk_lengths)
         elif in_encoder:
             memory = check_memory(memory, self.model, question)

@@ -176,8 +176,8 @@ class MemoryTokenModel(CompressorModel):
             return tokens.expand(num_memory_tokens, -1)
         if num_memory_tokens > len(tokens):
             raise ValueError(
-                f"the context needs {num_memory_tokens} memory tokens, the checkpoint has {len(tokens)}: take a ratio "
-                f"of {min(self.config.compression_ratios)} or higher"
+                f"the context needs {num_memory_tokens} memory tokens, the checkpoint has {len(tokens)}: take a "
+                "higher ratio, or shorter contexts or chunks"
             )
         return tokens[:num_memory_tokens]
 

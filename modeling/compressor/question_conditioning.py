@@ -66,6 +66,7 @@ def question_in_front(
     question_input_ids: Tensor,
     question_attention_mask: Tensor | None,
     config: Any,
+    chunk_lengths: Any = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Questions and contexts as one encoder input.
 
@@ -74,13 +75,16 @@ def question_in_front(
         attention_mask: their mask.
         question_input_ids, question_attention_mask: as [`question_rows`] takes them.
         config: the model's, see [`own_tokens`].
+        chunk_lengths: the caller's, which cannot be there.
 
     Returns:
         Ids and mask `(batch_size, num_question_tokens + num_tokens)`, and the questions' own ids and mask.
 
     Raises:
-        ValueError: a mask of the wrong shape, or what [`question_rows`] refuses.
+        ValueError: a mask of the wrong shape, `chunk_lengths`, or what [`question_rows`] refuses.
     """
+    if chunk_lengths is not None:
+        raise ValueError("`chunk_lengths` must be left out where a question stands in front of the whole context")
     context = token_rows(input_ids, attention_mask)
     asked = question_rows(question_input_ids, question_attention_mask, len(input_ids), config)
     mask = own_tokens(question_input_ids, asked.attention_mask, config)

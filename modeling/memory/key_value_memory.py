@@ -16,6 +16,8 @@ from .compressed_context import CompressedContext, KeyValues
 
 # Frequencies that do not depend on the length of the sequence, so that keys can be rotated on.
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)
+# Families that rotate neighbouring channels, and not the halves of a key, against each other.
+_INTERLEAVED = ("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium", "llama4_text")
 
 
 _NUM_SLOTS = "_context_compressor_num_slots"
@@ -138,12 +140,15 @@ def filled_cache(key_values: KeyValues, cache: Cache | None, use_cache: bool) ->
 
 
 def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
-    """Angles per position of the backbone's rotary embedding, `(head_dim / 2,)`; `None` where they are not fixed."""
+    """Angles per position of the backbone's rotary embedding, `(head_dim / 2,)`; `None` where they are not fixed, or
+    do not turn one half of a whole key against the other."""
     rotary = getattr(backbone, "rotary_emb", None)
-    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES:
+    if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or backbone.config.model_type in _INTERLEAVED:
         return None
     frequencies = getattr(rotary, "inv_freq", None)
-    return None if frequencies is None else frequencies.float().clone()
+    if frequencies is None or 2 * len(frequencies) != key_value_shape(backbone.config)[2]:
+        return None
+    return frequencies.float().clone()
 
 
 def key_value_shape(config: Any) -> tuple[int, int, int]:

@@ -37,6 +37,7 @@ WRONG = [
     ("task_token_ids", {"[AE]": -1}, "at least 0"),
     ("task_token_ids", {"[AE]": "128"}, "ids"),
     ("task_token_ids", {128: 128}, "token strings"),
+    ("task_token_ids", {"[AE]": 128, "[LM]": 128}, "an id of its own"),
     ("trainable_parameters", "lora", "list of regular expressions"),
     ("trainable_parameters", [1], "list of regular expressions"),
     ("trainable_parameters", ["("], "broken regular expression"),

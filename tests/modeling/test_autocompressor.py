@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_bases import ids_of
 from tiny_models import MEMORY_LORA, SMALL_LORA
-from transformers import LlamaConfig
+from transformers import LlamaConfig, OPTConfig
 
 from context_compressors import AutoCompressorConfig, AutoCompressorForCausalLM, ICAEForCausalLM
 from context_compressors.configuration.configuration_icae import ICAEConfig
@@ -208,3 +208,30 @@ def test_the_reader_starts_from_a_compressor_and_reads_its_memories(autocompress
     reader.config.save_pretrained(tmp_path / "compressor")
     with pytest.raises(ValueError, match="lacks"):
         AutoCompressorForCausalLM.from_pretrained(tmp_path / "compressor")
+
+
+def test_a_merged_reader_trains_nothing_that_makes_memories(autocompressor, tmp_path):
+    reader = autocompressor.on(variant="reader").build()
+    reader.merge_adapters()
+    reader.save_pretrained(tmp_path)
+    for model in (reader, AutoCompressorForCausalLM.from_pretrained(tmp_path)):
+        assert model.config.has_frozen_memories
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_reader_on_opt_keeps_the_base_whose_weights_stand_in_a_decoder_too(local_hub, tmp_path):
+    """OPT ties its head to `decoder.embed_tokens`; its weights have `.decoder.` in their names as the adapter has."""
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+    local_hub("me/opt", OPTConfig(vocab_size=128, num_attention_heads=4, init_std=0.3, dropout=0.0, **sizes))
+    compressor = AutoCompressorForCausalLM.from_base("me/opt", chunk_size=8, encoder_lora=SMALL_LORA)
+    assert compressor.lm_head.weight is compressor.get_input_embeddings().weight
+    compressor.save_pretrained(tmp_path)
+    changes = {"training_stage": "reader", "decoder_lora": MEMORY_LORA}
+    config = changed_config(AutoCompressorConfig.from_pretrained(tmp_path), changes)
+    reader = AutoCompressorForCausalLM.from_pretrained(tmp_path, config=config)
+    found = reader.state_dict()
+    assert all(tensor.equal(found[name]) for name, tensor in compressor.state_dict().items())
+    assert reader.model_id == compressor.model_id
+    with torch.no_grad():
+        reader.get_input_embeddings().weight[7] += 0.1
+    assert reader.model_id != compressor.model_id

@@ -277,6 +277,11 @@ def test_questions_in_the_encoder_are_checked(question):
         model.compress(question, question_input_ids=question, question_attention_mask=torch.tensor([[1] * 4, [0] * 4]))
     with raises("`question_input_ids` has 2 rows", "3"):
         model.compress(question[[0, 0, 1]], question_input_ids=question)
+    lengths = [[1, 3], [2, 2]]
+    with raises("`chunk_lengths` must be left out where a question"):
+        model.compress(question, question_input_ids=question, chunk_lengths=lengths)
+    with raises("`chunk_lengths` must be left out where a question"):
+        model.generate(question, context_input_ids=question, context_chunk_lengths=lengths)
 
 
 # --- saving ---

@@ -370,6 +370,12 @@ def test_an_unnamed_memory_is_read_by_the_model_that_made_it_alone(form_case):
     for reader in (other, other.train()):
         with raises(ValueError, "made by another model, in training mode", reader.model_id):
             reader(TEXT, memory=memory)
+    for join in (type(memory).concatenate, type(memory).stack):
+        with raises(ValueError, "memories of different models, made in training mode"):
+            join([memory, other.compress(CONTEXT)])
+        assert (
+            model(TEXT.expand(2, -1), memory=join([memory, model.compress(CONTEXT)]).rows(0)).logits.isfinite().all()
+        )
 
 
 def test_a_memory_that_is_not_finite_is_refused(form_case):

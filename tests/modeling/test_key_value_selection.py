@@ -370,6 +370,15 @@ def test_a_memory_made_with_a_question_answers_no_other_one(tmp_path, random_row
         plain(question, memory=memory)
     with pytest.raises(ValueError, match=r"`question_input_ids` need `question_placement='encoder'`.*'decoder'"):
         plain.compress(ids, mask, **asked)
+    assert model.compress(ids, mask, token_type_ids=mask, **asked).num_slots.equal(
+        model.compress(ids, mask, **asked).num_slots
+    )
+    with pytest.raises(TypeError, match=r"unexpected arguments \['ratio_scle'\]"):
+        model.compress(ids, mask, ratio_scle=1, **asked)
+    with pytest.raises(ValueError, match="no ratio selector"):
+        model.compress(ids, mask, ratio_scale=1.0, **asked)
+    with pytest.raises(ValueError, match="`memory` has 2 rows, `input_ids` has 3"):
+        model.generate(question[[0, 1, 1]], memory=memory)
     with pytest.raises(ValueError, match="`question_input_ids` has 2 rows, `input_ids` has 1"):
         model.compress(ids[:1], **asked)
 

@@ -6,7 +6,9 @@ import dataclasses
 import pytest
 import torch
 from tiny_bases import AE, BOS, LM, ids_of
-from transformers import DynamicCache
+from transformers import CohereConfig, DynamicCache, StableLmConfig
+
+from context_compressors import CompressedContext, SnapKVConfig, SnapKVForCausalLM
 
 
 @pytest.fixture
@@ -101,3 +103,23 @@ def test_a_key_value_memory_is_saved_and_read_again(five_hundred_x, tmp_path):
         memory.nbytes == int(memory.num_slots) * 2 * 2 * 2 * 8 * 4
     )  # layers, keys and values, heads, head_dim, float32
     assert dataclasses.replace(memory, inverse_frequencies=None).carrier == "key_values"
+
+
+@pytest.mark.parametrize("base", [StableLmConfig, CohereConfig])
+def test_bases_that_rotate_a_part_of_a_head_or_neighbouring_channels_move_no_keys(five_hundred_x, base, tmp_path):
+    """StableLM rotates a quarter of each head; Cohere's pairs are neighbours, and not a channel of each half."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = base(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0, **heads)
+    method = five_hundred_x.method
+    fields = {**five_hundred_x.fields, "decoder_config": config, "position_layout": "enhanced"}
+    model = method.causal_lm_class(method.config_class(**fields)).eval()
+    memory, text = model.compress(ids_of(9), ratio=2), ids_of(4, seed=1)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=model.model_id)
+    assert model(text, memory=loaded).logits.equal(model(text, memory=memory).logits)
+    assert model(text, memory=memory.quantize("int8")).logits.isfinite().all()
+    with pytest.raises(ValueError, match="needs inverse_frequencies in each memory"):
+        CompressedContext.concatenate([memory, memory])
+    snap_kv = SnapKVForCausalLM(SnapKVConfig(decoder_config=config, position_layout="default"))
+    with pytest.raises(ValueError, match=f"type '{config.model_type}' does not tell how: take 'enhanced'"):
+        snap_kv.eval().compress(ids_of(9), ratio=2)

@@ -62,10 +62,13 @@ def test_the_papers_sizes():
         assert config.decoder_lora is None
 
 
-def test_more_memory_tokens_than_there_are_is_an_error(icae):
-    model = icae.build(chunk_size=12)
-    with pytest.raises(ValueError, match=r"12 memory tokens, the checkpoint has 6.*2 or higher"):
-        model.compress(ids_of(12), ratio=1, allow_untrained_ratio=True)
+def test_more_memory_tokens_than_there_are_is_an_error(icae, method_cases):
+    ways_out = "take a higher ratio, or shorter contexts or chunks"
+    with pytest.raises(ValueError, match=f"12 memory tokens, the checkpoint has 6: {ways_out}"):
+        icae.build(chunk_size=12).compress(ids_of(12), ratio=1, allow_untrained_ratio=True)
+    # A higher one than the lowest, where the context is longer than the checkpoint is made for.
+    with pytest.raises(ValueError, match=f"17 memory tokens, the checkpoint has 16: {ways_out}"):
+        method_cases["tcp_autoencoder"].model.compress(ids_of(33), ratio=2)
 
 
 def test_task_tokens_stand_behind_the_vocabulary_by_default(tiny_base_config):

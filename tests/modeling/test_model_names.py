@@ -28,11 +28,9 @@ def test_a_checksum_tells_any_changed_value(length, seed, dtype):
     assert checksum(tensor[1:]) == checksum(tensor[1:].clone())
 
 
-def test_a_checksum_is_the_sum_of_eight_bytes_at_a_time():
+def test_a_checksum_tells_the_order_of_values():
     tensor = torch.randn(11)
-    words = tensor[:10].view(torch.int64).tolist()
-    plain = sum(words) + sum(tensor[10:].view(torch.uint8).tolist())
-    assert (checksum(tensor) - plain) % 2**64 == 0
+    assert len({checksum(tensor.roll(shift)) for shift in range(11)}) == 11
     assert checksum(torch.ones(3, device="meta")) is None
     assert checksum(torch.ones(3, dtype=torch.int8)) is None
 

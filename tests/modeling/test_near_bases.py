@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A light checkpoint works on a rounded copy of its base, with one warning, and on no other model."""
 
+import base64
 import json
 import logging
 
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from context_compressors.modeling.checkpoint.base_weights import base_name
-from context_compressors.modeling.checkpoint.fingerprints import rounding, sample_text
+from context_compressors.modeling.checkpoint.fingerprints import rounding, sample, sample_text
 
 # The row of the padding token is all zeros.
 TINY = 1e-12
@@ -140,6 +141,37 @@ def test_a_fine_tuned_base_is_refused_although_it_is_as_near_as_a_rounded_one(li
         AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "tuned")
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["mlp", "norm", "k_proj"])
+def test_a_base_with_one_kind_of_weights_of_another_model_is_refused(light, local_hub, tmp_path, kind, dtype):
+    model = base_model(local_hub)
+    for name, parameter in model.named_parameters():
+        if kind in name:
+            parameter.copy_(torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="other weights"):
+        AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "other")
+
+
+@torch.no_grad()
+def test_samples_of_earlier_versions_are_read(light, local_hub, tmp_path, warnings):
+    model, config = base_model(local_hub), json.loads((light / "config.json").read_text())
+    entry = config["external_weights"]["decoder"]
+    del entry["samples"]
+    entry["sample"] = base64.b64encode(sample(model, torch.float32, of_kinds=False).numpy().tobytes()).decode()
+    (light / "config.json").write_text(json.dumps(config))
+    AutoModelForCausalLM.from_pretrained(light)
+    assert warnings() == []
+    model.model.norm.weight.copy_(torch.rand(32))
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="other weights"):
+        AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "other")
+    rounded_copy(base_model(local_hub), by_row(8), tmp_path / "copy")
+    AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "copy")
+    assert len(warnings()) == 1
+
+
 def test_a_rounding_that_leaves_too_little_is_refused(light, local_hub, tmp_path):
     rounded_copy(base_model(local_hub), in_groups(2, 16), tmp_path / "copy")
     with pytest.raises(ValueError, match="other weights"):
@@ -148,7 +180,7 @@ def test_a_rounding_that_leaves_too_little_is_refused(light, local_hub, tmp_path
 
 def test_checkpoints_without_samples_tell_equal_from_other(light, local_hub, tmp_path, warnings):
     config = json.loads((light / "config.json").read_text())
-    del config["external_weights"]["decoder"]["sample"]
+    del config["external_weights"]["decoder"]["samples"]
     (light / "config.json").write_text(json.dumps(config))
     AutoModelForCausalLM.from_pretrained(light)
     rounded_copy(base_model(local_hub), by_row(8), tmp_path / "copy")

@@ -5,7 +5,15 @@ import pytest
 import torch
 from tiny_bases import VOCAB_SIZE, base_config, ids_of
 from torch.nn import functional
-from transformers import AutoModel, BertConfig, BertTokenizer, LlamaForCausalLM, MistralConfig
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertTokenizer,
+    LlamaForCausalLM,
+    MistralConfig,
+    MPNetConfig,
+    RobertaConfig,
+)
 
 from context_compressors import XRAGConfig, XRAGForCausalLM
 
@@ -111,6 +119,18 @@ def test_what_the_encoders_tokenizer_puts_around_a_text_stands_around_each_passa
         assert loaded.generate(TEXT, memory=memory, max_new_tokens=3, do_sample=False).equal(answer), name
     own = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[7], passage_end_ids=[SEP, SEP])
     assert (own.config.passage_start_ids, own.config.passage_end_ids) == ([], [SEP, SEP])
+
+
+def test_a_passage_has_the_positions_that_its_encoder_leaves(folders):
+    """RoBERTa and MPNet count from the pad's id on: 30 of 32 positions are left."""
+    for kind in (RobertaConfig, MPNetConfig):
+        shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+        encoder = kind(vocab_size=64, max_position_embeddings=32, pad_token_id=1, **shape)
+        fields = {"decoder_config": base_config(), "encoder_config": encoder}
+        model = XRAGForCausalLM(XRAGConfig(**fields, compression_ratios=[30])).eval()
+        assert int(model.compress(ids_of(31, most=64)).num_slots) == 2
+        with pytest.raises(ValueError, match="31 tokens needs 31 positions, the encoder has 30"):
+            XRAGConfig(**fields, compression_ratios=[31])
 
 
 def test_wrong_ratios_and_settings_are_refused_by_name(folders):
