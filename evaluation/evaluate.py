@@ -42,6 +42,7 @@ def evaluate_model(
     *,
     teacher: PreTrainedModel | None = None,
     model_name: str | None = None,
+    num_parameters: int | None = None,
     progress: bool = True,
     notes: Mapping[str, Any] | None = None,
     records: Mapping[str, TrainingDocuments | None] | None = None,
@@ -62,6 +63,7 @@ def evaluate_model(
         settings: options, see `EvaluationSettings`.
         teacher: language model of the two bounds; the compressor's own decoder as a plain language model when `None`.
         model_name: how the report calls the model; the last part of its Hub id or folder when `None`.
+        num_parameters: of the checkpoint, where adapters are merged; the model's when `None`.
         progress: whether to show a progress bar.
         notes: what the report's settings should say besides.
         records: by name, what trained and chose the models, or whatever else chose them, none of which may be among
@@ -144,7 +146,7 @@ def evaluate_model(
     report = EvaluationReport(
         model=name,
         bounds="own_decoder" if teacher is None else "teacher",
-        num_parameters=model.num_parameters(),
+        num_parameters=num_parameters or model.num_parameters(),
         held_out=held_out,
         documents=_documents(samples),
         settings={

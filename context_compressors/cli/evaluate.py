@@ -212,6 +212,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
     model = _load(arguments.model, arguments, arguments.base_model)
     set_ratio_scale(model, arguments.ratio_scale)
+    num_parameters = model.num_parameters()
     if arguments.merge_adapters:
         if settings.zero_shot or "self_information" in settings.alternatives:
             raise ValueError("--merge-adapters: --zero-shot and self_information read the base with the adapters off")
@@ -242,6 +243,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         settings,
         teacher=teacher,
         model_name=model_label(arguments.model),
+        num_parameters=num_parameters,
         # Scores on generated documents mean nothing without their length.
         notes={
             "document_tokens": arguments.document_tokens,

@@ -97,12 +97,16 @@ def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
 def test_merged_adapters_answer_as_those_beside_the_weights(folders, qa_file, tmp_path, capsys):
     argv = [str(folders / "tiny-compressor"), "--data-dir", str(tmp_path), "--data", "qa_rows.parquet", "--tasks", QA]
     argv += ["--max-new-tokens", "3", "--num-resamples", "50", "--device", "cpu", "--alternatives", "cut"]
-    answers = []
+    answers, sizes = [], set()
     for given in ([], ["--merge-adapters"]):
-        assert main([*argv, *given, "--keep-answers", str(tmp_path / "answers.jsonl")]) == 0
+        files = ["--keep-answers", str(tmp_path / "answers.jsonl"), "--output", str(tmp_path / "report.json")]
+        assert main([*argv, *given, *files]) == 0
+        sizes.add(json.loads((tmp_path / "report.json").read_text())["num_parameters"])
         answers.append([json.loads(line)["answers"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()])
     assert answers[0] == answers[1]
     assert len(answers[0]) == len(ROWS)
+    # A card of the checkpoint takes either report.
+    assert len(sizes) == 1
     assert main([*argv, "--merge-adapters", "--zero-shot"]) == 1
     assert "--zero-shot and self_information read the base with the adapters off" in capsys.readouterr().err
     argv[0] = str(folders / "teacher")
