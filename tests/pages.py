@@ -42,12 +42,12 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SCORES = re.compile(r"(<!-- (scores|sets|needles) ?([^>]*?) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
 _MISSING = "…"
 _RATIOS = (2, 4, 8, 16)
-# Of each task the metric, its title, and what it is multiplied by.
+# Of each task the metric, and its title.
 _METRICS = {
-    "question_answering": ("f1", "F1", 1),
-    "summarisation": ("rougeL", "ROUGE-L", 1),
-    "reconstruction": ("token_accuracy", "restored, %", 100),
-    "continuation": ("perplexity", "perplexity", 1),
+    "question_answering": ("f1", "F1"),
+    "summarisation": ("rougeL", "ROUGE-L"),
+    "reconstruction": ("token_accuracy", "tokens restored, %"),
+    "continuation": ("perplexity", "perplexity of what follows"),
 }
 _READ = {"ratio": "{name}", "cut": "cut text, read by it", "bm25": "BM25's sentences, read by it"}
 _CHAT_TEMPLATE = (
@@ -306,7 +306,7 @@ def _tables_of_task(task: str, sets: Mapping[str, Mapping[str, Any]]) -> Iterato
     """Tables of one task: of its sets the rows by condition."""
     from context_compressors.reporting.tables import markdown_table
 
-    metric, title, scale = _METRICS[task]
+    metric, title = _METRICS[task]
     first = next(iter(sets.values()))
     ratios = sorted(int(name.partition("=")[2]) for name in first if name.startswith("ratio="))
     columns = ["no_context", "full_context", *(f"ratio={ratio}" for ratio in ratios)]
@@ -316,10 +316,8 @@ def _tables_of_task(task: str, sets: Mapping[str, Mapping[str, Any]]) -> Iterato
         one = rows["no_context"]
         domain = ", out of domain" if one["domain"] == "out" else ""
         cells = [(rows[column]["metrics"][metric], rows[column]["intervals"][metric]) for column in columns]
-        lines[f"{name}{domain} ({one['num_samples']:,} about {one['num_documents']:,})"] = [
-            (value * scale, [end * scale for end in ends]) for value, ends in cells
-        ]
-    yield markdown_table(header, _with_mean(lines))
+        lines[f"{name}{domain} ({one['num_samples']:,} about {one['num_documents']:,})"] = cells
+    yield markdown_table(header, _with_mean(lines, metric != "perplexity"))
     for kind, words in (("cut", "slots less cut text"), ("bm25", "slots less BM25's sentences")):
         if f"{kind}={ratios[0]}" in first:
             less = {
@@ -330,15 +328,17 @@ def _tables_of_task(task: str, sets: Mapping[str, Mapping[str, Any]]) -> Iterato
             yield markdown_table([words, *header[3:]], _with_mean(pairs))
 
 
-def _with_mean(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]]) -> list[list[str]]:
-    """Lines of a table and where there are several their mean, its interval that of independent sets."""
+def _with_mean(
+    lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], is_mean_of_all: bool = True
+) -> list[list[str]]:
+    """Lines of a table and where there are several, if wanted, their mean, its interval that of independent sets."""
     from context_compressors.evaluation.bootstrap import interval_of_mean
 
     means = []
     for column in zip(*lines.values(), strict=True):
         mean = fmean(value for value, _ in column)
         means.append((mean, interval_of_mean(mean, [ends for _, ends in column])))
-    table = {**lines, "mean over sets": means} if len(lines) > 1 else lines
+    table = {**lines, "mean over sets": means} if is_mean_of_all and len(lines) > 1 else lines
     return [[name, *(_with(value, ends) for value, ends in cells)] for name, cells in table.items()]
 
 
