@@ -384,7 +384,7 @@ class Scorer:
     ) -> list[list[int]]:
         """Token ids that the model writes, each row up to its limit, EOS included where it wrote one."""
         input_ids, attention_mask = self._pad(prompts, model.device)
-        processors = []
+        processors, ends = [], self.end_ids(model)
         if self.repetition_penalty is not None:
             # The library's own argument would penalise the question's words, too.
             processors = [RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty), input_ids.shape[1])]
@@ -401,9 +401,9 @@ class Scorer:
             **({"tokenizer": self.tokenizer} if "stop_strings" in self.generation else {}),
             logits_processor=processors,
             pad_token_id=self.pad_token_id,
-            eos_token_id=self.end_ids(model),
+            # A tokenizer may have no EOS.
+            eos_token_id=ends or None,
         )
-        ends = set(self.end_ids(model))
         rows = []
         for ids, limit in zip(output[:, input_ids.shape[1] :].tolist(), limits, strict=True):
             length = next((place for place, token in enumerate(ids, 1) if token in ends), None)
