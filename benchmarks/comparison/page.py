@@ -102,17 +102,8 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 _BOUNDS = ("no_context", "full_context")
 _NOTHING = {"scores": {"f1": 0.0}}
 _THAN_CUT = {"holds": "above", "does not": "below", "cannot be told": "?", "not run": ""}
-_COLUMNS = (
-    "questions",
-    "positions",
-    "bytes",
-    "compress, s",
-    "answer, s",
-    "F1",
-    "exact match",
-    "contained",
-    "retention, %",
-)
+_COSTS = ("questions", "positions", "bytes", "compress, s", "answer, s")
+_SCORES = ("F1", "exact match", "contained", "retention, %")
 _TITLES = {
     "f1": "F1",
     "rougeL": "ROUGE-L",
@@ -373,7 +364,7 @@ def _main_table(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) ->
         ]
         for row in rows
     ]
-    return markdown_table(["system", "ratio", *_COLUMNS], lines)
+    return markdown_table(["system", "ratio", *_COSTS, *_SCORES], lines)
 
 
 def _by_set(rows: Sequence[Mapping[str, Any]], names: Sequence[str], titles: Mapping[str, str]) -> str:
