@@ -34,6 +34,7 @@ import context_compressors
 from .data.prompts import default_prompts
 from .data.task_tokens import text_starts
 from .evaluation.metrics import normalize_answer
+from .modeling.parts.cache_name import CACHE
 from .modeling.parts.prompting import decoder_document_ids, full_context_ids
 from .reporting.environment import environment
 from .reporting.tables import markdown_table
@@ -205,7 +206,7 @@ def read_text(pipe: Pipeline, page: Page) -> Reading:
     rows = [full_context_ids(model.config, tokenizer, document, question) for question in page.questions]
     shared = num_shared(rows)
     start = time.perf_counter()
-    cache = model(input_ids=_tensor(pipe, rows[0][:shared]), use_cache=True, logits_to_keep=1).past_key_values
+    cache = model(input_ids=_tensor(pipe, rows[0][:shared]), use_cache=True, logits_to_keep=1)[CACHE]
     read_seconds = time.perf_counter() - start
     num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
@@ -214,7 +215,7 @@ def read_text(pipe: Pipeline, page: Page) -> Reading:
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=caches[index],
+            cache=caches[index],
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
             pad_token_id=tokenizer.eos_token_id,

@@ -184,7 +184,7 @@ class ActivationBeaconModel(CompressorModel):
                 inputs_embeds=torch.where(window.is_beacon[:, :, None], beacon, tokens),
                 attention_mask=torch.cat([slot_mask, window.attention_mask], dim=1),
                 position_ids=position_ids,
-                past_key_values=cache,
+                cache=cache,
             )
         # Under autocast rotated keys are float32 and values are not.
         kept = tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in cache.recorder.close())

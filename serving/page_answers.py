@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from ..evaluation.analysis.slot_origins import can_reconstruct, reconstruction, slot_origins
 from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
+from ..modeling.parts.cache_name import CACHE
 from ..modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
 from ..modeling.parts.text_ids import text_tokenizer
 
@@ -166,10 +167,10 @@ class PageModel:
         start = time.perf_counter()
         with torch.no_grad():
             row = torch.tensor([ids[: min(first + len(text), len(ids) - 1)]], device=self.pipe.device)
-            cache = self.model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
+            cache = self.model(input_ids=row, use_cache=True, logits_to_keep=1)[CACHE]
         num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         cost = Answer(len(text), num_bytes, time.perf_counter() - start)
-        yield from self._written(cost, ids, past_key_values=cache)
+        yield from self._written(cost, ids, cache=cache)
 
     def inside(self, document: str, memory: CompressedContext) -> Inside:
         """What the slots of a document are made of; `memory` as `compress` gave it."""

@@ -31,6 +31,7 @@ from benchmarks.common.tools import (
     shape_config,
 )
 from context_compressors import ActivationBeaconConfig, ActivationBeaconModel
+from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.reporting.tables import markdown_table
 
 
@@ -75,7 +76,7 @@ def readers(model: ActivationBeaconModel, arguments: argparse.Namespace) -> dict
         for window in ids.split(arguments.window, dim=1):
             positions = torch.arange(read, read + window.shape[1], device=ids.device)[None]
             read += window.shape[1]
-            model.language_model(input_ids=window, position_ids=positions, past_key_values=cache, use_cache=True)
+            model.language_model(input_ids=window, position_ids=positions, **{CACHE: cache}, use_cache=True)
         return cache
 
     return {"sliding memory": slide, "one document": model.compress, "plain model": plain}

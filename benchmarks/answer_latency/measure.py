@@ -51,6 +51,7 @@ from benchmarks.common.tools import (
     shape_config,
     synchronize,
 )
+from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.reporting.tables import markdown_table
 
 _TABLE_7 = {
@@ -118,7 +119,7 @@ def answer_seconds(
     if cache is not None:
         cache.reset()
         # What is compiled is the benchmark's choice, the same for both sides.
-        inputs = {**inputs, "past_key_values": cache, "disable_compile": True}
+        inputs = {**inputs, CACHE: cache, "disable_compile": True}
     synchronize(input_ids.device)
     start = time.perf_counter()
     model.generate(

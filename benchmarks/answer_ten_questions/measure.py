@@ -29,6 +29,7 @@ from transformers.utils import logging
 from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, positive_int, save_and_report, timed
 from context_compressors.demo import CHECKPOINT, fastest_dtype, load, num_shared, read_pages
 from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids, question_ids
 from context_compressors.reporting.tables import markdown_table
 
@@ -60,7 +61,7 @@ class Reader:
     def read(self) -> None:
         """Run what all prompts start with, slots included, through the decoder, and keep its keys and values."""
         ids = self._ids(self.rows[0][: self._num_shared])
-        self._cache = self.model(input_ids=ids, **self._inputs).past_key_values
+        self._cache = self.model(input_ids=ids, **self._inputs)[CACHE]
         self._num_places = self._cache.get_seq_length()
 
     @torch.no_grad()
@@ -69,7 +70,7 @@ class Reader:
         written: list[int] = []
         ids = self._ids(self.rows[index][self._num_shared :])
         for _ in range(new_tokens):
-            logits = self.model(input_ids=ids, past_key_values=self._cache, **self._inputs).logits
+            logits = self.model(input_ids=ids, cache=self._cache, **self._inputs).logits
             ids = logits[:, -1].argmax(dim=-1, keepdim=True)
             written.append(int(ids))
         self._cache.crop(self._num_places - self._cache.get_seq_length())

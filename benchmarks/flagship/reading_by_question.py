@@ -41,6 +41,7 @@ from context_compressors.modeling.memory.compressed_context import CompressedCon
 from context_compressors.modeling.memory.headwise_memory import spread_pairs
 from context_compressors.modeling.memory.key_value_memory import filled_cache
 from context_compressors.modeling.modeling_snap_kv import SnapKVModel
+from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.modeling.parts.call_views import twin
 from context_compressors.modeling.parts.chat_template import prompt_ids
 from context_compressors.modeling.parts.prompting import question_ids
@@ -261,11 +262,11 @@ class TextReader:
             input_ids=torch.tensor([list(ids)]),
             attention_mask=torch.ones(1, (pairs[0][0].shape[2] if pairs else 0) + len(ids), dtype=torch.long),
             position_ids=torch.arange(position, position + len(ids))[None],
-            past_key_values=filled_cache(pairs, None, True) if pairs else None,
+            cache=filled_cache(pairs, None, True) if pairs else None,
             use_cache=True,
             **wanted,
         )
-        return outputs, tuple((layer.keys, layer.values) for layer in outputs.past_key_values.layers)
+        return outputs, tuple((layer.keys, layer.values) for layer in outputs[CACHE].layers)
 
     def write(self, ids: Sequence[int], pairs: Any, position: int, draft: Sequence[int] = ()) -> list[int]:
         """The greedy answer behind what was read, up to its end; as far as it is the draft, in one pass."""

@@ -121,7 +121,7 @@ class CompressorConfig(PreTrainedConfig):
 
     model_type = "context_compressor"
     sub_configs = {"decoder_config": AutoConfig, "encoder_config": AutoConfig}
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     # What a memory holds: "embeddings", or "key_values" of every layer.
     carrier = "embeddings"
     # Whether there is anything to train.

@@ -22,10 +22,11 @@ from .compressed_context import CompressedContext
 from .headwise_memory import forget_head_masks
 from .key_value_memory import note_cached_slots, num_cached_slots
 from .base_precision import in_base_precision
+from .cache_name import CACHE, one_cache
 from .call_views import for_one_call
 from .lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, inject_lora, use_adapter
 from .decoder_only import DecoderOnlyPreTrainedModel
-from .input_checks import check_cache, check_integers, check_keywords
+from .input_checks import check_integers, check_keywords
 from .memory_checks import check_memory, check_source, check_text_and_memory
 from .slot_reading import SlotReader
 from .token_rows import TokenRows, check_ids, check_together
@@ -137,6 +138,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """One pass of the encoder with its adapter.
@@ -146,9 +148,12 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             attention_mask: same shape, or a mask in the backbone's own form.
             position_ids: same shape.
             inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
+            cache: what its layers read in front, or write to.
             kwargs: handed to the backbone.
         """
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        if cache is not None:
+            kwargs[CACHE] = cache
         backbone = for_one_call(self.encoder_backbone, kwargs.get("is_causal"))
         with self._adapter(self.encoder_backbone, ENCODER):
             return backbone(
@@ -185,7 +190,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
@@ -193,6 +198,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         use_cache: bool | None = None,
         text_position_offset: Tensor | None = None,
         context_chunk_lengths: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         r"""
@@ -203,7 +209,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             attention_mask: `(batch_size, num_text_tokens)`; pads may stand on either side. With a cache it covers the
                 text in the cache, too.
             position_ids: `(batch_size, num_text_tokens)`, counted within the text; pads do not count.
-            past_key_values: A cache. One that holds slots already goes with their memory or context, and with
+            cache: A cache. One that holds slots already goes with their memory or context, and with
                 `text_position_offset`.
             context_input_ids: Contexts `(batch_size, num_context_tokens)` to compress first.
             context_attention_mask: Their mask.
@@ -213,6 +219,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             text_position_offset: `(batch_size,)`, position of the first text token; computed from the memory and the
                 text's task token if not given.
             context_chunk_lengths: `(batch_size, num_passages)`, the `chunk_lengths` of the contexts, as in `compress`.
+            past_key_values: An older name of `cache`.
             kwargs: What the method reads beside contexts, and else handed to the language model.
 
         Returns:
@@ -238,13 +245,13 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         check_ids("input_ids", input_ids)
         check_integers("position_ids", position_ids, tuple(input_ids.shape), (1, input_ids.shape[1]))
         check_integers("text_position_offset", text_position_offset, (len(input_ids),), (1,))
-        check_cache(past_key_values)
-        is_cached = past_key_values is not None and bool(past_key_values.get_seq_length())
+        cache = one_cache(cache, past_key_values)
+        is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
         if self.training and self.language_model.is_gradient_checkpointing:
             if is_cached:
-                raise ValueError("in training with gradient checkpointing layers read no filled `past_key_values`")
-            past_key_values, use_cache = None, False
+                raise ValueError("in training with gradient checkpointing layers read no filled `cache`")
+            cache, use_cache = None, False
         context, sequence = None, None
         if context_input_ids is not None:
             given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
@@ -253,18 +260,18 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             if context is not None:
                 check_together(context)
                 memory = self.compress_rows(context, [ratio], **beside)[0]
-            if memory is None and (number := num_cached_slots(past_key_values)):
+            if memory is None and (number := num_cached_slots(cache)):
                 raise ValueError(
-                    f"`past_key_values` holds the {number} slots of a memory: give the memory, too, and "
+                    f"`cache` holds the {number} slots of a memory: give the memory, too, and "
                     "`text_position_offset`, where the text starts"
                 )
             reading = (position_ids, memory, text_position_offset)
-            inputs = self.next_inputs(input_ids, attention_mask, *reading, past_key_values)
+            inputs = self.next_inputs(input_ids, attention_mask, *reading, cache)
         else:
             # One that has been emptied may have held a memory.
-            forget_head_masks(past_key_values)
+            forget_head_masks(cache)
             text, joined = self.text_rows(input_ids, attention_mask), None
-            if context is not None and past_key_values is None and use_cache is not True:
+            if context is not None and cache is None and use_cache is not True:
                 joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
             if joined is not None:
                 inputs, sequence = joined
@@ -274,17 +281,15 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
                 inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if memory is not None and memory.carrier == "key_values" and not is_cached:
-            past_key_values = self.cache_of_slots(memory, is_full, past_key_values, use_cache)
+            cache = self.cache_of_slots(memory, is_full, cache, use_cache)
         return_dict = kwargs.pop("return_dict", None)
         with self._adapter(self.language_model, DECODER):
-            outputs = for_one_call(self.language_model)(
-                **inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs
-            )
+            outputs = for_one_call(self.language_model)(**inputs, **{CACHE: cache}, use_cache=use_cache, **kwargs)
         if not is_cached:
-            note_cached_slots(outputs.past_key_values, self.num_places(memory))
+            note_cached_slots(getattr(outputs, CACHE), self.num_places(memory))
         if not use_cache:
             # Some backbones hand back the cache that they were given.
-            outputs.past_key_values = None
+            setattr(outputs, CACHE, None)
         if sequence is not None:
             sequence.cut_to_text(outputs)
         return outputs if return_dict in (None, True) else outputs.to_tuple()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .cache_name import CACHE
 from .packing import take_places
 from .compressed_context import CompressedContext, KeyValues
 from .key_value_memory import KeyValueRecorder
@@ -126,7 +127,7 @@ def forget_head_masks(cache: Cache | None) -> None:
 def read_by_heads(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """A forward pre-hook of an attention layer: of a cache with `note_head_masks` each head reads its own slots, and
     an [`InputRecorder`] sees what the layer reads."""
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = kwargs.get(CACHE)
     states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     layer: int = attention.layer_idx  # type: ignore[assignment]
     if isinstance(cache, InputRecorder):

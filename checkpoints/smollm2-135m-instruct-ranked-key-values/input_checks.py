@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from .nearest_names import nearest_name
 from .token_rows import INTEGER_DTYPES
@@ -20,6 +19,7 @@ _KEYWORDS = (
     "input_ids",
     "attention_mask",
     "position_ids",
+    "cache",
     "past_key_values",
     "labels",
     "context_input_ids",
@@ -165,16 +165,6 @@ def check_logits_to_keep(value: Any) -> None:
         raise TypeError(f"`logits_to_keep` must be an int or an integer tensor, got {value!r}")
     elif value < 0:
         raise ValueError(f"`logits_to_keep` must be 0 or more, got {value}")
-
-
-def check_cache(cache: Any) -> None:
-    """A cache must be one of the library's.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if cache is not None and not isinstance(cache, Cache):
-        raise TypeError(f"`past_key_values` must be a transformers.Cache, got {type(cache).__name__}")
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:

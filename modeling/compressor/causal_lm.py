@@ -17,6 +17,7 @@ from ...configuration.configuration_compressor import CompressorConfig
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import num_cached_slots
 from ..parts.base_precision import as_head_takes
+from ..parts.cache_name import CACHE, one_cache
 from ..parts.packing import left_padded
 from .backbone import CompressorHead
 from .decoder_only import DecoderOnlyPreTrainedModel
@@ -78,7 +79,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         labels: Tensor | None = None,
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
@@ -88,6 +89,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         text_position_offset: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         context_chunk_lengths: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         r"""
@@ -108,7 +110,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=one_cache(cache, past_key_values),
             context_input_ids=context_input_ids,
             context_attention_mask=context_attention_mask,
             memory=memory,
@@ -126,7 +128,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -197,15 +199,15 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
             memory = self.model.context_memory(*given, **self.model.beside_contexts(kwargs))
         # The library would cut the question by the cache's length, which counts the slots.
-        cache = kwargs.get("past_key_values")
+        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if memory is None and num_cached_slots(cache):
             raise ValueError(
-                f"`past_key_values` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "
+                f"`cache` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "
                 "whole text once more, without the cache"
             )
         if memory is not None:
             if cache is not None and cache.get_seq_length():
-                raise ValueError("`past_key_values` must be empty when `generate` starts with a memory or a context")
+                raise ValueError("`cache` must be empty when `generate` starts with a memory or a context")
             if kwargs.get("assistant_model") is not None:
                 raise ValueError("`assistant_model` reads no memory: leave it out")
             memory = check_memory(memory, self.model, question)
@@ -213,6 +215,8 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             if size := self._setting("prefill_chunk_size", kwargs):
                 kwargs["prefill_chunk_size"] = max(size, self.model.num_in_front(question))
             kwargs["text_position_offset"] = self.model.text_position_offset(memory, question, attention_mask)
+        if cache is not None:
+            kwargs[CACHE] = cache
         # Some tokenizers add it; the decoder has no use for it.
         kwargs.pop("token_type_ids", None)
         return super().generate(question, attention_mask=attention_mask, **kwargs)
@@ -278,9 +282,9 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         )
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any
+        self, input_ids: Tensor, cache: Any = None, past_key_values: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         # With its cache hidden, the library leaves the mask two-dimensional; `forward` puts the slots' mask in front.
-        model_inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=None, **kwargs)
-        model_inputs["past_key_values"] = past_key_values
+        model_inputs = super().prepare_inputs_for_generation(input_ids, **{CACHE: None}, **kwargs)
+        model_inputs["cache"] = one_cache(cache, past_key_values)
         return model_inputs

@@ -14,9 +14,10 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput
 
 from ..memory.compressed_context import CompressedContext
+from ..parts.cache_name import CACHE, one_cache
 from ..parts.packing import left_padded, pack
 from .backbone import CompressorHead
-from .input_checks import check_cache, check_keywords, check_labels, check_logits_to_keep
+from .input_checks import check_keywords, check_labels, check_logits_to_keep
 from .memory_checks import check_memory, check_source, check_text_and_memory
 from .question_conditioning import check_question, own_tokens, question_in_front, with_start
 from .token_rows import check_cached_mask, check_together
@@ -77,7 +78,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """The decoder's states behind a memory, as they go into the LM head.
@@ -86,7 +87,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             input_ids: Text `(batch_size, num_text_tokens)`, the decoder's start token first.
             attention_mask: its mask; pads may stand anywhere. With a cache it covers the text in the cache, too.
             memory: one row for each text, or one for all of them.
-            past_key_values: the decoder's cache.
+            cache: the decoder's cache.
             kwargs: handed to T5's decoder stack.
 
         Returns:
@@ -96,7 +97,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             ValueError: a text row without tokens, unknown token ids, a mask of the wrong shape, or a memory of another
                 model, width or batch size.
         """
-        cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        cached = 0 if cache is None else int(cache.get_seq_length())
         sequence = None
         if cached:
             # The cache holds a row's pads in front.
@@ -108,13 +109,19 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             # Relative positions count places: no pad may stand between two tokens.
             sequence = pack(text.attention_mask[:, :0], text.attention_mask, is_full=text.is_full)
             input_ids, mask = sequence.arrange(text.input_ids), sequence.attention_mask
-        outputs = self._decode(input_ids, mask, *readable_slots(memory), past_key_values=past_key_values, **kwargs)
+        outputs = self._decode(input_ids, mask, *readable_slots(memory), cache, **kwargs)
         if sequence is not None:
             sequence.cut_to_text(outputs)
         return outputs
 
     def _decode(
-        self, input_ids: Tensor, attention_mask: Tensor | None, slots: Tensor, slot_mask: Tensor, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        slots: Tensor,
+        slot_mask: Tensor,
+        cache: Cache | None,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = self.config.use_cache and not self.training
@@ -123,6 +130,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             attention_mask=attention_mask,
             encoder_hidden_states=slots,
             encoder_attention_mask=slot_mask,
+            **{CACHE: cache},
             **kwargs,
         )
         if self.config.decoder_config.scale_decoder_outputs:
@@ -137,7 +145,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Sequence[Tensor] | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         labels: Tensor | None = None,
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
@@ -146,6 +154,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         context_chunk_lengths: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
         r"""
@@ -161,7 +170,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             decoder_input_ids: `(batch_size, num_text_tokens)`, first form; the labels, shifted, if not given.
             decoder_attention_mask: same shape.
             encoder_outputs: first form, in place of `input_ids`: slots `(batch_size, num_slots, hidden_size)` first.
-            past_key_values: the decoder's cache.
+            cache: the decoder's cache.
             labels: `(batch_size, num_text_tokens)`, -100 where no loss is wanted.
             context_input_ids: second form, contexts `(batch_size, num_context_tokens)` to compress first.
             context_attention_mask: their mask.
@@ -170,6 +179,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             use_cache: whether to return the cache; in evaluation mode as the configuration says if not given.
             logits_to_keep: compute only the last so many logits, or those at these indices; 0 for all.
             context_chunk_lengths: second form, `(batch_size, num_passages)`: `chunk_lengths` as in `compress`.
+            past_key_values: an older name of `cache`.
 
         Returns:
             `logits` of shape `(batch_size, num_text_tokens, vocab_size)`, `loss` if there are labels, the cache, and
@@ -180,13 +190,13 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             ValueError: no context, two of them, no text, or what `compress` and `text_states` refuse.
         """
         check_keywords(kwargs)
-        check_cache(past_key_values)
+        cache = one_cache(cache, past_key_values)
         check_logits_to_keep(logits_to_keep)
         has_text = memory is not None or context_input_ids is not None
         labels = check_labels(labels, input_ids if has_text else decoder_input_ids)
         return_dict = kwargs.pop("return_dict", None)
         loss_arguments = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
-        decoding = {"past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+        decoding = {"use_cache": use_cache, **kwargs}
         if has_text:
             if decoder_input_ids is not None or input_ids is None:
                 raise ValueError("with `memory` or `context_input_ids` the decoder's text is `input_ids`")
@@ -194,7 +204,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             if context_input_ids is not None:
                 context = (context_input_ids, context_attention_mask, ratio, "context_input_ids")
                 memory = self.model.context_memory(*context, context_chunk_lengths)
-            outputs = self.text_states(input_ids, attention_mask, memory, **decoding)
+            outputs = self.text_states(input_ids, attention_mask, memory, cache, **decoding)
             slots = None if memory is None else memory.embeddings
         else:
             given = (None if encoder_outputs is None else ratio, context_attention_mask, context_chunk_lengths)
@@ -205,7 +215,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
                     raise ValueError("give `decoder_input_ids` or `labels`: the decoder has nothing to read")
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             loss_arguments["shift_labels"] = None if labels is None else labels.contiguous()
-            outputs = self._decode(decoder_input_ids, decoder_attention_mask, slots, slot_mask, **decoding)
+            outputs = self._decode(decoder_input_ids, decoder_attention_mask, slots, slot_mask, cache, **decoding)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep, :])
         loss = None
@@ -214,7 +224,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         result = Seq2SeqLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             decoder_hidden_states=outputs.hidden_states,
             decoder_attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,

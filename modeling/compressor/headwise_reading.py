@@ -105,7 +105,7 @@ class HeadwiseModel(CompressorModel):
                 chunks.input_ids[:, piece],
                 attention_mask=torch.cat([mask, repeats], dim=1),
                 position_ids=next_positions[:, None] + torch.arange(repeats.shape[1], device=repeats.device),
-                past_key_values=ReadOnlyCache(key_values),
+                cache=ReadOnlyCache(key_values),
             )
         return tuple(scores)
 

@@ -133,7 +133,7 @@ class KeyValueSelectionModel(CompressorModel):
 
         def read(reader: CompressorModel, start: int, end: int, **wanted: Any) -> Any:
             given = {"attention_mask": mask[:, :end], "position_ids": position_ids[:, start:end], **wanted}
-            return reader.encoder_outputs(ids[:, start:end], past_key_values=cache, **given)
+            return reader.encoder_outputs(ids[:, start:end], cache=cache, **given)
 
         if border:
             read(self, 0, border)

@@ -259,7 +259,7 @@ class MemoryTokenModel(CompressorModel):
     def token_key_values(self, rows: MemoryRows) -> list[KeyValues]:
         """The memory tokens' keys and values of each ratio, by layer."""
         recorder = KeyValueRecorder(rows.places)
-        self.encoder_states(**rows.inputs, past_key_values=recorder)
+        self.encoder_states(**rows.inputs, cache=recorder)
         # Under autocast rotated keys are float32 and values are not.
         layers = [(keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close()]
         spans = [slice(first, first + mask.shape[1]) for first, mask in rows.groups]

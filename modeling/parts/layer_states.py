@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .base_precision import weights_of
+from .cache_name import CACHE
 from .call_views import for_one_call
 
 Reduction = Callable[[Sequence[Tensor]], Tensor]
@@ -52,7 +53,7 @@ def reduce_layer_states(
     for start in range(0, num_tokens, segment_length):
         stop = min(start + segment_length, num_tokens)
         segment = {name: tensor[:, start:stop] for name, tensor in inputs.items()}
-        settings = {"attention_mask": attention_mask[:, :stop], "past_key_values": cache, "use_cache": True}
+        settings = {"attention_mask": attention_mask[:, :stop], CACHE: cache, "use_cache": True}
         reduced.append(_reduced(backbone, reduce, segment, **settings))
     return torch.cat(reduced, dim=1)
 

@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 from context_compressors.configuration.layer_shape import LayerShape
 from context_compressors.evaluation.flops import compression_flops, generation_flops
+from context_compressors.modeling.parts.cache_name import CACHE
 
 CPU = torch.device("cpu")
 TOY = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size", "64", "--device", "cpu"]
@@ -132,7 +133,7 @@ def test_compiled_decoding_writes_the_same_tokens_and_leaves_prompts_alone(scrip
 
     def generate() -> torch.Tensor:
         cache = StaticCache(config=config, max_cache_len=20)
-        return model.generate(ids, past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        return model.generate(ids, **{CACHE: cache}, max_new_tokens=8, min_new_tokens=8, do_sample=False)
 
     expected = generate()
     monkeypatch.setattr(torch, "compile", recording)
@@ -155,7 +156,7 @@ def test_answers_cost_appendix_g_and_the_cache_that_they_fill(script, num_cached
     sizes = []
     with torch.no_grad():
         for length in (*([num_cached] if num_cached else []), 30, 1, 1, 1, 1):
-            model(torch.full((3, length), 5), past_key_values=cache)
+            model(torch.full((3, length), 5), **{CACHE: cache})
             sizes.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
     assert [one.cache_bytes for one in passes] == sizes[-5:]
 

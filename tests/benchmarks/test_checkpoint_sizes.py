@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from context_compressors.configuration.methods import METHODS
 from context_compressors.evaluation import model_shapes
 from context_compressors.evaluation.model_shapes import method_config
+from context_compressors.modeling.parts.cache_name import CACHE
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -64,7 +65,7 @@ def test_the_counts_are_those_of_saved_checkpoints(sizes, tiny_base, monkeypatch
     # Markers are slots, too.
     num_bytes = sum(part.numel() for part in carried) * sizes.BYTES + sum(of_pairs)
     assert num_bytes / int(memory.num_slots) == row["slot_bytes"]
-    cache = base(torch.arange(5, 37)[None], use_cache=True).past_key_values
+    cache = base(torch.arange(5, 37)[None], use_cache=True)[CACHE]
     kept = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert kept * 2 / 32 == row["base_bytes_per_token"]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.modeling.parts.pooling import mean_pool
 
 TOY = ["--hidden-size", "32", "--head-dim", "16", "--layers", "1", "--vocab-size", "64", "--device", "cpu"]
@@ -114,7 +115,7 @@ def test_a_cached_pass_holds_the_keys_and_values(script):
     assert mask.sum(dim=1).tolist() == [64, 32]
     with torch.no_grad():
         cached = overhead.cached_encoder(model, input_ids, mask)
-        layers = [(layer.keys, layer.values) for layer in cached().past_key_values.layers]
+        layers = [(layer.keys, layer.values) for layer in cached()[CACHE].layers]
         assert [tuple(keys.shape) for keys, _ in layers] == [(2, 2, 64, 16)] * 4
         size = sum(tensor.nbytes for pair in layers for tensor in pair)
         alone = tools.peak_bytes(overhead.bare_encoder(model, input_ids, mask), torch.device("cpu"))

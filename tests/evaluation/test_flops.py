@@ -28,6 +28,7 @@ from context_compressors.evaluation.flops import (
 )
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, config_of, named_config
 from context_compressors.modeling.modeling_decal import DeCALModel
+from context_compressors.modeling.parts.cache_name import CACHE
 
 # Equations 9 and 10 by hand: parts at 3,253 tokens, and the whole layer at 1, 407, 814 and 3,253.
 LAYERS = {
@@ -123,7 +124,7 @@ def test_cached_generation_is_what_torch_counts(slots_are_key_values: bool):
     model = LlamaModel(config).eval()
 
     def prefill(length: int, cache: DynamicCache) -> None:
-        model(torch.full((1, length), 3), past_key_values=cache)
+        model(torch.full((1, length), 3), **{CACHE: cache})
 
     def generate(cache: DynamicCache, first: int) -> None:
         for length in (first, 1, 1, 1, 1):
@@ -153,7 +154,7 @@ def test_a_t5_decoder_attends_to_slots_that_it_projects_once():
     def generate(cached: bool) -> None:
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         for length in (8, 1, 1, 1) if cached else (8, 9, 10, 11):
-            inputs = {"past_key_values": cache} if cached else {}
+            inputs = {CACHE: cache} if cached else {}
             model.decoder(torch.full((1, length), 3), encoder_hidden_states=states, use_cache=cached, **inputs)
 
     for cached in (True, False):

@@ -195,7 +195,7 @@ def break_other(draw: Any, subject: Subject, arguments: dict[str, Any]) -> tuple
     shaped = [ids.float(), ids[:, :-1], ids[0], ids[:, None], torch.cat([ids, ids]), *OTHER_THINGS]
     values: dict[str, list[Any]] = {
         "labels": shaped,
-        "past_key_values": [*OTHER_THINGS, ids],
+        "cache": [*OTHER_THINGS, ids],
         "logits_to_keep": ["all", 2.5, {}, object(), torch.tensor([1.5])],
     }
     if not subject.is_encoder_decoder:

@@ -10,6 +10,7 @@ from calls import Padded, Subject, assert_row, contexts, ratios, seeds, subjects
 from hypothesis import strategies as st
 
 from context_compressors import CompressedContext
+from context_compressors.modeling.parts.cache_name import CACHE
 
 NEW_TOKENS = 3
 GREEDY = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -215,7 +216,7 @@ def test_cached(call):
             input_ids=text[:, begin:end],
             attention_mask=mask[:, :end],
             memory=memory,
-            past_key_values=outputs.past_key_values,
+            cache=outputs[CACHE],
             **offset,
         )
         parts.append(outputs.logits)

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfi
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from context_compressors import ActivationBeaconConfig, ActivationBeaconForCausalLM, CompressedContext
+from context_compressors.modeling.parts.cache_name import CACHE
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -133,7 +134,7 @@ def test_untrained_it_is_the_base_with_eos_behind_every_group(tmp_path):
     with torch.no_grad():
         states = model.model.read_windows(ids[None], None, [4])[0]
     torch.testing.assert_close(states[:16], expected[is_token], atol=1e-5, rtol=1e-4)
-    cache = base(with_ends[None], use_cache=True).past_key_values
+    cache = base(with_ends[None], use_cache=True)[CACHE]
     memory = model.compress(ids[None, :16])
     for (_, values), layer in zip(memory.key_values, cache.layers, strict=True):
         torch.testing.assert_close(values, layer.values[:, :, ~is_token], atol=1e-5, rtol=1e-4)

@@ -10,6 +10,7 @@ from decal_models import EOS, GREEDY, SETTINGS, START, VOCAB_SIZE, build, raises
 from transformers import AutoModel, AutoModelForSeq2SeqLM, LlamaConfig
 
 from context_compressors import CompressedContext, DeCALConfig, DeCALForConditionalGeneration, DeCALModel
+from context_compressors.modeling.parts.cache_name import CACHE
 
 
 @pytest.fixture(scope="module", params=list(SETTINGS))
@@ -116,10 +117,10 @@ def test_pads_of_a_text_may_stand_anywhere(model, places, random_rows):
 def test_a_mask_covers_the_text_in_the_cache_too(decal, random_rows):
     memory = decal.compress(torch.stack(random_rows([9])))
     text, mask = torch.tensor([[99, START, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
-    cache = decal(text[:, :3], mask[:, :3], memory=memory, use_cache=True).past_key_values
+    cache = decal(text[:, :3], mask[:, :3], memory=memory, use_cache=True)[CACHE]
     with raises("with a cache, `attention_mask` must cover", "(1, 4)", "(1, 1)"):
-        decal(text[:, 3:], mask[:, 3:], memory=memory, past_key_values=cache)
-    last = decal(text[:, 3:], mask, memory=memory, past_key_values=cache).logits
+        decal(text[:, 3:], mask[:, 3:], memory=memory, cache=cache)
+    last = decal(text[:, 3:], mask, memory=memory, cache=cache).logits
     torch.testing.assert_close(last, decal(text[:, 1:], memory=memory).logits[:, -1:], atol=1e-5, rtol=1e-4)
 
 

@@ -6,8 +6,10 @@ import re
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from context_compressors.modeling.compressor import memory_checks
+from context_compressors.modeling.parts.cache_name import CACHE
 
 CONTEXT, TEXT = torch.arange(5, 15)[None], torch.arange(20, 24)[None]
 # What is refused before a method has its turn: one stands for all.
@@ -199,17 +201,17 @@ def test_a_mask_of_another_shape_is_refused(model, shape):
 
 def test_a_mask_of_another_shape_after_a_cache_is_refused(model):
     memory = model.compress(CONTEXT)
-    cache = model(TEXT, memory=memory, use_cache=True).past_key_values
+    cache = model(TEXT, memory=memory, use_cache=True)[CACHE]
     with raises(ValueError, "(1, 5)", "(1, 1)"):
         model(
             TEXT[:, :1],
             attention_mask=torch.ones(1, 1),
             memory=memory,
-            past_key_values=cache,
+            cache=cache,
             text_position_offset=memory.num_slots,
         )
     with raises(ValueError, "`text_position_offset`"):
-        model(TEXT[:, :1], memory=memory, past_key_values=cache)
+        model(TEXT[:, :1], memory=memory, cache=cache)
 
 
 @before_any_method
@@ -317,8 +319,10 @@ def test_labels_of_four_bytes_are_taken(model):
 
 
 def test_other_things_than_a_cache_or_a_number_of_logits_are_refused(model):
-    with raises(TypeError, "`past_key_values` must be a transformers.Cache", "list"):
-        model(TEXT, past_key_values=[TEXT])
+    with raises(TypeError, "`cache` must be a transformers.Cache", "list"):
+        model(TEXT, cache=[TEXT])
+    with raises(ValueError, "`past_key_values` is an older name of `cache`"):
+        model(TEXT, cache=DynamicCache(), past_key_values=DynamicCache())
     for wrong, error in (("all", TypeError), (2.5, TypeError), (-1, ValueError), (TEXT, ValueError)):
         with raises(error, "`logits_to_keep`"):
             model(TEXT, logits_to_keep=wrong)
@@ -406,12 +410,12 @@ def test_a_cache_with_a_memory_goes_with_it_row_by_row(form_case):
     memory = model.compress(CONTEXT, ratio=2)
     first = model(text, memory=memory, use_cache=True)
     offset = model.model.text_position_offset(memory, text, None)
-    more = {"past_key_values": first.past_key_values, "text_position_offset": offset}
-    with pytest.raises(ValueError, match=r"`past_key_values` holds the \d+ slots of a memory: give the memory, too"):
-        model(text[:, :1], past_key_values=first.past_key_values)
+    more = {"cache": first[CACHE], "text_position_offset": offset}
+    with pytest.raises(ValueError, match=r"`cache` holds the \d+ slots of a memory: give the memory, too"):
+        model(text[:, :1], cache=first[CACHE])
     assert model(text[:, :1], memory=memory, **more).logits.shape[1] == 1
-    both = model(text.repeat(2, 1), memory=memory, use_cache=True).past_key_values
-    more = {"past_key_values": both, "text_position_offset": offset.repeat(2)}
+    both = model(text.repeat(2, 1), memory=memory, use_cache=True)[CACHE]
+    more = {"cache": both, "text_position_offset": offset.repeat(2)}
     with pytest.raises(ValueError, match="`memory` has 1 rows, `input_ids` has 2: behind a cache give a row for each"):
         model(text[:, :1].repeat(2, 1), memory=memory, **more)
     with pytest.raises(ValueError, match="`assistant_model` reads no memory"):

@@ -6,6 +6,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from context_compressors.modeling.parts.cache_name import CACHE
+
 NEW_TOKENS = 6
 GREEDY = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
 
@@ -64,7 +66,7 @@ def test_step_by_step_with_a_cache_equals_one_pass(place_case, texts):
             input_ids=ids[:, end - 1 : end],
             attention_mask=mask[:, :end],
             memory=memory,
-            past_key_values=outputs.past_key_values,
+            cache=outputs[CACHE],
             text_position_offset=offset,
         )
         steps.append(outputs.logits)
@@ -78,18 +80,18 @@ def test_several_tokens_at_once_after_a_cache_equal_one_pass(form_case, random_r
     text = random_rows([7], seed=1)[0][None]
     together = model(input_ids=text, memory=memory).logits
     cache = DynamicCache(config=model.config.decoder_config)
-    model(input_ids=text[:, :3], memory=memory, past_key_values=cache)
-    rest = model(
-        input_ids=text[:, 3:], memory=memory, past_key_values=cache, text_position_offset=memory.num_slots
-    ).logits
+    model(input_ids=text[:, :3], memory=memory, cache=cache)
+    rest = model(input_ids=text[:, 3:], memory=memory, cache=cache, text_position_offset=memory.num_slots).logits
     torch.testing.assert_close(rest, together[:, 3:], atol=1e-4, rtol=0)
 
 
-def test_a_static_cache_of_the_callers_holds_the_slots_too(form_case, random_rows):
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_static_cache_of_the_callers_holds_the_slots_too(form_case, random_rows, name):
     model, text = form_case.model, random_rows([4], seed=1)[0][None]
     memory = model.compress(random_rows([9])[0][None])
     cache = StaticCache(config=model.config.decoder_config, max_cache_len=5 + 4 + NEW_TOKENS)
-    cached = model.generate(input_ids=text, memory=memory, past_key_values=cache, **GREEDY)
+    cached = model.generate(input_ids=text, memory=memory, **{name: cache}, **GREEDY)
+    assert cache.get_seq_length() > text.shape[1]
     assert cached.tolist() == model.generate(input_ids=text, memory=memory, **GREEDY).tolist()
 
 
@@ -106,7 +108,7 @@ def test_every_pass_over_a_token_has_one_shape_with_a_static_cache(form_case, ra
         return forward(**inputs)
 
     monkeypatch.setattr(decoder, "forward", recording)
-    model.generate(input_ids=text, memory=memory, past_key_values=cache, **GREEDY)
+    model.generate(input_ids=text, memory=memory, cache=cache, **GREEDY)
     later = [each for each in shapes if each["inputs_embeds"][1] == 1]
     assert len(later) == NEW_TOKENS - 1
     assert all(each == later[0] for each in later)
@@ -289,17 +291,17 @@ def test_a_cache_with_slots_is_not_read_without_its_memory(form_case, random_row
     text = torch.cat([first.sequences, random_rows([30], seed=2)[0][None]], dim=1)
     slots = model.model.num_places(memory)
     with pytest.raises(ValueError, match=rf"holds the {slots} slots of a memory: give the memory"):
-        model.generate(text, past_key_values=first.past_key_values, **GREEDY)
+        model.generate(text, cache=first[CACHE], **GREEDY)
     # A cache without slots goes on, also one that has held some before.
     plain = model.generate(question, return_dict_in_generate=True, **GREEDY)
     text = torch.cat([plain.sequences, random_rows([3], seed=2)[0][None]], dim=1)
     expected = model.generate(text, **GREEDY)
-    assert model.generate(text, past_key_values=plain.past_key_values, **GREEDY).equal(expected)
+    assert model.generate(text, cache=plain[CACHE], **GREEDY).equal(expected)
     cache = StaticCache(model.config.decoder_config, max_cache_len=64)
-    model(question, memory=memory, past_key_values=cache, use_cache=True)
+    model(question, memory=memory, cache=cache, use_cache=True)
     cache.reset()
-    model(text[:, :-1], past_key_values=cache, use_cache=True)
-    assert model.generate(text, past_key_values=cache, **GREEDY).equal(expected)
+    model(text[:, :-1], cache=cache, use_cache=True)
+    assert model.generate(text, cache=cache, **GREEDY).equal(expected)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from tiny_models import TRAINING_FREE, TRAINING_FREE_CASES, Case
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from context_compressors import CompressedContext, SnapKVForCausalLM, StreamingLLMForCausalLM
+from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.training.fields import ModelArguments
 from context_compressors.training.loading import load_compressor
 
@@ -27,7 +28,7 @@ GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 # --- beside kvpress ---
 
 # What kvpress 0.5.5 keeps (transformers 5.2.0, torch 2.13.0) of the model in `kvpress_base` and rows `kvpress_ids`:
-# `with SnapKVPress(1 - 1 / ratio, window, kernel)(model): model.model(ids, past_key_values=cache)`, each kept key then
+# `with SnapKVPress(1 - 1 / ratio, window, kernel)(model): model.model(ids, cache=cache)`, each kept key then
 # looked up among those of an uncompressed cache. By (tokens, ratio, window, kernel): by layer and key/value head the
 # places in front of the window, which stays as well.
 SNAP_KV_PRESS = {
@@ -227,7 +228,7 @@ def test_joined_documents_stand_one_behind_the_other_where_keys_have_their_place
     joined = CompressedContext.concatenate([first, second])
     # Each document by itself, the second one behind the first one's positions.
     keys = [
-        model.model.language_model(row, position_ids=torch.arange(start, start + row.shape[1])[None]).past_key_values
+        model.model.language_model(row, position_ids=torch.arange(start, start + row.shape[1])[None])[CACHE]
         for row, start in zip(rows, (0, 9), strict=True)
     ]
     for layer, (found, _) in enumerate(joined.key_values):

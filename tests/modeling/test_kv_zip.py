@@ -15,6 +15,7 @@ from context_compressors import CompressedContext
 from context_compressors.corpus.memory_store import MemoryStore
 from context_compressors.modeling.memory.headwise_memory import spread_pairs
 from context_compressors.modeling.memory.headwise_pairs import gather_pairs
+from context_compressors.modeling.parts.cache_name import CACHE
 
 KV_ZIP = Case(next(method for method in TRAINING_FREE if method.name == "kv_zip"))
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -154,10 +155,10 @@ def test_each_head_reads_its_own_slots_as_in_loops_over_heads_and_places():
             cache, found = None, []
             offset = model.model.text_position_offset(memory, text, None)
             for place in range(5):
-                given = {"memory": memory, "text_position_offset": offset, "past_key_values": cache}
+                given = {"memory": memory, "text_position_offset": offset, "cache": cache}
                 mask = torch.ones(1, place + 1, dtype=torch.long)
                 output = model(text[:, place : place + 1], attention_mask=mask, use_cache=True, **given)
-                cache = output.past_key_values
+                cache = output[CACHE]
                 found.append(output.logits)
             torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-5, rtol=1e-4)
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from context_compressors.evaluation.analysis.attention import attention_by_head
 from context_compressors.modeling.compressor import memory_token_compressor as memory_tokens
 from context_compressors.modeling.compressor import slot_reading as decoding
+from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.modeling.parts.position_layout import encoder_position_ids
 
 layouts = pytest.mark.parametrize("layout", ["default", "uniform", "enhanced"])
@@ -46,7 +47,7 @@ def naive_rows(model, ids, ratio, cache=None, mask=None):
         inputs_embeds=torch.cat([backbone.get_input_embeddings()(ids), memory], dim=1),
         position_ids=torch.cat([context_ids, memory_ids])[None],
         attention_mask=torch.ones(1, ids.shape[1] + count).long() if mask is None else mask,
-        past_key_values=cache,
+        **{CACHE: cache},
         use_cache=cache is not None,
     ).last_hidden_state[:, ids.shape[1] :]
 

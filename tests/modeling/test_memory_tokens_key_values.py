@@ -9,6 +9,7 @@ from tiny_bases import AE, BOS, LM, ids_of
 from transformers import CohereConfig, DynamicCache, StableLmConfig
 
 from context_compressors import CompressedContext, SnapKVConfig, SnapKVForCausalLM
+from context_compressors.modeling.parts.cache_name import CACHE
 
 
 @pytest.fixture
@@ -41,12 +42,12 @@ def test_text_behind_keys_and_values_equals_a_plain_cache(backbone_case):
                 inputs_embeds=model.model._embed_text(text),
                 position_ids=torch.arange(first, first + 4)[None],
                 attention_mask=torch.ones(1, slots + 4).long(),
-                past_key_values=cache,
+                cache=cache,
             ).last_hidden_state
         states = model.model(text, memory=memory).last_hidden_state
         assert states.allclose(by_hand, atol=1e-5, rtol=0), layout
         without_cache = model.model(text, memory=memory, use_cache=False)
-        assert without_cache.past_key_values is None
+        assert without_cache.get(CACHE) is None
         assert without_cache.last_hidden_state.allclose(by_hand, atol=1e-5, rtol=0), layout
 
 
@@ -54,12 +55,12 @@ def test_the_memory_is_read_under_gradient_checkpointing_whatever_use_cache_says
     model = five_hundred_x.build().train()
     inputs = {"input_ids": ids_of(5, seed=1), "context_input_ids": ids_of(9)}
     expected = model(**inputs, use_cache=False).logits
-    cache = model(**inputs, use_cache=True).past_key_values
+    cache = model(**inputs, use_cache=True)[CACHE]
     model.gradient_checkpointing_enable()
     for use_cache in (False, True, None):
         torch.testing.assert_close(model(**inputs, use_cache=use_cache).logits, expected)
-    with pytest.raises(ValueError, match="no filled `past_key_values`"):
-        model(input_ids=ids_of(1), past_key_values=cache)
+    with pytest.raises(ValueError, match="no filled `cache`"):
+        model(input_ids=ids_of(1), cache=cache)
     model.gradient_checkpointing_disable()
     assert not model.model.language_model.layers[0]._can_checkpoint_with_cache
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from context_compressors import CompressedContext, RankedKeyValuesConfig, RankedKeyValuesModel
 from context_compressors.modeling import modeling_ranked_key_values
+from context_compressors.modeling.parts.cache_name import CACHE
 
 LEAST = 1e-4
 # 36 tokens of context have positions of their own.
@@ -56,7 +57,7 @@ def naive_scores(model, plain, ids):
 
 def whole_of(plain, ids, opening=()):
     """All keys and values of a context, each head's in its own place."""
-    layers = plain(behind(opening, ids), use_cache=True).past_key_values.layers
+    layers = plain(behind(opening, ids), use_cache=True)[CACHE].layers
     pairs = [(layer.keys[:, :, len(opening) :], layer.values[:, :, len(opening) :]) for layer in layers]
     return SimpleNamespace(key_values=pairs)
 
@@ -198,20 +199,20 @@ def naive_logits(plain, row, rest):
     is_long = len(opening) + len(row) > 40
     taken = size if is_long else len(row)
     first = plain(behind(opening, row[:0]), use_cache=True)
-    pairs = [[(layer.keys, layer.values)] for layer in first.past_key_values.layers]
+    pairs = [[(layer.keys, layer.values)] for layer in first[CACHE].layers]
     for start in range(0, len(row), size):
         chunk = row[start : start + size]
         positions = torch.cat([torch.arange(4), 4 + (0 if is_long else start) + torch.arange(len(chunk))])[None]
         mask = torch.ones_like(positions)
         read = plain(behind(opening, chunk), attention_mask=mask, position_ids=positions, use_cache=True)
-        for of_layer, layer in zip(pairs, read.past_key_values.layers, strict=True):
+        for of_layer, layer in zip(pairs, read[CACHE].layers, strict=True):
             of_layer.append((layer.keys[:, :, 4:], layer.values[:, :, 4:]))
     cache = DynamicCache()
     for index, of_layer in enumerate(pairs):
         cache.update(*(torch.cat(states, dim=2) for states in zip(*of_layer, strict=True)), index)
     positions = 4 + taken + torch.arange(len(rest))[None]
     mask = torch.ones(1, 4 + len(row) + len(rest))
-    behind_it = plain(rest[None], attention_mask=mask, position_ids=positions, past_key_values=cache)
+    behind_it = plain(rest[None], attention_mask=mask, position_ids=positions, **{CACHE: cache})
     return torch.cat([first.logits, behind_it.logits], dim=1)
 
 
@@ -301,9 +302,9 @@ def test_a_cache_that_is_emptied_has_forgotten_its_memory(ranked, attention):
     settings = {"max_new_tokens": 4, "do_sample": False}
     expected = model.generate(text, **settings)
     cache = StaticCache(model.config.decoder_config, max_cache_len=60)
-    model.generate(text, memory=model.compress(ids_of(20), ratio=2), past_key_values=cache, **settings)
+    model.generate(text, memory=model.compress(ids_of(20), ratio=2), cache=cache, **settings)
     cache.reset()
-    assert model.generate(text, past_key_values=cache, **settings).equal(expected)
+    assert model.generate(text, cache=cache, **settings).equal(expected)
 
 
 def test_what_trains_on_smollm2_is_counted():

@@ -8,6 +8,7 @@ from tiny_models import SMALL_LORA
 from transformers import LlamaConfig
 
 from context_compressors import CompressedContext, VoCoConfig, VoCoForCausalLM, VoCoModel
+from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.modeling.parts.position_layout import voco_position_ids
 
 LAYOUTS = ("default", "uniform", "enhanced")
@@ -113,10 +114,10 @@ def test_a_pass_that_wants_a_cache_or_cannot_take_the_mask_compresses_first(voco
     calls = seen_inputs(model, monkeypatch)
     joint = model(**inputs)
     assert len(calls) == 1
-    assert joint.past_key_values is None
+    assert joint.get(CACHE) is None
     cached = model(**inputs, use_cache=True)
     assert len(calls) == 3
-    assert cached.past_key_values.get_seq_length() == 5 + 4
+    assert cached[CACHE].get_seq_length() == 5 + 4
     monkeypatch.setattr(model.model.language_model.config, "_attn_implementation_internal", "flash_attention_2")
     assert model.model.joint_inputs(model.model.text_rows(inputs["input_ids"], None), None, 2, None, None, {}) is None
     monkeypatch.undo()

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.smolvlm import processing_smolvlm
 
 from context_compressors import CompressedContext, VoCoConfig, VoCoForCausalLM
+from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.modeling.parts.position_layout import voco_position_ids
 
 IMAGE = 127
@@ -84,10 +85,10 @@ def test_a_memory_is_what_the_base_itself_would_cache_of_voco_tokens_behind_the_
     kind, _, model = base
     compressor, context = start(base, encoder_lora=None, num_voco_tokens=3), images(kind)
     memory = compressor.compress(**context)
-    cache = model(**context, use_cache=True).past_key_values
+    cache = model(**context, use_cache=True)[CACHE]
     length = context["input_ids"].shape[1]
     voco = compressor.model.memory_embeddings.expand(2, 3, -1)
-    model.model.get_decoder()(inputs_embeds=voco, past_key_values=cache, use_cache=True)
+    model.model.get_decoder()(inputs_embeds=voco, **{CACHE: cache}, use_cache=True)
     for (keys, values), layer in zip(memory.key_values, cache.layers, strict=True):
         torch.testing.assert_close(keys, layer.keys[:, :, length:], atol=1e-5, rtol=0)
         torch.testing.assert_close(values, layer.values[:, :, length:], atol=1e-5, rtol=0)

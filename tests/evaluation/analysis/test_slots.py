@@ -49,6 +49,7 @@ from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCau
 from context_compressors.modeling.modeling_ranked_key_values import RankedKeyValuesForCausalLM
 from context_compressors.modeling.modeling_snap_kv import SnapKVForCausalLM
 from context_compressors.modeling.modeling_streaming_llm import StreamingLLMForCausalLM
+from context_compressors.modeling.parts.cache_name import CACHE
 
 TEXT = "The mill\nstands by the river, for $3 a day or $4."
 
@@ -259,7 +260,7 @@ def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer, c
         assert (origins.kind, origins.chunks[0].shape) == ("kept", (25, 98))
         torch.testing.assert_close(origins.chunks[0].sum(dim=1), torch.ones(25))
         if model_class is StreamingLLMForCausalLM:
-            values = model.model.language_model(rows, use_cache=True).past_key_values.layers[0].values[0]
+            values = model.model.language_model(rows, use_cache=True)[CACHE].layers[0].values[0]
             kept = model.compress(rows).key_values[0][1][0]
             torch.testing.assert_close(origins.chunks[0] @ values, kept)
         with pytest.raises(ValueError, match="cannot reconstruct"):
