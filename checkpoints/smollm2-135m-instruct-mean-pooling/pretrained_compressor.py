@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Pipeline, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import initialization as init
 
@@ -143,9 +144,10 @@ class CompressorPreTrainedModel(PreTrainedModel):
         return self.get_input_embeddings().weight.dtype
 
     def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
     ) -> None:
-        super()._set_gradient_checkpointing(enable, CheckpointWithAdapters(self), **kwargs)
+        with_adapters = CheckpointWithAdapters(self, gradient_checkpointing_func)
+        super()._set_gradient_checkpointing(enable, with_adapters, **kwargs)
         if self.config.carrier == "key_values":
             keep_caches_under_checkpointing(self, enable)
 

@@ -248,7 +248,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         cache = one_cache(cache, past_key_values)
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
-        if self.training and self.language_model.is_gradient_checkpointing:
+        if self.training and any(getattr(m, "gradient_checkpointing", False) for m in self.language_model.modules()):
             if is_cached:
                 raise ValueError("in training with gradient checkpointing layers read no filled `cache`")
             cache, use_cache = None, False
@@ -288,8 +288,8 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         if not is_cached:
             note_cached_slots(getattr(outputs, CACHE), self.num_places(memory))
         if not use_cache:
-            # Some backbones hand back the cache that they were given.
-            setattr(outputs, CACHE, None)
+            # Some backbones hand back the cache that they were given; a field that is set cannot be taken out again.
+            outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != CACHE})
         if sequence is not None:
             sequence.cut_to_text(outputs)
         return outputs if return_dict in (None, True) else outputs.to_tuple()

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 ENCODER, DECODER = "encoder", "decoder"
 # One that is active whatever the backbone is at the moment.
@@ -190,15 +189,18 @@ class CheckpointWithAdapters:
 
     Args:
         model: the model that is checkpointed.
+        checkpoint: what runs a function and keeps its inputs alone, `torch.utils.checkpoint.checkpoint` with any
+            settings, `use_reentrant` aside; or a wrapper of it that keeps them elsewhere.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, checkpoint: Callable[..., Any]):
+        self.checkpoint = checkpoint
         # An attribute, not a closure: a deep copy of the model must switch its own layers, not the original's.
         self.passes = [getattr(module, PASSES)[0] for module in model.modules() if hasattr(module, PASSES)]
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         active = [(passes, passes.names) for passes in self.passes]
-        return checkpoint(
+        return self.checkpoint(
             function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _all_activated(active))
         )
 

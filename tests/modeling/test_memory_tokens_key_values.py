@@ -42,12 +42,12 @@ def test_text_behind_keys_and_values_equals_a_plain_cache(backbone_case):
                 inputs_embeds=model.model._embed_text(text),
                 position_ids=torch.arange(first, first + 4)[None],
                 attention_mask=torch.ones(1, slots + 4).long(),
-                cache=cache,
+                **{CACHE: cache},
             ).last_hidden_state
         states = model.model(text, memory=memory).last_hidden_state
         assert states.allclose(by_hand, atol=1e-5, rtol=0), layout
         without_cache = model.model(text, memory=memory, use_cache=False)
-        assert without_cache.get(CACHE) is None
+        assert CACHE not in without_cache
         assert without_cache.last_hidden_state.allclose(by_hand, atol=1e-5, rtol=0), layout
 
 

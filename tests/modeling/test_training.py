@@ -166,6 +166,14 @@ def test_gradient_checkpointing_changes_nothing(backbone_case, batch):
     assert_same_gradients(gradients(model, batch), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_settings_of_gradient_checkpointing_hold(form_case, batch):
+    model = form_case.build().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"determinism_check": "of another kind"})
+    with pytest.raises(ValueError, match="determinism_check"):
+        gradients(model, batch)
+
+
 @pytest.mark.only(lambda case: not (case.method.own_encoder or case.config().shared_adapter))
 def test_a_shared_base_gives_the_gradients_of_two_separate_models(backbone_case, batch):
     """One set of weights with two adapters, against an encoder and a decoder of their own."""

@@ -114,7 +114,7 @@ def test_a_pass_that_wants_a_cache_or_cannot_take_the_mask_compresses_first(voco
     calls = seen_inputs(model, monkeypatch)
     joint = model(**inputs)
     assert len(calls) == 1
-    assert joint.get(CACHE) is None
+    assert CACHE not in joint
     cached = model(**inputs, use_cache=True)
     assert len(calls) == 3
     assert cached[CACHE].get_seq_length() == 5 + 4
