@@ -92,7 +92,16 @@ def check_files(folder: Path) -> tuple[list[Path], list[str]]:
     own = {str(place) for place in (folder.resolve(), Path.cwd(), Path.home()) if len(place.parts) > 1}
     for path in paths:
         _check_text(path, _text_of(folder, path), own)
+    _check_names(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     return paths, sorted(states)
+
+
+def _check_names(value: Any) -> None:
+    """Refuse a configuration that names a model by the place of its folder, wherever that is."""
+    for name, inside in value.items() if isinstance(value, dict) else ():
+        if name.endswith("name_or_path") and isinstance(inside, str) and os.path.isabs(inside):
+            raise ValueError(f"config.json names a place on one machine, {inside}: take it out")
+        _check_names(inside)
 
 
 def _check_link(folder: Path, path: Path) -> None:

@@ -233,14 +233,18 @@ def push_repository(
         the commit's address.
 
     Raises:
-        ValueError: the tag exists, or the repository is public and should be private.
+        ValueError: the tag exists, or the repository is public and should be private, or private and should be public.
     """
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if private and not api.repo_info(repo_id).private:
-        raise ValueError(f"{repo_id} is public already: pass --public to upload to it")
+    if private != (api.repo_info(repo_id).private is True):
+        raise ValueError(
+            f"{repo_id} is public already: pass --public to upload to it"
+            if private
+            else f"{repo_id} is there and private: upload without --public, and make it public in its settings"
+        )
     if tag in {reference.name for reference in api.list_repo_refs(repo_id).tags}:
         raise ValueError(f"{repo_id} has a version {tag!r} already: name another one with --tag")
     commit = api.upload_folder(

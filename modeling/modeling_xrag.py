@@ -65,6 +65,8 @@ class XRAGModel(CompressorModel):
     def _encoder_trains(self) -> bool:
         return any(weight.requires_grad for weight in weights_of(self.encoder_backbone))
 
+    needs_encoder_tokenizer = True
+
     def take_from_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """What a retriever's tokenizer puts around a text belongs around each passage, and around no context."""
         config = self.config

@@ -148,7 +148,8 @@ def save_checkpoint(
     dtype = _storage_type(save_dtype)
     refuse_links_out(save_directory, None if model.encoder_tokenizer is None else model.config.encoder_tokenizer)
     check_adapters(model)
-    state = model.state_dict() if state_dict is None else state_dict
+    # A dictionary of its own: the library takes out what it has written.
+    state = dict(model.state_dict() if state_dict is None else state_dict)
     note_parent(model, state)
     model.config.auto_map = model.auto_map()
     model.config.code_version, model.config.config_schema = CODE_VERSION, CONFIG_SCHEMA
@@ -179,13 +180,14 @@ def upload_checkpoint(
     model: PreTrainedModel,
     repo_id: str,
     saving: dict[str, Any],
-    commit_message: str | None,
-    commit_description: str | None,
-    private: bool | None,
-    token: str | bool | None,
-    revision: str | None,
-    create_pr: bool,
-    tags: list[str] | None,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    tags: list[str] | None = None,
 ) -> str:
     """Save and upload; arguments and result as `CompressorPreTrainedModel.push_to_hub`, `saving` for saving."""
     from huggingface_hub import HfApi, ModelCard

@@ -126,8 +126,9 @@ def link_base(
     bases = {DECODER_BASE: base_tensors(language_model)}
     if encoder is not None:
         encoder, encoder_id, encoder_revision = find_base(encoder)
-        own_encoder = AutoModel.from_pretrained(encoder, config=model.config.encoder_config, dtype="auto")
-        entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, {})
+        fetching = {name: loading[name] for name in DOWNLOAD_ARGUMENTS if name in loading}
+        own_encoder = AutoModel.from_pretrained(encoder, config=model.config.encoder_config, dtype="auto", **fetching)
+        entries[ENCODER_BASE] = base_entry(own_encoder, encoder, encoder_id, encoder_revision, fetching)
         bases[ENCODER_BASE] = base_tensors(own_encoder)
     same = []
     for key, tensor in model.state_dict().items():
@@ -175,17 +176,16 @@ def check_adapters(model: PreTrainedModel) -> None:
 def remember_start(model: PreTrainedModel, name: str | os.PathLike) -> None:
     """Keep what tells, when the model is saved, whether it has been trained since, and from what."""
     trains = [(key, parameter) for key, parameter in model.named_parameters() if parameter.requires_grad]
-    model.__dict__["_start"] = (name, {key: checksum(parameter) for key, parameter in trains})
+    # A run that goes on from its own checkpoint has the parent that it had. The folder may be gone when it is saved.
+    parent = None if (Path(name) / "trainer_state.json").is_file() else shown_name(name)
+    model.__dict__["_start"] = (parent, {key: checksum(parameter) for key, parameter in trains})
 
 
 def note_parent(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
     """Name the checkpoint that the model was loaded from as its parent, if it has been trained since."""
-    name, sums = model.__dict__.get("_start", (None, {}))
-    # A run that goes on from its own checkpoint has the parent that it had.
-    if name is None or (Path(name) / "trainer_state.json").is_file():
-        return
-    if any(key in state and checksum(state[key]) != total for key, total in sums.items()):
-        model.config.parent_model_name_or_path = shown_name(name)
+    parent, sums = model.__dict__.get("_start", (None, {}))
+    if parent is not None and any(key in state and checksum(state[key]) != total for key, total in sums.items()):
+        model.config.parent_model_name_or_path = parent
 
 
 @contextmanager

@@ -14,20 +14,25 @@ from ..parts.text_ids import encode
 ENCODER_TOKENIZER = "encoder_tokenizer"
 
 
-def different_tokenizer(
-    base: str | os.PathLike, encoder: str | os.PathLike, base_loading: dict[str, Any], encoder_loading: dict[str, Any]
+def encoders_tokenizer(
+    base: str | os.PathLike,
+    encoder: str | os.PathLike,
+    base_loading: dict[str, Any],
+    encoder_loading: dict[str, Any],
+    is_needed: bool,
 ) -> PreTrainedTokenizerBase | None:
-    """The encoder's tokenizer, if it has one and it makes other tokens than the base's.
+    """The encoder's tokenizer, if it has one and it makes other tokens than the base's, or is needed in any case.
 
     Args:
         base: Hub repository or folder of the decoder.
         encoder: Hub repository or folder of the encoder.
         base_loading: arguments for loading from `base`, such as its revision.
         encoder_loading: arguments for loading from `encoder`.
+        is_needed: whether the method reads more from it than tokens.
     """
     found = _tokenizer(encoder, encoder_loading)
-    if found is None:
-        return None
+    if found is None or is_needed:
+        return found
     other = _tokenizer(base, base_loading)
     probe = "The tokens of one text, 1 and 23."
     same = other is not None and other.get_vocab() == found.get_vocab() and other(probe) == found(probe)

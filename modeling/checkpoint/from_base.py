@@ -8,12 +8,13 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.nearest_names import nearest
 from .base_cache import find_base
 from .base_weights import (
     DECODER_BASE,
+    DOWNLOAD_ARGUMENTS,
     ENCODER_BASE,
     BaseRecord,
     base_entry,
@@ -25,7 +26,7 @@ from .base_weights import (
     remember_base,
     shown_name,
 )
-from .encoder_tokenizer import ENCODER_TOKENIZER, different_tokenizer
+from .encoder_tokenizer import ENCODER_TOKENIZER, encoders_tokenizer
 from .gguf_files import gguf_arguments
 from .light_checkpoints import name_as_stored
 from .peft_adapters import load_peft_adapter
@@ -96,11 +97,11 @@ def start_from_base(
     entries = {DECODER_BASE: base_entry(language_model, base, hub_id, revision, source)}
     config.base_model_revision = entries[DECODER_BASE]["revision"]
     config.decoder_config = language_model.config.get_text_config()
-    config.decoder_config.name_or_path = config.base_model_name_or_path
     config._attn_implementation = language_model.config._attn_implementation
     own_encoder = None
-    if config.encoder_config is not None:
-        config.encoder_config.name_or_path = config.encoder_name_or_path or config.base_model_name_or_path
+    for field in config.sub_configs:
+        of_the_encoder = config.encoder_name_or_path if field == "encoder_config" else None
+        _name_parts(getattr(config, field), of_the_encoder or config.base_model_name_or_path)
     if encoder is not None:
         model_loading = {name: value for name, value in loading.items() if name not in source}
         own_encoder = AutoModel.from_pretrained(
@@ -112,7 +113,7 @@ def start_from_base(
         model = model_class(config)
     model.load_base_weights(language_model, own_encoder)
     if adapter is not None:
-        load_peft_adapter(model, adapter)
+        load_peft_adapter(model, adapter, {name: source[name] for name in DOWNLOAD_ARGUMENTS if name in source})
     if not model.trains_base:
         tensors = [(key, tensor) for key, tensor in model.state_dict().items() if base_name(key) is not None]
         record = BaseRecord(entries, tensors)
@@ -124,11 +125,20 @@ def start_from_base(
                 places[ENCODER_BASE] = (encoder, config.encoder_config, encoder_source)
             name_as_stored(model, lambda: merge(model, _stored_bases(places), {}, base)[0])
     if encoder is not None:
-        model.encoder_tokenizer = different_tokenizer(base, encoder, source, encoder_source)
+        is_needed = model.base_model.needs_encoder_tokenizer
+        model.encoder_tokenizer = encoders_tokenizer(base, encoder, source, encoder_source, is_needed)
         config.encoder_tokenizer = None if model.encoder_tokenizer is None else ENCODER_TOKENIZER
         if model.encoder_tokenizer is not None:
             model.base_model.take_from_tokenizer(model.encoder_tokenizer)
     return model.eval()
+
+
+def _name_parts(config: PreTrainedConfig | None, name: str | None) -> None:
+    """Give a configuration, and those inside it, the name that checkpoints show in place of a folder."""
+    if config is not None:
+        config.name_or_path = name
+        for field in config.sub_configs:
+            _name_parts(getattr(config, field, None), name)
 
 
 def _stored_bases(places: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:

@@ -29,19 +29,21 @@ def peft_weight_names(backbone: Any, name: str) -> dict[str, torch.nn.Parameter]
 
 
 @torch.no_grad()
-def load_peft_adapter(model: Any, adapter: str | os.PathLike) -> None:
+def load_peft_adapter(model: Any, adapter: str | os.PathLike, fetching: dict[str, Any]) -> None:
     """Let the adapter that `model` answers with, the shared one or its decoder's, start as one of PEFT's.
 
     Args:
         model: a compressor.
         adapter: Hub repository or folder with `adapter_config.json` and `adapter_model.safetensors`.
+        fetching: `token`, `cache_dir` and what else says how files are fetched.
 
     Raises:
         OSError: one of the files is not there.
         ValueError: the model answers without an adapter, or this one has another rank, alpha or other maps, or is more
             than plain LoRA.
     """
-    files = [cached_file(str(adapter), name) for name in ("adapter_config.json", "adapter_model.safetensors")]
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    files = [cached_file(str(adapter), name, **fetching) for name in names]
     with open(files[0], encoding="utf-8") as file:
         found = json.load(file)
     for field, value in {**_PLAIN, **dict.fromkeys(_ABSENT)}.items():

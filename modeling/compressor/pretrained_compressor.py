@@ -96,6 +96,9 @@ class CompressorPreTrainedModel(PreTrainedModel):
         """
         raise NotImplementedError(f"{type(self).__name__} does not say which of a base's weights it takes")
 
+    # Whether `take_from_tokenizer` takes anything.
+    needs_encoder_tokenizer = False
+
     def take_from_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take what the method needs to know of the tokenizer of an encoder of its own; by default nothing."""
 
@@ -223,7 +226,8 @@ class CompressorPreTrainedModel(PreTrainedModel):
             save_directory: The folder.
             is_main_process: Whether this process writes, when several train together.
             state_dict: Weights to save in place of the model's own.
-            push_to_hub: Upload the folder, too, to the repository `repo_id` (by default the folder's name).
+            push_to_hub: Upload the same, too, to the repository `repo_id` (by default the folder's name), with the
+                arguments of `push_to_hub`.
             save_dtype: Floating-point type to store all weights in; as they are held if not given, so that a training
                 run resumes exactly.
             include_base: Whether to store the base's weights, too. `False` also leaves out those of a base in a
@@ -233,14 +237,15 @@ class CompressorPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: the folder holds a link to a file outside of it, or the base cannot be left out.
         """
-        names = ("repo_id", "commit_message", "private", "create_pr")
+        names = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
         repository = {name: kwargs.pop(name) for name in names if name in kwargs}
         save = super().save_pretrained
         save_checkpoint(self, save, save_directory, is_main_process, state_dict, save_dtype, include_base, kwargs)
-        if push_to_hub:
-            repo_id = repository.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
-            saving: dict[str, Any] = {"save_dtype": save_dtype, "include_base": include_base}
-            self.push_to_hub(repo_id, token=kwargs.get("token"), **saving, **repository)
+        if push_to_hub and is_main_process:
+            repo_id = repository.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
+            saving = {"state_dict": state_dict, "save_dtype": save_dtype, "include_base": include_base}
+            saving |= {name: kwargs[name] for name in ("max_shard_size",) if name in kwargs}
+            upload_checkpoint(self, repo_id, saving, token=kwargs.get("token"), **repository)
 
     def push_to_hub(
         self,
@@ -273,8 +278,18 @@ class CompressorPreTrainedModel(PreTrainedModel):
             Address of the commit.
         """
         saving = {"max_shard_size": max_shard_size, "save_dtype": save_dtype, "include_base": include_base}
-        commit = (commit_message, commit_description)
-        return upload_checkpoint(self, repo_id, saving, *commit, private, token, revision, create_pr, tags)
+        return upload_checkpoint(
+            self,
+            repo_id,
+            saving,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            tags=tags,
+        )
 
     def link_base(
         self,

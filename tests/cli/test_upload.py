@@ -440,11 +440,24 @@ def test_public_repositories_and_known_tags_are_refused(checkpoint, hub, capsys)
     hub.is_private, hub.tags = False, ["v1"]
     assert upload(checkpoint, "me/x", "--license", "mit") == 1
     assert "me/x is public already: pass --public" in capsys.readouterr().err
+    hub.is_private = True
+    assert upload(checkpoint, "me/x", "--license", "mit", "--public", "--tag", "v2") == 1
+    assert "me/x is there and private: upload without --public" in capsys.readouterr().err
+    hub.is_private = False
     assert upload(checkpoint, "me/x", "--license", "mit", "--public", "--tag", "v1") == 1
     assert "has a version 'v1' already" in capsys.readouterr().err
     assert "upload_folder" not in names(hub)
     assert upload(checkpoint, "me/x", "--license", "mit", "--public", "--tag", "v2") == 0
-    assert [call[2]["private"] for call in hub.calls if call[0] == "create_repo"] == [True, False, False]
+    assert [call[2]["private"] for call in hub.calls if call[0] == "create_repo"] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("place", ["/teamspace/me/base", "/notebooks/base"])
+def test_a_model_named_by_its_folder_is_refused_wherever_that_is(without_code, place):
+    config = json.loads((without_code / "config.json").read_text())
+    config["decoder_config"]["_name_or_path"] = place
+    (without_code / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"config.json names a place on one machine, {place}"):
+        check_files(without_code)
 
 
 def test_a_refusal_names_the_file(checkpoint, hub, capsys):

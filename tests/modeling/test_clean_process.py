@@ -256,6 +256,14 @@ def test_a_child_of_a_hub_checkpoint_names_it_and_a_copy_names_nobody(form_case,
     card = huggingface_hub.ModelCard.load(tmp_path / "child" / "README.md")
     assert card.data.base_model == "me/compressor"
     assert "| Fine-tuned from | me/compressor |" in card.text
+    # A folder has its own name alone, wherever it is by then.
+    (tmp_path / "child").rename(tmp_path / "moved")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moved")
+    (tmp_path / "moved").rename(tmp_path / "child")
+    with torch.no_grad():
+        next(parameter for parameter in model.parameters() if parameter.requires_grad).add_(0.1)
+    model.save_pretrained(tmp_path / "of_moved")
+    assert model.config.parent_model_name_or_path == "moved"
     # A run that goes on from a checkpoint of its own is not that one's child.
     (tmp_path / "child" / "trainer_state.json").write_text("{}")
     resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "child")
@@ -304,6 +312,19 @@ def test_pushing_uploads_what_saving_writes(form_case, tmp_path, hub):
     assert hub.calls[-1] == ("upload_folder", "me/compressor", None, "Second")
     model.save_pretrained(tmp_path / "by_folder", push_to_hub=True)
     assert hub.calls[-1][1] == "by_folder"
+    hub.files, zeros = {}, {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(
+        tmp_path / "shards", state_dict=zeros, max_shard_size="10KB", push_to_hub=True, revision="v2", tags=["rag"]
+    )
+    assert ("create_branch", "shards", "v2") in hub.calls
+    assert hub.calls[-1][1:3] == ("shards", "v2")
+    written, sent = files(tmp_path / "shards"), dict(hub.files)
+    assert b"rag" in sent.pop("README.md") != written.pop("README.md")
+    assert sent == written
+    assert len([name for name in sent if name.endswith(".safetensors")]) > 1
+    hub.calls.clear()
+    model.save_pretrained(tmp_path / "rank1", is_main_process=False, push_to_hub=True)
+    assert not hub.calls
 
 
 def test_pushing_keeps_the_card_that_is_there(form_case, hub):

@@ -167,6 +167,7 @@ def test_it_starts_from_the_bases_own_weights_and_is_saved_and_loaded_whole(base
     memory = model.compress(**context)
     memory.save(tmp_path / "memory.safetensors")
     model.save_pretrained(tmp_path / "checkpoint")
+    assert str(folder.parent) not in (tmp_path / "checkpoint" / "config.json").read_text()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
     assert again.config.vision_language_config.model_type == kind
     loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=again.model_id)

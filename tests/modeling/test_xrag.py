@@ -97,6 +97,14 @@ def test_the_perceptron_alone_trains_and_has_the_papers_size(folders):
         assert (set(trained), sum(trained.values())) == (set(parts), size)
 
 
+def test_the_encoders_ends_stand_around_passages_if_the_base_has_its_tokenizer(folders, tmp_path):
+    LlamaForCausalLM(base_config(vocab_size=len(WORDS))).save_pretrained(tmp_path)
+    BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(tmp_path)
+    model = XRAGForCausalLM.from_base(tmp_path, encoder=folders[1], compression_ratios=[7])
+    assert (model.config.passage_start_ids, model.config.passage_end_ids) == ([CLS], [SEP])
+    assert not {CLS, SEP} & set(model.encoder_tokenizer("the otter").input_ids)
+
+
 @torch.no_grad()
 def test_what_the_encoders_tokenizer_puts_around_a_text_stands_around_each_passage(folders, tmp_path, caplog):
     model = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[7])
