@@ -95,8 +95,10 @@ class ActivationBeaconConfig(CompressorConfig):
     def chunk_slots(self, num_tokens: int, ratio: int) -> int:
         """Beacons of all windows, the tokens of a last group that stays raw, and sinks."""
         # Full windows are whole groups, so that the windows need not be told apart.
-        raw = num_tokens % ratio if self.last_group == "raw" else 0
-        return self.window_beacons(num_tokens, ratio) + raw + min(self.num_sinks, num_tokens)
+        sinks, raw = min(self.num_sinks, num_tokens), 0
+        if self.last_group == "raw":
+            raw = num_tokens - max(num_tokens - num_tokens % ratio, sinks)
+        return self.window_beacons(num_tokens, ratio) + raw + sinks
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the base over every window and its beacons, behind those of earlier ones, and of the maps."""

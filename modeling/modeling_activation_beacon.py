@@ -14,7 +14,7 @@ from transformers import initialization as init
 from ..configuration.configuration_activation_beacon import ActivationBeaconConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks
-from .compressor.input_checks import check_context_length, check_ratios
+from .compressor.input_checks import check_ratios
 from .compressor.modeling_compressor import CompressorModel
 from .compressor.token_rows import TokenRows, check_together
 from .memory.beacon_memory import BeaconMemory, BeaconWindow, beacon_window
@@ -169,7 +169,13 @@ class ActivationBeaconModel(CompressorModel):
         reach = max(old + new for old, new in zip(memory.num_slots, window.num_places, strict=True))
         if not self.training:
             # A run does not stop at a text for whose windows low ratios were drawn.
-            check_context_length(backbone.config, reach, self.config.window_size)
+            limit = _num_positions(self)
+            if limit is not None and reach > limit:
+                raise ValueError(
+                    f"a window and the slots in front of it need {reach} positions, the base has {limit} "
+                    "(max_position_embeddings): take a higher ratio or cut the context, or read it into a "
+                    "`sliding_memory`"
+                )
         if memory.width:
             check_sliding_window(backbone.config, memory.width, window.sources.shape[1])
         tokens = backbone.get_input_embeddings()(input_ids.gather(1, window.sources))
@@ -202,6 +208,10 @@ class ActivationBeaconModel(CompressorModel):
         return (slot_mask.cumsum(dim=1) - 1) * slot_mask
 
 
+def _num_positions(model: ActivationBeaconModel) -> int | None:
+    return getattr(model.encoder_backbone.config, "max_position_embeddings", None)
+
+
 class SlidingMemory:
     r"""
     What stays of a text that is read as it comes: the latest beacons, and the sinks. Its size, and that of every pass,
@@ -213,7 +223,8 @@ class SlidingMemory:
         max_slots: slots that stay at most, more than there are sinks.
 
     Raises:
-        ValueError: a ratio that the checkpoint does not have, or too few slots.
+        ValueError: a ratio that the checkpoint does not have, too few slots, or more than leave a window room in the
+            base's positions.
     """
 
     def __init__(self, model: ActivationBeaconModel, ratio: int | None = None, max_slots: int = 1024):
@@ -225,6 +236,13 @@ class SlidingMemory:
         self.model, self.max_slots, self.num_tokens = model, max_slots, 0
         empty = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         self.ratio: int = check_ratios([ratio], config.compression_ratios, empty, False)[0]
+        size = config.window_tokens(self.ratio)
+        window, limit = size + size // self.ratio, _num_positions(model)
+        if limit is not None and max_slots + window > limit:
+            raise ValueError(
+                f"`max_slots` must be at most {limit - window}, got {max_slots}: a window and its beacons take "
+                f"{window} of the base's {limit} positions"
+            )
         # Tokens of a window that is not full yet.
         self._unread = empty
         self._memory: BeaconMemory | None = None
@@ -245,13 +263,14 @@ class SlidingMemory:
             self._memory, self._unread = self.model.empty_memory(len(input_ids)), input_ids[:, :0]
         if len(input_ids) != len(self._unread):
             raise ValueError(f"`input_ids` must have the {len(self._unread)} rows so far, got {len(input_ids)}")
-        self.num_tokens += input_ids.shape[1]
         unread, size = torch.cat([self._unread, input_ids], dim=1), self.model.config.window_tokens(self.ratio)
+        memory = self._memory
         while unread.shape[1] >= size:
-            self._memory = self._with_window(self._memory, unread[:, :size])
+            memory = self._with_window(memory, unread[:, :size])
             unread = unread[:, size:]
         # A copy: a view would keep all that has been read.
-        self._unread = unread.clone()
+        self._memory, self._unread = memory, unread.clone()
+        self.num_tokens += input_ids.shape[1]
 
     @torch.no_grad()
     def memory(self) -> CompressedContext:

@@ -347,6 +347,11 @@ class CompressorHead(CompressorPreTrainedModel):
         """See [`CompressorBackbone.model_id`]."""
         return self.model.model_id
 
+    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
+        """What the library takes for a field: an argument, the caller's configuration, or else the model's."""
+        given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return getattr(self.generation_config, name, None) if given is None else given
+
     def compress(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, ratio: Any = None, **kwargs: Any
     ) -> Any:

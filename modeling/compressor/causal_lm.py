@@ -208,8 +208,9 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         if memory is not None:
             if cache is not None and cache.get_seq_length():
                 raise ValueError("`cache` must be empty when `generate` starts with a memory or a context")
-            if kwargs.get("assistant_model") is not None:
-                raise ValueError("`assistant_model` reads no memory: leave it out")
+            for name in ("assistant_model", "assistant_early_exit"):
+                if self._setting(name, kwargs) is not None:
+                    raise ValueError(f"`{name}` drafts without the memory: leave it out")
             memory = check_memory(memory, self.model, question)
             kwargs["memory"] = memory
             if size := self._setting("prefill_chunk_size", kwargs):
@@ -220,11 +221,6 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
         # Some tokenizers add it; the decoder has no use for it.
         kwargs.pop("token_type_ids", None)
         return super().generate(question, attention_mask=attention_mask, **kwargs)
-
-    def _setting(self, name: str, arguments: dict[str, Any]) -> Any:
-        """What the library takes for a field: an argument, the caller's configuration, or else the model's."""
-        given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
-        return getattr(self.generation_config, name, None) if given is None else given
 
     def _mask_of_pads(self, question: Tensor, arguments: dict[str, Any]) -> Tensor | None:
         """The mask of a question with pads that came without one; the library would make it behind our checks."""

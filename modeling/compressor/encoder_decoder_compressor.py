@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput
 
@@ -284,14 +284,23 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
 
         Raises:
             ValueError: neither memory nor context, both of them, a ratio or mask of contexts where there is none to
-                compress, a question without tokens, another question than the memory was compressed with, or
-                `decoder_input_ids` beside a memory or context; see also `compress`.
+                compress, a question without tokens, another question than the memory was compressed with,
+                `decoder_input_ids` beside a memory or context, or a `prefill_chunk_size`; see also `compress`.
+            TypeError: a cache for another kind of model.
         """
         if inputs is not None and input_ids is not None:
             raise ValueError("give the tokens either as `inputs` or as `input_ids`, not both")
         input_ids = inputs if input_ids is None else input_ids
         # Some tokenizers add it; T5 has no use for it.
         kwargs.pop("token_type_ids", None)
+        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
+        if cache is not None and not isinstance(cache, EncoderDecoderCache):
+            raise TypeError(f"`cache` must be a transformers.EncoderDecoderCache, got {type(cache).__name__}")
+        if cache is not None:
+            kwargs[CACHE] = cache
+        if size := self._setting("prefill_chunk_size", kwargs):
+            # The library would cut the mask of the slots in place of the text's.
+            raise ValueError(f"`prefill_chunk_size` is for causal language models: leave it out, got {size}")
         if memory is not None or context_input_ids is not None:
             context = (context_input_ids, context_attention_mask)
             return self._answer(input_ids, attention_mask, memory, context, ratio, kwargs)

@@ -67,7 +67,8 @@ def beacon_window(
         places = order + order // group
         sinks = places[: num_sinks if ratio else 0]
         ends = ((torch.arange(count) + 1) * (group + 1)).clamp(max=num_tokens + count) - 1
-        rest = places[num_tokens - num_tokens % group :] if is_short and last_group == "raw" else places[:0]
+        first = max(num_tokens - num_tokens % group, len(sinks))
+        rest = places[first:] if is_short and last_group == "raw" else places[:0]
         tokens.append(places)
         beacons.append(ends)
         kept.append(torch.cat([sinks, ends, rest]))

@@ -61,7 +61,7 @@ def naive(model, ids, ratio, ends_raw=False):
                 states.append(model.model.beacon_embedding)
                 is_beacon.append(True)
         if config.last_group == "raw" and len(tokens) % ratio and not is_last:
-            keep += range(len(states) - len(tokens) % ratio, len(states))
+            keep += [place for place in range(len(states) - len(tokens) % ratio, len(states)) if place not in keep]
         for number, layer in enumerate(layers):
             attention = layer.self_attn
             own = [maps[number] if beacon else None for beacon in is_beacon]
@@ -279,7 +279,31 @@ def test_a_sliding_memory_keeps_the_latest_and_its_space(beacon, monkeypatch):
         with pytest.raises(ValueError, match="`max_slots` must be an int of more than the 1 sinks"):
             model.sliding_memory(max_slots=wrong)
     with pytest.raises(ValueError, match="nothing has been read"):
-        model.sliding_memory().memory()
+        model.sliding_memory(max_slots=7).memory()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("length", "ratio", "num_sinks"), [(3, 4, 1), (5, 4, 4), (3, 4, 4), (2, 4, 3)])
+def test_sinks_among_the_raw_tokens_at_the_end_are_kept_once(beacon, length, ratio, num_sinks):
+    model = beacon.build(window_size=8, compression_ratios=[4], last_group="raw", num_sinks=num_sinks)
+    memory = model.compress(ids_of(length), ratio=ratio)
+    kept = length if num_sinks >= length - length % ratio else num_sinks + length % ratio
+    assert int(memory.num_slots) == kept + length // ratio == model.config.chunk_slots(length, ratio)
+    for pair, by_hand in zip(memory.key_values, naive(model, ids_of(length)[0], ratio)[0], strict=True):
+        for tensor, expected in zip(pair, by_hand, strict=True):
+            torch.testing.assert_close(tensor, expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_what_does_not_fit_into_the_bases_positions_is_refused(beacon):
+    model = beacon.build(decoder_config={"max_position_embeddings": 40}, window_size=8, compression_ratios=[4, 2])
+    with pytest.raises(ValueError, match=r"need 44 positions, the base has 40 .* take a higher ratio"):
+        model.compress(ids_of(72), ratio=2)
+    with pytest.raises(ValueError, match=r"`max_slots` must be at most 30, got 31: .* take 10 of the base's 40"):
+        model.sliding_memory(ratio=4, max_slots=31)
+    sliding = model.sliding_memory(ratio=4, max_slots=30)
+    sliding.append(ids_of(200))
+    assert sliding.memory().num_slots.tolist() == [30]
 
 
 # --- bases ---

@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 import torch
 from decal_models import EOS, GREEDY, SETTINGS, START, VOCAB_SIZE, build, raises
-from transformers import AutoModel, AutoModelForSeq2SeqLM, LlamaConfig
+from transformers import (
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    LlamaConfig,
+)
 
 from context_compressors import CompressedContext, DeCALConfig, DeCALForConditionalGeneration, DeCALModel
 from context_compressors.modeling.parts.cache_name import CACHE
@@ -389,10 +396,24 @@ def test_what_forward_and_generate_refuse(decal, question, random_rows):
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             with raises("the decoder's text is `input_ids`", f"leave out {name}"):
                 decal.generate(input_ids=question, **given, **{name: torch.ones_like(question)})
+    for size in ({"prefill_chunk_size": 2}, {"generation_config": GenerationConfig(prefill_chunk_size=2)}):
+        with raises("`prefill_chunk_size` is for causal language models", "got 2"):
+            decal.generate(question, memory=memory, **size)
+    with pytest.raises(TypeError, match="EncoderDecoderCache, got DynamicCache"):
+        decal.generate(question, memory=memory, cache=DynamicCache())
     with pytest.raises(TypeError, match="did you mean 'context_input_ids'"):
         decal(input_ids=question, context_inputs_ids=ids)
     with pytest.raises(TypeError, match="rate"):
         decal.compress(ids, rate=3)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_of_the_callers_is_written_to(decal, question, random_rows, name):
+    memory = decal.compress(torch.stack(random_rows([13, 13])))
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    settings = {"memory": memory, "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    assert decal.generate(question, **{name: cache}, **settings).equal(decal.generate(question, **settings))
+    assert cache.get_seq_length()
 
 
 def test_the_memory_of_another_model_is_refused(decal, question):

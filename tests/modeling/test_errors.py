@@ -418,8 +418,9 @@ def test_a_cache_with_a_memory_goes_with_it_row_by_row(form_case):
     more = {"cache": both, "text_position_offset": offset.repeat(2)}
     with pytest.raises(ValueError, match="`memory` has 1 rows, `input_ids` has 2: behind a cache give a row for each"):
         model(text[:, :1].repeat(2, 1), memory=memory, **more)
-    with pytest.raises(ValueError, match="`assistant_model` reads no memory"):
-        model.generate(text, memory=memory, assistant_model=model)
+    for name, value in (("assistant_model", model), ("assistant_early_exit", 1)):
+        with pytest.raises(ValueError, match=f"`{name}` drafts without the memory"):
+            model.generate(text, memory=memory, **{name: value})
 
 
 def test_the_memory_of_another_batch_is_refused(model):
