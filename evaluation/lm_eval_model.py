@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Words of a document that questions and examples may well hold, too.
+_SHORT = 5
 MISSING_DOCUMENT = ("refuse", "read_prompt")
 
 
@@ -279,14 +282,23 @@ class CompressorLM(TemplateLM):
             )
         if scores_prompt:
             return document, prompt
-        if (document in prompt) != self.document_in_prompt:
+        # A short document may stand inside of a word.
+        before, behind = (r"(?<!\w)" * document[0].isalnum(), r"(?!\w)" * document[-1].isalnum())
+        whole = re.compile(f"{before}{re.escape(document)}{behind}")
+        number, is_short = len(whole.findall(prompt)), len(document.split()) < _SHORT
+        if not number if self.document_in_prompt else number and not is_short:
             advice = {
                 True: "does not hold the document word for word, so that it cannot be taken out: pass "
                 "document_in_prompt=False if the task's prompts leave it out",
                 False: "holds the document, which would be read twice: leave out document_in_prompt=False",
             }
             raise ValueError(f"{place}: the prompt {advice[self.document_in_prompt]}")
-        return document, prompt.replace(document, "") if self.document_in_prompt else prompt
+        if self.document_in_prompt and number > 1 and is_short:
+            raise ValueError(
+                f"{place}: the prompt holds the document {document!r} {number} times, so that nothing tells which it "
+                "is: pass document_in_prompt=False with prompts that leave it out"
+            )
+        return document, whole.sub("", prompt) if self.document_in_prompt else prompt
 
     def _is_chat(self, prompt: str) -> bool:
         return self._opening is not None and self._opening in prompt

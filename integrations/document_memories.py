@@ -65,12 +65,14 @@ class DocumentMemories:
         self._options = {
             name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()
         }
+        if "device" in options:
+            self._options["device"] = str(options["device"])
         self._in_process: dict[str, CompressedContext] = {}
         self._store: MemoryStore | None = None
         # What loads, reads and writes takes its turn; questions need not wait while documents are compressed.
         self._lock, self._compressing = threading.RLock(), threading.Lock()
         if self.compressor.model is not None:
-            _LIVE.setdefault(json.dumps(self.to_dict(), sort_keys=True), self)
+            _LIVE[json.dumps(self.to_dict(), sort_keys=True)] = self
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments, as JSON holds them.
@@ -124,9 +126,10 @@ class DocumentMemories:
             An id for each document, or `None` for one without a memory.
 
         Raises:
-            TypeError: A document that is no text.
+            TypeError: A document that is no text, or a single text in place of several.
             ValueError: A text with half of a character, and whatever the model's `compress` refuses.
         """
+        _refuse_text("documents", documents)
         texts = [text or "" for text in documents]
         check_texts("documents", texts)
         with self._compressing:
@@ -159,7 +162,8 @@ class DocumentMemories:
             generate_kwargs: For `generate`; greedily, and at most 64 new tokens if not said otherwise.
 
         Raises:
-            ValueError: Ids without a memory, named; and whatever the pipeline refuses.
+            TypeError: A single text as `ids` or `stop`.
+            ValueError: Ids without a memory, named; an empty text in `stop`; and whatever the pipeline refuses.
         """
         asked = self._asked(messages, ids, stop)
         return "".join(_until([self.pipe(**asked, **generate_kwargs)["answer"]], stop or ()))
@@ -242,6 +246,10 @@ class DocumentMemories:
         self, messages: str | Sequence[Mapping[str, str]], ids: Sequence[str], stop: Sequence[str] | None
     ) -> dict[str, Any]:
         """Arguments of the pipeline."""
+        _refuse_text("ids", ids)
+        _refuse_text("stop", stop)
+        if stop and not all(stop):
+            raise ValueError(f"`stop` must hold texts of at least one character, got {list(stop)}")
         asked: dict[str, Any] = {"question" if isinstance(messages, str) else "messages": messages}
         if stop:
             asked |= {"stop_strings": list(stop), "tokenizer": self.pipe.tokenizer}
@@ -257,6 +265,12 @@ class DocumentMemories:
             else:
                 memory = self.store.get(ids)
         return {**asked, "memory": memory.to(self.pipe.device, self.pipe.model.dtype), "join": True}
+
+
+def _refuse_text(name: str, value: Any) -> None:
+    """A text is a sequence of its characters, which nobody means."""
+    if isinstance(value, str):
+        raise TypeError(f"`{name}` must be several texts, got the single one {value[:60]!r}: put it into a list")
 
 
 def memory_ids(texts: Iterable[str | None], metadata: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -233,6 +233,8 @@ def test_a_chat_is_read_as_the_checkpoint_was_trained(model, monkeypatch, opens_
         ({}, {"passage": ["a"]}, "'passage' must be a text, got list"),
         ({"document_in_prompt": False}, {}, "holds the document, which would be read twice"),
         ({"document_field": "hidden"}, {"hidden": "Another text."}, "does not hold the document word for word"),
+        ({}, {"passage": "noon", "question": "Is noon late?"}, "holds the document 'noon' 2 times"),
+        ({"document_field": "hidden"}, {"hidden": "uestio"}, "does not hold the document word for word"),
     ],
 )
 def test_a_document_that_is_not_where_it_is_said_to_be_is_refused(new, options, row, message):

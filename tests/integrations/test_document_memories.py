@@ -84,6 +84,10 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
     written = memories.to_dict()
     assert DocumentMemories.from_dict(json.loads(json.dumps(written))) is memories
     assert DocumentMemories.from_dict({**written, "ratio": 2}) is not memories
+    # One that is made anew, as where a cell is run again, takes the place of the one before.
+    before, memories = memories, DocumentMemories(**written)
+    del before
+    assert DocumentMemories.from_dict(written) is memories
     with pytest.raises(ValueError, match="a loaded pipeline is not written down"):
         DocumentMemories(pipe).to_dict()
 
@@ -128,6 +132,13 @@ def test_a_stream_gives_the_answer_and_ends_when_nobody_reads_it(folder):
         expected = answer[: answer.index(stop)].rstrip()
         assert memories.answer(QUESTION, ids, [stop], **LONG) == expected
         assert "".join(memories.stream(QUESTION, ids, ["no such end", stop], **LONG)) == expected
+    for call in (lambda: memories.compress("one"), lambda: memories.answer(QUESTION, ids[0])):
+        with pytest.raises(TypeError, match="got the single one"):
+            call()
+    with pytest.raises(TypeError, match="`stop` must be several texts"):
+        memories.answer(QUESTION, ids, "end")
+    with pytest.raises(ValueError, match="at least one character"):
+        memories.answer(QUESTION, ids, [""])
     with pytest.raises(ValueError, match="has no memories"):
         next(memories.stream(QUESTION, ["x"]))
     with pytest.raises(ValueError, match="top_q"):
