@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,10 +27,13 @@ def with_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
 
     Nothing else takes the place of what a source's `columns` map. Answers in a struct with a list `text`, as SQuAD has
     them, or in a list of such structs become lists of texts. Of the options of RACE, QuAIL and QuALITY, the right one
-    is the answer.
+    is the answer; where none is named, there is no answer.
+
+    Raises:
+        ValueError: a right option that is not one of them, in a row that the source keeps.
     """
     given = source.columns or {}
-    table = _with_right_options(table, given)
+    table = _with_right_options(table, source)
     for known in KNOWN_COLUMNS:
         renamed = {ours: theirs for ours, theirs in known.items() if ours != theirs}
         # NarrativeQA's question has our name and is a struct.
@@ -41,19 +45,34 @@ def with_known_columns(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     return table
 
 
-def _with_right_options(table: pyarrow.Table, given: Mapping[str, str]) -> pyarrow.Table:
+def _with_right_options(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Answers from options and the letter (RACE) or number (QuALITY, QuAIL) of the right one."""
-    names = set(table.column_names)
-    if {"article", "options", "answer"} <= names and "answers" not in names:
-        rows, marks = table["options"].to_pylist(), table["answer"].to_pylist()
-        places = ["ABCD".index(mark) if isinstance(mark, str) else mark for mark in marks]
-        answers = [[options[place]] for options, place in zip(rows, places, strict=True)]
-        table = table if "context" in given else _replaced(table, {"context": table["article"]})
-    elif {"answers", "correct_answer_id"} <= names:
-        rows, places = table["answers"].to_pylist(), table["correct_answer_id"].to_pylist()
-        answers = [[options[place]] for options, place in zip(rows, places, strict=True)]
+    given, names = source.columns or {}, table.column_names
+    if {"article", "options", "answer"} <= set(names) and "answers" not in names:
+        options, marks = "options", "answer"
+    elif {"answers", "correct_answer_id"} <= set(names) and "answers" not in given:
+        options, marks = "answers", "correct_answer_id"
     else:
         return table
+    if not is_list(table[options].type):
+        return table
+    if all(has_column(table, name) for name in source.where or ()):
+        # What is left out may be anything.
+        table = kept_rows(table, source)
+    if options == "options" and "context" not in given:
+        table = _replaced(table, {"context": table["article"]})
+    answers: list[Any] = []
+    for row, (texts, mark) in enumerate(zip(table[options].to_pylist(), table[marks].to_pylist(), strict=True)):
+        place = string.ascii_uppercase.find(mark) if isinstance(mark, str) and len(mark) == 1 else mark
+        if texts is None or mark is None:
+            answers.append(None)
+        elif isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(texts):
+            answers.append([texts[place]])
+        else:
+            raise ValueError(
+                f"source {source.label!r}: column {marks!r} must be the number of an option, 0 to {len(texts) - 1}, "
+                f"or its letter, from A on, got {mark!r} in row {row} (counted from 0) with the options {texts!r:.200}"
+            )
     kind = pyarrow.list_(pyarrow.string())
     return _replaced(table, {"answers": pyarrow.chunked_array([pyarrow.array(answers, kind)])})
 
@@ -62,10 +81,10 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Make texts of contexts that are passages with `title` and `sentences`, as in HotpotQA and 2WikiMultihopQA.
 
     A passage is its title and below it its sentences; blank lines stand between passages, or with `separate_passages`
-    they are a list of texts. PubMedQA's `contexts`, the
-    parts of an abstract, become lines. Of a source with
-    `supporting_passages`, those alone are taken that `supporting_facts` names, as in the mean-pooling paper (A.1): by
-    their number where it has `passage`, else by their title.
+    they are a list of texts. A context is null where the title or a sentence of a passage is. PubMedQA's `contexts`,
+    the parts of an abstract, become lines. Of a source with `supporting_passages`, those alone are taken that
+    `supporting_facts` names, as in the mean-pooling paper (A.1): by their number where it has `passage`, else by their
+    title; none where it is null.
 
     Raises:
         ValueError: `supporting_passages` of a source that has none.
@@ -80,14 +99,18 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     named: list[Any] = [None] * table.num_rows
     by_number = has_column(table, "supporting_facts.passage")
     if source.supporting_passages:
-        named = column_of(table, f"supporting_facts.{'passage' if by_number else 'title'}", source).to_pylist()
+        facts = column_of(table, f"supporting_facts.{'passage' if by_number else 'title'}", source)
+        named = [names or () for names in facts.to_pylist()]
     texts: list[Any] = []
     for context, wanted in zip(table["context"].to_pylist(), named, strict=True):
-        if context is None:
+        if context is None or context["title"] is None or context["sentences"] is None:
             texts.append(None)
             continue
         pairs = enumerate(zip(context["title"], context["sentences"], strict=True))
         kept = [pair for number, pair in pairs if wanted is None or (number if by_number else pair[0]) in wanted]
+        if any(title is None or sentences is None or None in sentences for title, sentences in kept):
+            texts.append(None)
+            continue
         passages = [f"{title}\n{' '.join(' '.join(sentences).split())}" for title, sentences in kept]
         texts.append(passages if source.separate_passages else "\n\n".join(passages))
     kind = pyarrow.list_(pyarrow.string()) if source.separate_passages else pyarrow.large_string()
@@ -111,7 +134,8 @@ def kept_rows(table: pyarrow.Table, source: Any) -> pyarrow.Table:
         column = column_of(table, name, source)
         try:
             table = table.filter(_mask(column, wanted))
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, pyarrow.ArrowTypeError) as error:
+        # The last two are of a number that is larger than any of the column's.
+        except (ValueError, pyarrow.ArrowNotImplementedError, TypeError, OverflowError) as error:
             raise ValueError(
                 f"source {source.label!r}: where asks {name} for {wanted!r}, and it has {column.type}: {error}"
             ) from error
@@ -126,7 +150,7 @@ def complete_rows(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
     for name in names:
         column = table[name]
         mask = column.is_valid()
-        if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+        if is_list(column.type):
             # Chunk by chunk: one of all may be more than its type can count.
             column = pyarrow.chunked_array(
                 [
@@ -137,11 +161,34 @@ def complete_rows(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
             )
             table = _replaced(table, {name: column})
             mask = pyarrow.compute.greater(pyarrow.compute.list_value_length(column), 0)
-        elif pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-            mask = pyarrow.compute.not_equal(pyarrow.compute.utf8_trim_whitespace(column), "")
+        elif is_text(column.type):
+            mask = pyarrow.compute.invert(is_blank(column))
         # What is null in a mask is left out.
         table = table.filter(mask)
     return table
+
+
+def is_list(kind: pyarrow.DataType) -> bool:
+    """Whether a column holds lists, such as answers, or contexts of passages."""
+    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+
+
+def is_text(kind: pyarrow.DataType) -> bool:
+    """Whether a column holds texts, also as numbers in a dictionary."""
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
+
+
+def is_blank(texts: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
+    """Which texts of a column are empty or white space, null where a text is."""
+    return pyarrow.compute.equal(pyarrow.compute.utf8_trim_whitespace(_decoded(texts)), "")
+
+
+def _decoded(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
+    """A column whose values are not numbers in a dictionary, or views, which few functions of Arrow take."""
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column.cast(pyarrow.large_string()) if pyarrow.types.is_string_view(column.type) else column
 
 
 def _has_value(item: Any) -> bool:
@@ -149,9 +196,16 @@ def _has_value(item: Any) -> bool:
 
 
 def _mask(column: pyarrow.ChunkedArray, wanted: Any) -> pyarrow.ChunkedArray:
+    column = _decoded(column)
     if not isinstance(wanted, Mapping):
-        is_list = isinstance(wanted, Sequence) and not isinstance(wanted, str)
-        return pyarrow.compute.is_in(column, pyarrow.array(wanted if is_list else [wanted], column.type))
+        values = list(wanted) if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [wanted]
+        if pyarrow.types.is_null(column.type):
+            values = [value for value in values if value is None]
+        for value in values:
+            # As a value of the column it would be cut to a whole number.
+            if pyarrow.types.is_integer(column.type) and isinstance(value, float) and not value.is_integer():
+                raise ValueError(f"{value!r} is no whole number")
+        return pyarrow.compute.is_in(column, pyarrow.array(values, column.type))
     mask = column.is_valid()
     if "from" in wanted:
         mask = pyarrow.compute.and_(mask, pyarrow.compute.greater_equal(column, wanted["from"]))
@@ -185,7 +239,7 @@ def _part(table: pyarrow.Table, name: str) -> pyarrow.ChunkedArray:
     head, *parts = name.split(".")
     column = table[head]
     for place, part in enumerate(parts):
-        if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+        if is_list(column.type):
             return _parts_of_items(column, parts[place:])
         column = pyarrow.compute.struct_field(column, [part])
     return column

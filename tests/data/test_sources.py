@@ -64,6 +64,101 @@ def test_known_columns_take_no_place_of_mapped_ones(tmp_path):
     assert (found["context"], found["answers"]) == ("ours", ["y"])
 
 
+QUAIL = {"context": "c", "question": "q", "answers": ["x", "y", "z"], "correct_answer_id": 1, "gold": "theirs"}
+RACE = {"article": "c", "question": "q", "options": ["x", "y", "z"], "answer": "C", "level": "high"}
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "expected"),
+    [
+        (QUAIL, {}, [["y"]]),
+        (QUAIL, {"columns": {"answers": "gold"}}, [["theirs"]]),
+        (RACE, {}, [["z"]]),
+        ({**QUAIL, "correct_answer_id": None}, {"skip_incomplete": True}, [["y"]]),
+        ({**RACE, "answer": None}, {"skip_incomplete": True}, [["z"]]),
+        ({**RACE, "answer": "F", "level": "low"}, {"where": {"level": "high"}}, [["z"]]),
+    ],
+)
+def test_the_right_option_is_the_answer(tmp_path, row, fields, expected):
+    whole = RACE if "options" in row else QUAIL
+    (tmp_path / "qa.jsonl").write_text("\n".join(json.dumps(row) for row in (whole, row)))
+    answers = read_rows(source(path="qa.jsonl", **fields), str(tmp_path))["answers"].to_pylist()
+    assert answers == (expected * 2 if row == whole else expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {**QUAIL, "correct_answer_id": -1},
+            r"'correct_answer_id' must be the number of an option, 0 to 2, .* got -1 in row 1",
+        ),
+        ({**QUAIL, "correct_answer_id": 3}, "got 3 in row 1"),
+        ({**QUAIL, "correct_answer_id": None}, "'answers' is null in row 1 .*skip_incomplete: true"),
+        ({**RACE, "answer": ""}, "column 'answer' must be .* or its letter, from A on, got '' in row 1"),
+        ({**RACE, "answer": "BC"}, "got 'BC' in row 1"),
+        ({**RACE, "answer": "D"}, r"got 'D' in row 1 .*with the options \['x', 'y', 'z'\]"),
+        ({**RACE, "answer": "x"}, "got 'x' in row 1"),
+        ({**RACE, "answer": None}, "'answers' is null in row 1"),
+    ],
+)
+def test_a_right_option_that_is_none_of_them_is_refused(tmp_path, row, message):
+    whole = RACE if "options" in row else QUAIL
+    (tmp_path / "qa.jsonl").write_text("\n".join(json.dumps(row) for row in (whole, row)))
+    with pytest.raises(ValueError, match=message):
+        read_rows(source(path="qa.jsonl"), str(tmp_path))
+
+
+def test_a_context_that_lacks_a_part_is_null_and_no_fact_names_no_passage(tmp_path):
+    context = {"title": ["A", "B"], "sentences": [["a."], ["b."]]}
+    row = {"question": "q", "answer": "x", "context": context, "supporting_facts": {"title": ["B"]}}
+    cut = {**context, "sentences": [["a."], None]}
+    rows = [
+        row,
+        {**row, "supporting_facts": None},
+        {**row, "context": cut},
+        {**row, "context": {**context, "title": None}},
+    ]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = source(path="qa.jsonl", skip_incomplete=True, supporting_passages=True)
+    assert read_rows(asked, str(tmp_path))["context"].to_pylist() == ["B\nb."]
+    whole = read_rows(source(path="qa.jsonl", skip_incomplete=True), str(tmp_path))
+    assert whole["context"].to_pylist() == ["A\na.\n\nB\nb."] * 2
+    with pytest.raises(ValueError, match="column 'context' is null in row 2"):
+        read_rows(source(path="qa.jsonl"), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({"n": 1.5}, r"where asks n for 1\.5, and it has int64: 1\.5 is no whole number"),
+        ({"n": [0, 0.9]}, r"0\.9 is no whole number"),
+        ({"n": 2**80}, f"where asks n for {2**80}, and it has int64"),
+        ({"n": {"below": 2**80}}, "where asks n for .* and it has int64"),
+        ({"part": 1}, "where asks part for 1, and it has dictionary"),
+    ],
+)
+def test_a_value_that_a_column_cannot_have_is_refused(tmp_path, where, message):
+    table = pyarrow.table({"text": ["t"], "n": [1], "part": pyarrow.array(["a"]).dictionary_encode()})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=message):
+        read_rows(source(path="rows.parquet", tasks=["reconstruction"], where=where), str(tmp_path))
+
+
+def test_rows_are_kept_by_whole_numbers_and_by_dictionaries(tmp_path):
+    parts = pyarrow.array(["a", "b", "a", None]).dictionary_encode()
+    table = pyarrow.table({"text": list("stuv"), "n": [0, 1, 2, 3], "part": parts, "none": pyarrow.nulls(4)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    for where, expected in (
+        ({"n": 1.0}, "t"), ({"n": {"from": 0.5, "below": 2.5}}, "tu"), ({"part": "a"}, "su"),
+        ({"part": ["b", None]}, "tv"), ({"none": [None, "x"]}, "stuv"),
+    ):  # fmt: skip
+        found = read_rows(source(path="rows.parquet", tasks=["reconstruction"], where=where), str(tmp_path))
+        assert "".join(found["text"].to_pylist()) == expected
+    with pytest.raises(ValueError, match="has no rows where"):
+        read_rows(source(path="rows.parquet", tasks=["reconstruction"], where={"none": "x"}), str(tmp_path))
+
+
 def test_single_answers_become_texts(tmp_path):
     for answers, expected in (
         ([0, 1, 2, 3], ["0", "1", "2", "3"]),
