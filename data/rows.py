@@ -21,7 +21,7 @@ from ..modeling.parts.text_ids import encode
 from .columns import column_of, complete_rows, kept_rows, with_joined_passages, with_known_columns, with_our_columns
 from .files import read_files
 from .sources import DataSource
-from .synthetic_documents import MIN_TOKENS, GeneratedDocument, generate_document
+from .synthetic_documents import MAX_TOKENS, MIN_TOKENS, GeneratedDocument, generate_document
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,8 @@ def distinct_texts(table: pyarrow.Table) -> list[str]:
 def draw_document(
     source: DataSource, max_tokens: int, rng: random.Random, tokenizer: PreTrainedTokenizerBase
 ) -> GeneratedDocument:
-    """Generate a document of a random length up to `max_tokens` tokens of this tokenizer."""
+    """Generate a document of a random length up to `max_tokens` tokens of this tokenizer, or up to `MAX_TOKENS`."""
+    max_tokens = min(max_tokens, MAX_TOKENS)
     length = rng.randint(MIN_TOKENS, max(MIN_TOKENS, max_tokens))
     while True:
         try:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
+import random
 import re
 from collections import Counter
 
@@ -7,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from context_compressors.data.rows import draw_document
+from context_compressors.data.sources import DataSource
 from context_compressors.data.synthetic_documents import KINDS, MAX_TOKENS, MIN_TOKENS, count_words, generate_document
 
 
@@ -127,6 +130,15 @@ def test_few_facts_are_the_same_ones_about_many_records(kind):
         assert max(said.values()) >= len(sentences) / facts >= 2
         assert all(question.answer in document.text for question in document.questions)
         assert {question.hops for question in document.questions} <= ({1} if facts == 1 else {1, 2})
+
+
+def test_a_document_is_drawn_up_to_the_longest_there_is(tokenizer):
+    source = DataSource(generated=True, tasks=("continuation",))
+    for seed in range(2):
+        longest, longer = (
+            draw_document(source, limit, random.Random(seed), tokenizer) for limit in (MAX_TOKENS, 10**6)
+        )
+        assert longest == longer
 
 
 def test_length_counts_in_the_tokens_of_a_tokenizer(tokenizer):
