@@ -16,6 +16,7 @@ from typing import Any
 
 from ..configuration.nearest_names import check_choice
 from .prompts import TASKS
+from .synthetic_documents import KINDS, SPLITS
 from .yaml_text import parse_yaml, read_yaml
 
 # What a benchmark says of a question beside it, in the names of kvpress.
@@ -114,6 +115,12 @@ class DataSource:
             check_choice(f"task of source {self.label!r}:", task, TASKS)
         if self.generated and "summarisation" in tasks:
             raise ValueError("generated documents have no summaries: take summarisation out of their tasks")
+        if self.generated:
+            check_choice("split of generated documents:", self.split, SPLITS)
+        if self.facts_per_record is not None and self.facts_per_record < 1:
+            raise ValueError(
+                f"facts_per_record of source {self.label!r} must be at least 1, got {self.facts_per_record!r}"
+            )
         if self.weight is not None and not 0 < self.weight < math.inf:
             raise ValueError(f"weight of source {self.label!r} must be above 0 and finite, got {self.weight!r}")
         if self.rows is not None and not _is_range(self.rows):
@@ -132,6 +139,8 @@ class DataSource:
                 f"streaming of source {self.label!r} needs the name of a data set, and rows or max_samples"
             )
         for column, wanted in (self.where or {}).items():
+            if not isinstance(column, str):
+                raise ValueError(f"where of source {self.label!r} must name columns, got {column!r}")
             if isinstance(wanted, Mapping) and not (wanted and wanted.keys() <= _ENDS):
                 raise ValueError(
                     f"where of source {self.label!r}: {column} must be a value, a list of values, or a range such as "
@@ -167,7 +176,7 @@ class DataSource:
 
         Raises:
             ValueError: a value that is not allowed, an unknown key, with the nearest right one, or where tasks are
-                needed, as in training, none of them, or a kind of what is not generated.
+                needed, as in training, none of them, or a kind that generated documents do not have.
         """
         if not isinstance(mapping, cls):
             if not isinstance(mapping, Mapping):
@@ -180,6 +189,8 @@ class DataSource:
             raise ValueError(f"source {mapping.label!r} needs tasks, among {TASKS}")
         if needs_tasks and mapping.kind is not None and not mapping.generated:
             raise ValueError(f"kind of source {mapping.label!r} goes with generated: true, got {mapping.kind!r}")
+        if needs_tasks and mapping.kind is not None:
+            check_choice("kind of generated documents:", mapping.kind, KINDS)
         return mapping
 
 

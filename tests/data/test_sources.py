@@ -249,6 +249,16 @@ def test_wrong_files_and_columns_are_named(folder, fields, message):
         ({"path": "x", "tasks": None}, "tasks of source 'x' must be a list of tasks, got None"),
         ({"path": "x", "columns": {"context": 3}}, "columns of source 'x': context must name a column, got 3"),
         ({"path": "x", "columns": "context"}, "columns of source 'x' must be a mapping .* got 'context'"),
+        ({"path": "x", "where": {2020: "a"}}, "where of source 'x' must name columns, got 2020"),
+        ({"generated": True, "kind": "biografy"}, "kind of generated documents: 'biografy'; did you mean 'biography'"),
+        (
+            {"generated": True, "split": "validation"},
+            "split of generated documents: 'validation'; allowed: test, train",
+        ),
+        (
+            {"generated": True, "facts_per_record": 0},
+            "facts_per_record of source 'generated' must be at least 1, got 0",
+        ),
         ({"path": 3}, "path of source 3 must be a text, got 3"),
         ({"name": "x", "split": None}, "split of source 'x' must be a text, got None"),
         ({"generated": "no"}, "generated of source 'generated' must be true or false, got 'no'"),
