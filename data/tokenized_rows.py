@@ -15,12 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..modeling.parts.chat_template import DOCUMENT_END
 from ..modeling.parts.text_ids import encode, encode_all
+from .columns import is_list
 from .document_ids import document_id
-from .rows import PassageText, context_column, is_list, read_rows
+from .rows import PassageText, context_column, read_rows
 from .sources import DataSource
-
-# Between the passages of a context while it is looked up: a character that separates records, and stands in no text.
-_BETWEEN = "\x1e"
 
 
 class _Tokenized:
@@ -147,11 +145,12 @@ class TextColumn:
             return
         has_passages = is_list(column.type)
         if has_passages:
-            column = pyarrow.compute.binary_join(column, _BETWEEN)
+            between = _unused_mark(column)
+            column = pyarrow.compute.binary_join(column, between)
         # Chunk by chunk, in a type that has room for more than 2 GiB.
         distinct = column.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
         texts = distinct.dictionary.to_pylist()
-        self.texts = TokenizedTexts([text.split(_BETWEEN) for text in texts] if has_passages else texts, tokenizer)
+        self.texts = TokenizedTexts([text.split(between) for text in texts] if has_passages else texts, tokenizer)
         self.text_of_row = distinct.indices.to_numpy()
 
     def __getitem__(self, row: int) -> np.ndarray:
@@ -164,6 +163,15 @@ class TextColumn:
     def document_id(self, row: int) -> str:
         """The id of a row's whole text, see `document_id`."""
         return self.texts.document_id(int(self.text_of_row[row]))
+
+
+def _unused_mark(column: pyarrow.ChunkedArray) -> str:
+    """A character that stands in no passage: while contexts are looked up, it stands between theirs."""
+    passages = pyarrow.compute.list_flatten(column)
+    # From the one on that separates records.
+    marks = map(chr, range(0x1E, 0xD800))
+    compute = pyarrow.compute
+    return next(mark for mark in marks if not compute.any(compute.match_substring(passages, mark)).as_py())
 
 
 class FileSource:

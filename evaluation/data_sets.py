@@ -15,8 +15,8 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
-from ..data.columns import column_of
-from ..data.rows import PassageText, distinct_texts, is_list, read_rows
+from ..data.columns import column_of, is_list
+from ..data.rows import PassageText, distinct_texts, read_rows
 from ..data.sources import COLUMNS, DataSource, parse_sources
 from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document
 from ..modeling.parts.text_ids import encode

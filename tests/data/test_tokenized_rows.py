@@ -118,6 +118,17 @@ def test_neighbouring_contexts_are_joined_to_one_document(tokenizer, folder):
     assert found == {"\n\n".join(contexts[first:end]) for first in range(3) for end in range(first + 1, 4)}
 
 
+def test_passages_with_marks_in_them_stay_whole(tokenizer, tmp_path):
+    contexts = [["one\x1etwo", "three\x1f"], ["one", "two", "three"], ["one\x1etwo", "three\x1f"]]
+    rows = [{**row, "context": context} for row, context in zip(ROWS, contexts, strict=False)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = FileSource(DataSource(path="rows.jsonl", tasks=("question_answering",)), str(tmp_path), 0, tokenizer)
+    texts = source.texts("question_answering")
+    found = [[tokenizer.decode(passage) for passage in texts.passages(row)] for row in range(3)]
+    assert found == contexts
+    assert source.rows_of_text == {0: [0, 2], 1: [1]}
+
+
 def test_joined_contexts_stop_where_the_next_would_not_fit(tokenizer, folder):
     own = max(len(encode(tokenizer, row["context"])) for row in ROWS)
     source = {"path": "rows.jsonl", "tasks": ["question_answering"], "contexts_per_document": 3}
