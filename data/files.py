@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from ..configuration.nearest_names import check_choice, nearest
-from .columns import with_our_columns
+from .columns import is_list, with_our_columns
 from .sources import COLUMNS, FILE_TYPES
 
 _ID_COLUMNS = ("id", "query_id", "doc_id")
@@ -38,9 +38,9 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
         ValueError: no such file, an unknown file type, a file that cannot be read, a missing column, or a column of
             types that cannot be merged.
     """
-    pattern = Path(data_dir or ".").expanduser() / source.path
-    paths = sorted(glob.glob(str(pattern)))
+    paths = matching_paths(source.path, data_dir)
     if not paths:
+        pattern = Path(data_dir or ".").expanduser() / source.path
         folder = pattern.parent
         present = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         reason = nearest(pattern.name, present) if present else "; give the folder with the data files as data_dir"
@@ -50,11 +50,24 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
         suffix = Path(path).suffix
         check_choice(f"file type of {path}:", suffix, FILE_TYPES)
         try:
-            table = pyarrow.parquet.read_table(path) if suffix == ".parquet" else _read_json(path)
+            table = _without_views(pyarrow.parquet.read_table(path)) if suffix == ".parquet" else _read_json(path)
         except _UNREADABLE as error:
             raise ValueError(f"source {source.path!r}: {path} cannot be read: {error}") from error
         tables.append(with_our_columns(table, source))
     return _merged(tables, paths, source)
+
+
+def matching_paths(pattern: str, data_dir: str | None = None) -> list[str]:
+    """The file of this name, or those of this pattern in order of their names.
+
+    Args:
+        pattern: in which brackets, stars and question marks stand for letters, if no file has it as its name.
+        data_dir: folder that it is relative to.
+    """
+    folder = Path(data_dir or ".").expanduser()
+    if (folder / pattern).is_file():
+        return [str(folder / pattern)]
+    return sorted(glob.glob(str(Path(glob.escape(str(folder))) / pattern)))
 
 
 def _read_json(path: str) -> pyarrow.Table:
@@ -71,7 +84,7 @@ def _read_json(path: str) -> pyarrow.Table:
 
 def _without_times(path: str, options: pyarrow.json.ReadOptions) -> pyarrow.Table:
     table = pyarrow.json.read_json(path, read_options=options)
-    kinds = {field.name: _text_for_time(field.type) for field in table.schema}
+    kinds = {field.name: _with_texts(field.type, pyarrow.types.is_temporal) for field in table.schema}
     changed = [(field.name, kinds[field.name]) for field in table.schema if kinds[field.name] != field.type]
     if not changed:
         return table
@@ -79,14 +92,24 @@ def _without_times(path: str, options: pyarrow.json.ReadOptions) -> pyarrow.Tabl
     return pyarrow.json.read_json(path, read_options=options, parse_options=parsing).select(table.column_names)
 
 
-def _text_for_time(kind: pyarrow.DataType) -> pyarrow.DataType:
-    """A type with texts in place of the times in it."""
-    if pyarrow.types.is_temporal(kind):
-        return pyarrow.string()
-    if pyarrow.types.is_list(kind):
-        return pyarrow.list_(_text_for_time(kind.value_type))
+def _without_views(table: pyarrow.Table) -> pyarrow.Table:
+    """A table whose views of texts, which cannot be filtered, are texts."""
+    kinds = [_with_texts(kind, pyarrow.types.is_string_view) for kind in table.schema.types]
+    schema = pyarrow.schema(list(zip(table.column_names, kinds, strict=True)))
+    return table if kinds == table.schema.types else table.cast(schema)
+
+
+def _with_texts(kind: pyarrow.DataType, is_other: Callable[[pyarrow.DataType], bool]) -> pyarrow.DataType:
+    """A type with texts in place of those in it that are something else."""
+    if is_other(kind):
+        return pyarrow.large_string() if pyarrow.types.is_string_view(kind) else pyarrow.string()
+    if is_list(kind):
+        item = _with_texts(kind.value_type, is_other)
+        make = pyarrow.list_ if pyarrow.types.is_list(kind) else pyarrow.large_list
+        return kind if item == kind.value_type else make(item)
     if pyarrow.types.is_struct(kind):
-        return pyarrow.struct([(field.name, _text_for_time(field.type)) for field in kind])
+        parts = [(field.name, _with_texts(field.type, is_other)) for field in kind]
+        return kind if [part for _, part in parts] == [field.type for field in kind] else pyarrow.struct(parts)
     return kind
 
 

@@ -47,7 +47,8 @@ class DataSource:
 
     Args:
         name: a data set on the Hub, or a folder that `datasets` reads as one.
-        path: Parquet or JSONL file, or a pattern such as `text_*_train.parquet`, relative to `data_dir`.
+        path: Parquet or JSONL file, or, where none has this name, a pattern such as `text_*_train.parquet`, relative
+            to `data_dir`.
         generated: documents of `generated.py` instead of a file.
         config: the Hub data set's configuration; of generated documents that are evaluated, "one_hop" or "two_hop":
             only questions that join so many facts.

@@ -112,6 +112,34 @@ def test_files_whose_columns_differ_are_named(tmp_path):
         rows_of(tmp_path, "*.jsonl", **labelled)
 
 
+def test_views_of_texts_are_read_as_texts(tmp_path):
+    texts, lists = pyarrow.string_view(), pyarrow.large_list(pyarrow.string_view())
+    table = pyarrow.table({
+        "context": pyarrow.array(["c", "", "d"], texts), "question": ["q"] * 3,
+        "part": pyarrow.array(list("xyx"), texts), "answers": pyarrow.array([["a"], ["b"], ["", "e"]], lists),
+    })  # fmt: skip
+    pyarrow.parquet.write_table(table, tmp_path / "qa.parquet")
+    write(tmp_path / "qa.jsonl", [{**QUESTION, "part": "x"}])
+    found = rows_of(tmp_path, "qa.*", skip_incomplete=True, where={"part": "x"})
+    assert found.select(["context", "answers"]).to_pylist() == [
+        {"context": QUESTION["context"], "answers": ["noon"]}, {"context": "c", "answers": ["a"]},
+        {"context": "d", "answers": ["e"]},
+    ]  # fmt: skip
+
+
+def test_a_file_is_found_by_its_name_before_it_is_a_pattern(tmp_path):
+    folder = tmp_path / "run[1]"
+    (folder / "part[2]").mkdir(parents=True)
+    write(folder / "part[2]" / "a.jsonl", [{"text": "a"}])
+    write(folder / "b1.jsonl", [{"text": "b"}])
+    asked = {"tasks": ("reconstruction",)}
+    assert rows_of(folder, "part[2]/a.jsonl", **asked)["text"].to_pylist() == ["a"]
+    assert rows_of(folder, "b[12].jsonl", **asked)["text"].to_pylist() == ["b"]
+    assert rows_of(folder, "*.jsonl", **asked)["text"].to_pylist() == ["b"]
+    with pytest.raises(ValueError, match=r"there is no file .*run\[1\]/c\.jsonl"):
+        rows_of(folder, "c.jsonl", **asked)
+
+
 def test_a_column_that_nothing_reads_may_be_anything(tmp_path):
     write(tmp_path / "a.jsonl", [{**QUESTION, "meta": {"page": 1}, "year": 1990}])
     write(tmp_path / "b.jsonl", [{**QUESTION, "meta": "none", "year": 1991.5}])
