@@ -12,8 +12,9 @@ A folder as BEIR has it (corpus.jsonl, queries.jsonl, qrels/*.tsv) is one, too, 
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -27,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice, nearest
 from ..modeling.parts.text_ids import context_end_ids, context_start_ids, encode
-from .files import with_our_columns
+from .columns import with_our_columns
+from .files import matching_paths
 from .rows import check_texts, read_table
 
 _NEEDED_COLUMNS = {"corpus": ("id", "text"), "queries": ("id", "query"), "relevance": ("query_id", "doc_id")}
@@ -58,6 +60,9 @@ class RetrievalTable:
         config: the Hub data set's configuration.
         split: the Hub data set's split.
         columns: our column -> the table's own, where they differ.
+
+    Raises:
+        ValueError: not one of name and path, or a field of another type.
     """
 
     name: str | None = None
@@ -69,6 +74,15 @@ class RetrievalTable:
     def __post_init__(self) -> None:
         if (self.name is None) == (self.path is None):
             raise ValueError(f"a table has exactly one of name and path, got {self.name!r} and {self.path!r}")
+        for name in ("name", "path", "config", "split"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name != "split"):
+                raise ValueError(f"{name} of table {self.label!r} must be a text, got {value!r}")
+        columns = {} if self.columns is None else self.columns
+        if not isinstance(columns, Mapping) or not all(isinstance(column, str) for column in columns.values()):
+            raise ValueError(
+                f"columns of table {self.label!r} must be a mapping from our column to its, got {columns!r}"
+            )
 
     @property
     def label(self) -> str:
@@ -153,7 +167,7 @@ class RetrievalCollection:
 
     Raises:
         ValueError: no such file, a missing column, a row without its text, an id that stands twice or that no row has,
-            or no relevant pair.
+            a relevance that is no number, or no relevant pair.
     """
 
     def __init__(self, source: RetrievalSource | Mapping[str, Any], data_dir: str | None = None):
@@ -187,7 +201,7 @@ class JudgedQueries:
     Attributes:
         query_ids: list of str.
         queries: their texts.
-        grades: for each of them document id -> grade, a whole number above 0.
+        grades: for each of them document id -> grade, a number above 0.
 
     Args:
         source: a [`RetrievalSource`] or a recipe's entry.
@@ -201,7 +215,7 @@ class JudgedQueries:
         self._source = source if isinstance(source, RetrievalSource) else RetrievalSource.from_mapping(source)
         self._data_dir = data_dir
         texts = {key: text for key, text, _ in _texts("queries", self._source.queries, data_dir)}
-        by_query: dict[str, dict[str, int]] = {}
+        by_query: dict[str, dict[str, float]] = {}
         for (query_id, document_id), grade in _grades(self._source, data_dir).items():
             _check_known(self._source, query_id, texts, "queries")
             by_query.setdefault(query_id, {})[document_id] = grade
@@ -243,16 +257,35 @@ def _check_known(source: RetrievalSource, key: str, known: Mapping[str, Any], ta
         raise ValueError(f"{source.relevance.label!r} names {key!r}, which the {table} do not have")
 
 
-def _grades(source: RetrievalSource, data_dir: str | None) -> dict[tuple[str, str], int]:
+def _grades(source: RetrievalSource, data_dir: str | None) -> dict[tuple[str, str], float]:
     """(Query id, document id) -> grade, of those above 0, in the order of the relevance table."""
     table = _read("relevance", source.relevance, data_dir)
     scores = table["score"].to_pylist() if "score" in table.column_names else [1] * table.num_rows
+    scores = [as_grade(score, source.relevance.label, row) for row, score in enumerate(scores)]
     columns = (table["query_id"].to_pylist(), table["doc_id"].to_pylist(), scores)
-    grades = {(str(query), str(document)): int(score) for query, document, score in zip(*columns, strict=True)}
+    grades = {(str(query), str(document)): score for query, document, score in zip(*columns, strict=True)}
     grades = {pair: grade for pair, grade in grades.items() if grade > 0}
     if not grades:
         raise ValueError(f"{source.relevance.label!r} has no relevant pair")
     return grades
+
+
+def as_grade(score: Any, label: str, row: int) -> float:
+    """The number that a relevance is, an int where it is whole; also of a text such as "1.0".
+
+    Args:
+        score: a row's relevance.
+        label: names its table.
+        row: counted from 0.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    with contextlib.suppress(TypeError, ValueError):
+        number = float(score)
+        if math.isfinite(number):
+            return int(number) if number.is_integer() else number
+    raise ValueError(f"{label!r}: the score in row {row} (counted from 0) must be a number, got {score!r}")
 
 
 def _stream(table: RetrievalTable, data_dir: str | None) -> Iterator[Mapping[str, Any]]:
@@ -262,16 +295,15 @@ def _stream(table: RetrievalTable, data_dir: str | None) -> Iterator[Mapping[str
 
         yield from load_dataset(table.name, table.config, split=table.split, streaming=True)
         return
-    pattern = str(Path(data_dir or ".").expanduser() / str(table.path))
-    paths = sorted(glob.glob(pattern))
+    paths = matching_paths(str(table.path), data_dir)
     if not paths:
-        raise ValueError(f"{table.label!r}: there is no file {pattern}")
+        raise ValueError(f"{table.label!r}: there is no file {Path(data_dir or '.').expanduser() / str(table.path)}")
     for path in paths:
         if path.endswith(".parquet"):
             for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
                 yield from batch.to_pylist()
         else:
-            with open(path, encoding="utf-8") as lines:
+            with open(path, encoding="utf-8-sig") as lines:
                 yield from (json.loads(line) for line in lines if line.strip())
 
 

@@ -120,7 +120,7 @@ class Rankings:
         return self._ids.tolist()
 
 
-def ndcg(ranking: Sequence[str], grades: Mapping[str, int], top_k: int = 10) -> float:
+def ndcg(ranking: Sequence[str], grades: Mapping[str, float], top_k: int = 10) -> float:
     """nDCG@k of one query from graded relevance, as trec_eval has it: a document's gain is its grade.
 
     Args:
@@ -134,13 +134,13 @@ def ndcg(ranking: Sequence[str], grades: Mapping[str, int], top_k: int = 10) -> 
     return float(retrieval_normalized_dcg(*_placed(ranking, grades, top_k), top_k=top_k))
 
 
-def recall(ranking: Sequence[str], grades: Mapping[str, int], top_k: int = TOP_K) -> float:
+def recall(ranking: Sequence[str], grades: Mapping[str, float], top_k: int = TOP_K) -> float:
     """Share of a query's relevant documents that are among the first `top_k`; arguments as [`ndcg`]."""
     scores, target = _placed(ranking, grades, top_k)
     return float(retrieval_recall(scores, target > 0, top_k=top_k))
 
 
-def _placed(ranking: Sequence[str], grades: Mapping[str, int], top_k: int) -> tuple[Tensor, Tensor]:
+def _placed(ranking: Sequence[str], grades: Mapping[str, float], top_k: int) -> tuple[Tensor, Tensor]:
     """Falling scores and grades by place; relevant documents that are not among the first `top_k` stand behind."""
     first = list(ranking[:top_k])
     found = [grades.get(document, 0) for document in first] + [0] * (top_k - len(first))
