@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from ..configuration.nearest_names import check_choice
-from .columns import complete_rows, has_column, with_our_columns
+from ..configuration.nearest_names import check_choice, nearest
+from .columns import complete_rows, has_column, is_list, with_our_columns
 from .published_files import file_type, published_paths, read_records
 from .published_sets import PUBLISHED_SETS, RETRIEVAL, TASK_COLUMNS, PublishedSet
-from .retrieval_sources import BEIR_COLUMNS, RetrievalTable
-from .rows import in_known_columns, is_list, with_answer_lists
-from .sources import DataSource
+from .retrieval_sources import BEIR_COLUMNS, RetrievalTable, as_grade
+from .rows import in_known_columns, with_answer_lists
+from .sources import COLUMNS, DataSource
 
 _BATCH_ROWS = 256
 _TEXT = pyarrow.string()
@@ -101,8 +101,8 @@ def convert(
         on_rows: called with the number of rows that have just been read.
 
     Raises:
-        ValueError: an unknown name or split, a file that is not in the published form, no row, passages of a set that
-            has none, or an output that is there.
+        ValueError: an unknown name or split, a file that is not in the published form, two files with the same rows,
+            no row, passages of a set that has none, or an output that is there.
         OSError: the Hub cannot be reached, or does not have it.
     """
     check_choice("data set", name, PUBLISHED_SETS)
@@ -126,7 +126,7 @@ def convert(
         name=entry.place, where=where, supporting_passages=supporting_passages, separate_passages=separate_passages
     )
     schema = _schema(entry, separate_passages)
-    tables = _tables(entry, split, source, config, on_rows)
+    tables = _tables(entry, split, source, config, row_source, on_rows)
     with _parquet(done, done.path, schema, _origin(entry, split, source), overwrite) as write:
         for table in tables:
             rows = _complete(_ours(table, entry, row_source), entry, row_source, done.skipped)
@@ -186,19 +186,45 @@ def _cast(table: pyarrow.Table, schema: pyarrow.Schema) -> pyarrow.Table:
 
 
 def _tables(
-    entry: PublishedSet, split: str, source: str | None, config: str | None, on_rows: Callable[[int], Any]
+    entry: PublishedSet,
+    split: str,
+    source: str | None,
+    config: str | None,
+    row_source: DataSource,
+    on_rows: Callable[[int], Any],
 ) -> Iterator[pyarrow.Table]:
     """What was published, in tables of some rows with one row for each of ours."""
     if source is None:
         yield from _with_rows(entry, _hub_tables(entry, config or entry.config, split, on_rows), None, split)
         return
+    first_ids: dict[str, Path] = {}
     for path in published_paths(source, split, entry.files):
         if file_type(path) == ".parquet":
             batches = _counted(_parquet_tables(path), on_rows)
-            yield from _with_rows(entry, batches, path.parent, split)
+            tables = _with_rows(entry, batches, path.parent, split)
         else:
             make, records = entry.rows_of(is_table=False), _noted(read_records(path), on_rows)
-            yield from _tables_of(records if make is None else _made(make(records, path.parent, split), entry, path))
+            rows = records if make is None else _made(make(records, path.parent, split), entry, path)
+            form = [name for name in entry.columns.values() if "." not in name]
+            asked = [name for name in row_source.where or () if "." not in name and name not in COLUMNS]
+            tables = _tables_of(rows, form, asked)
+        yield from _of_other_rows(tables, entry.columns.get("id", "id"), path, first_ids)
+
+
+def _of_other_rows(
+    tables: Iterable[pyarrow.Table], name: str, path: Path, first_ids: dict[str, Path]
+) -> Iterator[pyarrow.Table]:
+    """A file's tables; `ValueError` if its first id is that of another file, which then has the same rows."""
+    for number, table in enumerate(tables):
+        if number == 0 and name in table.column_names and table.num_rows and table[name][0].is_valid:
+            first = str(table[name][0].as_py())
+            if first in first_ids:
+                raise ValueError(
+                    f"{first_ids[first]} and {path} both begin with the row {first!r}: name one of them as source "
+                    "(--source)"
+                )
+            first_ids[first] = path
+        yield table
 
 
 def _with_rows(
@@ -222,17 +248,36 @@ def _made(rows: Iterator[Mapping[str, Any]], entry: PublishedSet, place: object)
         ) from error
 
 
-def _tables_of(records: Iterable[Mapping[str, Any]]) -> Iterator[pyarrow.Table]:
-    """Tables of records; a column that makes none, which nothing reads, is left out."""
-    remaining = iter(records)
+def _tables_of(
+    records: Iterable[Mapping[str, Any]], form: Sequence[str] = (), asked: Sequence[str] = ()
+) -> Iterator[pyarrow.Table]:
+    """Tables of records; a column that makes none, which nothing reads, is left out.
+
+    Args:
+        records: mappings from columns to values.
+        form: columns that are null in a table whose records have some of them only.
+        asked: those that are null in a table whose records do not have them; `ValueError` if no record has.
+    """
+    remaining, absent = iter(records), set(asked)
+    seen: set[str] = set()
     while batch := list(itertools.islice(remaining, _BATCH_ROWS)):
+        names = dict.fromkeys(name for record in batch for name in record)
+        seen.update(names)
+        absent -= seen
+        names.update(dict.fromkeys([*(form if seen.intersection(form) else ()), *asked]))
         columns = {}
-        for name in dict.fromkeys(name for record in batch for name in record):
+        for name in names:
+            values = [record.get(name) for record in batch]
+            if {str, int} == {type(value) for value in values if value is not None}:
+                # Ids may be numbers in one record and texts in another.
+                values = [value if value is None else str(value) for value in values]
             try:
-                columns[name] = pyarrow.chunked_array([pyarrow.array([record.get(name) for record in batch])])
+                columns[name] = pyarrow.chunked_array([pyarrow.array(values)])
             except _UNREADABLE:
                 continue
         yield pyarrow.table(columns)
+    for name in absent:
+        raise ValueError(f"where asks for {name!r}, which no record has{nearest(name, sorted(seen))}")
 
 
 def _noted(records: Iterable[Any], on_rows: Callable[[int], Any]) -> Iterator[Any]:
@@ -292,14 +337,31 @@ def _convert_collection(
             else _tables_of(_noted(_collection_records(Path(source).expanduser(), table, split), on_rows))
         )
         with _parquet(done, path, schema, _origin(entry, split, source), overwrite) as write:
+            num_read = 0
             for batch in batches:
                 batch = with_our_columns(batch, RetrievalTable(name=entry.place, columns=BEIR_COLUMNS[table]))
+                if table == "qrels":
+                    batch = _with_grades(batch, f"qrels of {source or entry.place}", num_read)
+                    num_read += batch.num_rows
                 for name in needed:
                     # A document may be a title alone.
                     kept = batch.filter(batch[name].is_valid())
                     done.skipped[f"{name} ({table})"] += batch.num_rows - kept.num_rows
                     batch = kept
                 write(_cast(batch, schema))
+
+
+def _with_grades(pairs: pyarrow.Table, label: str, first: int) -> pyarrow.Table:
+    """Pairs with a whole number as their score, 1 where there is none; the first of them is row `first`."""
+    scores = pairs["score"].to_pylist() if "score" in pairs.column_names else [1] * pairs.num_rows
+    grades = [as_grade(score, label, row) for row, score in enumerate(scores, first)]
+    for row, grade in enumerate(grades, first):
+        if not isinstance(grade, int):
+            raise ValueError(
+                f"{label!r}: the score in row {row} (counted from 0) must be a whole number, got {grade!r}"
+            )
+    others = pairs.select([name for name in pairs.column_names if name != "score"])
+    return others.append_column("score", pyarrow.array(grades, pyarrow.int64()))
 
 
 def _collection_records(folder: Path, table: str, split: str) -> Iterator[Mapping[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +67,8 @@ def read_records(path: Path, names: Sequence[str] | None = None) -> Iterator[Map
     """The records of a JSON, JSON lines, CSV or TSV file, one after the other.
 
     Of a JSON file these are the members of its list, or of the list `data` in it, or of the mapping that it is, with
-    their names as `KEY`; it is never in memory whole.
+    their names as `KEY`, or that mapping itself, where nothing in it is one; it is never in memory whole. A mark of
+    the byte order is left out.
 
     Args:
         path: the file.
@@ -78,11 +80,12 @@ def read_records(path: Path, names: Sequence[str] | None = None) -> Iterator[Map
     kind, number = file_type(path), 0
     with _opened(path) as file:
         try:
-            if kind in (".csv", ".tsv"):
+            if kind == ".csv":
                 csv.field_size_limit(2**31 - 1)
-                # In a TSV a quotation mark is a letter.
-                form: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kind == ".tsv" else {}
-                yield from csv.DictReader(file, names, **form)
+                yield from csv.DictReader(file, names)
+                return
+            if kind == ".tsv":
+                yield from _tab_separated(file, names)
                 return
             is_lines = kind != ".json" or _is_lines(file)
             for record in _lines(file) if is_lines else _members(file):
@@ -96,7 +99,18 @@ def read_records(path: Path, names: Sequence[str] | None = None) -> Iterator[Map
 
 def _opened(path: Path) -> IO[str]:
     opener: Any = gzip.open if path.name.endswith(".gz") else open
-    return opener(path, "rt", encoding="utf-8", newline="" if file_type(path) in (".csv", ".tsv") else None)
+    return opener(path, "rt", encoding="utf-8-sig", newline={".csv": "", ".tsv": "\n"}.get(file_type(path)))
+
+
+def _tab_separated(file: IO[str], names: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
+    """The rows of a TSV, in which quotation marks and carriage returns are letters, but for one at a line's end."""
+    rows = (line.removesuffix("\n").removesuffix("\r") for line in file)
+    for row in filter(None, rows):
+        values = row.split("\t")
+        if names is None:
+            names = values
+        else:
+            yield dict(itertools.zip_longest(names, values[: len(names)]))
 
 
 def _is_lines(file: IO[str]) -> bool:
@@ -121,15 +135,22 @@ def _members(file: IO[str]) -> Iterator[Any]:
             text.skip(",")
         return
     text.skip("{")
+    alone: dict[str, Any] | None = {}
     while text.next_mark() != "}":
         name = text.value()
         text.skip(":")
         value = text.value()
         text.skip(",")
         if isinstance(value, Mapping):
+            alone = None
             yield {KEY: name, **value}
         elif name == "data" and isinstance(value, list):
+            alone = None
             yield from value
+        elif alone is not None:
+            alone[name] = value
+    if alone:
+        yield alone
 
 
 class _JSONText:

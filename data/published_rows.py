@@ -121,7 +121,10 @@ def retrieved_passage_rows(records: Iterable[Record], folder: Path | None, split
 def summary_question_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
     """NarrativeQA's qaps.csv, with the summaries that lie in third_party/wikipedia below the same folder."""
     wanted = {"validation": "valid"}.get(split, split)
-    with open(Path(folder or ".") / "third_party" / "wikipedia" / "summaries.csv", encoding="utf-8") as file:
+    path = Path(folder or ".") / "third_party" / "wikipedia" / "summaries.csv"
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}, which has the summaries of NarrativeQA's stories")
+    with open(path, encoding="utf-8-sig") as file:
         summaries = {row["document_id"]: row["summary"].strip() for row in csv.DictReader(file)}
     for record in records:
         if record["set"] == wanted:
@@ -153,7 +156,10 @@ def paper_rows(records: Iterable[Record], folder: Path | None, split: str) -> It
 
 def interview_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
     """MediaSum's news_dialogue.json: a line for each turn, speaker in front. Its other file tells the splits."""
-    with open(Path(folder or ".") / "train_val_test_split.json", encoding="utf-8") as file:
+    path = Path(folder or ".") / "train_val_test_split.json"
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}, which has the splits of MediaSum")
+    with open(path, encoding="utf-8-sig") as file:
         kept = set(json.load(file)[{"validation": "val"}.get(split, split)])
     for record in records:
         if record["id"] in kept:

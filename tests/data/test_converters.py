@@ -11,6 +11,7 @@ import pytest
 
 from context_compressors import cli
 from context_compressors.data.converters import convert
+from context_compressors.data.published_files import read_records
 from context_compressors.data.published_sets import PUBLISHED_SETS
 from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalSource
 from context_compressors.data.rows import read_rows
@@ -350,6 +351,93 @@ def test_collections_are_read_from_the_hub_and_the_folders_of_beir_and_ms_marco(
         convert("fiqa", tmp_path / "other", split="test", source=str(tmp_path / "fiqa"))
     with pytest.raises(ValueError, match="a retrieval collection, which max_rows would tear apart"):
         convert("fiqa", tmp_path / "other", max_rows=3)
+
+
+@pytest.mark.parametrize(
+    ("score", "written", "message"),
+    [
+        ("1.0", 1, None),
+        ("2", 2, None),
+        (None, 1, None),
+        ("0.5", None, r"the score in row 1 .* must be a whole number, got 0\.5"),
+        ("high", None, "the score in row 1 .* must be a number, got 'high'"),
+        ("", None, "the score in row 1 .* must be a number, got ''"),
+    ],
+)
+def test_relevance_is_written_as_a_whole_number(tmp_path, score, written, message):
+    pairs = [("query-id", "corpus-id", "score"), ("q", "1", "1"), ("q", "1", score)]
+    qrels = "".join("\t".join(pair[: 2 if score is None else 3]) + "\n" for pair in pairs)
+    files = {"corpus.jsonl": lines({"_id": "1", "text": "d"}), "queries.jsonl": lines({"_id": "q", "text": "w"})}
+    write_files(tmp_path / "beir", {**files, "qrels/test.tsv": qrels})
+    arguments = {"split": "test", "source": str(tmp_path / "beir")}
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            convert("scifact", tmp_path / "out", **arguments)
+        return
+    convert("scifact", tmp_path / "out", **arguments)
+    table = pyarrow.parquet.read_table(tmp_path / "out" / "qrels" / "test.parquet")
+    assert table["score"].to_pylist() == [1, written]
+
+
+SUMMARY = {"dialogue": "d", "summary": "s"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "where", "written", "skipped"),
+    [
+        ([{"id": 1}, {"id": 2}, {"id": "x", "kind": "a"}], {"kind": "a"}, ["x"], {}),
+        ([{"id": 1, "kind": None}] * 2 + [{"id": "x", "kind": "a"}], {"kind": "a"}, ["x"], {}),
+        ([{"id": 1, "kind": "a"}, {"id": 2, "kind": "a"}, {"id": "x"}], {"kind": "a"}, ["1", "2"], {}),
+        ([{"id": 1, "summary": ...}, {"id": 2, "summary": ...}, {"id": 3}], None, ["3"], {"summary": 2}),
+        ([{"id": 1}, {"id": "a"}, {"id": None}], None, ["1", "a", None], {}),
+    ],
+)
+def test_records_need_not_have_the_same_columns(tmp_path, monkeypatch, rows, where, written, skipped):
+    monkeypatch.setattr("context_compressors.data.converters._BATCH_ROWS", 2)
+    whole = [{key: value for key, value in {**SUMMARY, **row}.items() if value is not ...} for row in rows]
+    write_files(tmp_path, {"train.jsonl": lines(*whole)})
+    done = convert("samsum", tmp_path / "a.parquet", source=str(tmp_path / "train.jsonl"), where=where)
+    assert pyarrow.parquet.read_table(tmp_path / "a.parquet")["id"].to_pylist() == written
+    assert {name: count for name, count in done.skipped.items() if count} == skipped
+    with pytest.raises(ValueError, match="where asks for 'kinds', which no record has"):
+        convert("samsum", tmp_path / "b.parquet", source=str(tmp_path / "train.jsonl"), where={"kinds": "a"})
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.json", "train.jsonl", "train.json.gz"])
+def test_a_mark_of_the_byte_order_and_a_record_alone_are_read(tmp_path, name):
+    record = {"id": "7", **SUMMARY}
+    text = "id,dialogue,summary\n7,d,s\n" if name.endswith(".csv") else lines(record)
+    for mark in ("", "\ufeff"):
+        write_files(tmp_path, {name: mark + text})
+        convert("samsum", tmp_path / "a.parquet", source=str(tmp_path / name), overwrite=True)
+        assert pyarrow.parquet.read_table(tmp_path / "a.parquet")["id"].to_pylist() == ["7"]
+
+
+def test_a_carriage_return_in_a_tsv_starts_no_row(tmp_path):
+    (tmp_path / "collection.tsv").write_bytes(b'0\tone \rtwo "\r\n\n1\tthree\tfour\n2\n')
+    assert list(read_records(tmp_path / "collection.tsv", ("_id", "text"))) == [
+        {"_id": "0", "text": 'one \rtwo "'}, {"_id": "1", "text": "three"}, {"_id": "2", "text": None},
+    ]  # fmt: skip
+
+
+def test_rows_that_two_files_have_and_files_that_are_missing_are_refused(tmp_path):
+    hops = json.dumps([HOPS])
+    write_files(tmp_path, {"hops/hotpot_dev_distractor_v1.json": hops, "hops/hotpot_dev_fullwiki_v1.json": hops})
+    write_files(tmp_path, {"sum/train.json": json.dumps([{"id": "7", **SUMMARY}])})
+    write_files(
+        tmp_path, {"sum/train.csv": "id,dialogue,summary\n7,d,s\n", "stories/qaps.csv": "document_id,set\nd,train\n"}
+    )
+    write_files(tmp_path, {"talks/news_dialogue.json": "[]"})
+    for name, folder, split, message in (
+        ("hotpotqa", "hops", "validation", "hotpot_dev_distractor_v1.json and .*both begin with the row '7'"),
+        ("samsum", "sum", "train", "train.csv and .*train.json both begin with the row '7': name one of them"),
+        ("narrativeqa", "stories", "train", "there is no file .*summaries.csv"),
+        ("mediasum", "talks", "train", "there is no file .*train_val_test_split.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(name, tmp_path / "a.parquet", source=str(tmp_path / folder), split=split)
+    one = str(tmp_path / "hops" / "hotpot_dev_distractor_v1.json")
+    assert convert("hotpotqa", tmp_path / "a.parquet", source=one, split="validation").rows
 
 
 def test_the_command_reads_the_hub_and_says_what_it_wrote(tmp_path, monkeypatch, capsys):
