@@ -18,7 +18,17 @@ from transformers import PreTrainedTokenizerBase
 from ..configuration.nearest_names import nearest
 from ..modeling.parts.chat_template import DOCUMENT_END
 from ..modeling.parts.text_ids import encode
-from .columns import column_of, complete_rows, kept_rows, with_joined_passages, with_known_columns, with_our_columns
+from .columns import (
+    column_of,
+    complete_rows,
+    is_blank,
+    is_list,
+    is_text,
+    kept_rows,
+    with_joined_passages,
+    with_known_columns,
+    with_our_columns,
+)
 from .files import read_files
 from .sources import DataSource
 from .synthetic_documents import MAX_TOKENS, MIN_TOKENS, GeneratedDocument, generate_document
@@ -32,6 +42,8 @@ _NEEDED_COLUMNS = {
 }
 _NO_ANSWER = "; `skip_incomplete: true` of a source leaves such rows out"
 _ALL_TEXTS = ("context", "question", "summary", "text")
+# A text or context that is blank is passed over where examples are drawn.
+_WRITTEN_COLUMNS = ("question", "summary")
 _STREAMED_ROWS = 1000
 
 
@@ -65,8 +77,8 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
         The rows, with our names for the columns of well-known data sets, too, see `with_known_columns`.
 
     Raises:
-        ValueError: no such file, an unknown file type, a missing column, no row, or a row that lacks a value which the
-            tasks need: no text, or a question without an answer.
+        ValueError: no such file, an unknown file type, a missing column, no row, a row that lacks a value which the
+            tasks need: no text, or a blank question, answer or summary, or of a file a text that is not UTF-8.
     """
     if source.streaming:
         table = _streamed(source)
@@ -90,7 +102,9 @@ def read_rows(source: DataSource, data_dir: str | None = None, seed: int = 0) ->
                 f"{nearest('text', columns)}"
             )
     if source.skip_incomplete:
-        table = _complete_rows(table, source)
+        kept = _complete_rows(table, source)
+        _say_left_out(source, table.num_rows - kept.num_rows, table.num_rows)
+        table = kept
     if table.num_rows == 0:
         there = "" if source.rows is None else f" among {list(source.rows)}"
         there += "" if source.where is None else f" where {dict(source.where)}"
@@ -116,24 +130,34 @@ def _streamed(source: DataSource) -> pyarrow.Table:
 
     first, end = source.rows or (0, source.max_samples or 0)
     stream = load_dataset(source.name, source.config, split=source.split, streaming=True).with_format("arrow")
-    batches, count = [], 0
+    batches, count, num_left_out = [], 0, 0
     for batch in stream.iter(batch_size=_STREAMED_ROWS):
         batch = in_known_columns(with_our_columns(batch, source), source)
+        if source.skip_incomplete and source.rows is None:
+            kept = _complete_rows(batch, source)
+            num_left_out += batch.num_rows - kept.num_rows
+            batch = kept
         batches.append(batch.slice(max(0, first - count), max(0, end - max(first, count))))
         count += batch.num_rows
         if count >= end:
             break
+    _say_left_out(source, num_left_out, num_left_out + count)
     return pyarrow.concat_tables(batches, promote_options="permissive") if batches else pyarrow.table({})
 
 
 def _complete_rows(table: pyarrow.Table, source: DataSource) -> pyarrow.Table:
-    """The rows that have what the source's tasks need, or any task could; the others are counted in the log."""
+    """The rows that have what the source's tasks need, or any task could."""
     needed = _text_columns(source, table.column_names) if source.tasks else _ALL_TEXTS
     answers = ["answers"] if not source.tasks or "question_answering" in source.tasks else []
-    kept = complete_rows(table, [name for name in (*needed, *answers) if name in table.column_names])
-    if num_left_out := table.num_rows - kept.num_rows:
-        logger.warning("source %r: %d of %d rows left out: incomplete", source.label, num_left_out, table.num_rows)
-    return kept
+    names = [name for name in (*needed, *answers) if name in table.column_names]
+    for name in names:
+        _check_encoding(table[name], source, name)
+    return complete_rows(table, names)
+
+
+def _say_left_out(source: DataSource, num_left_out: int, num_rows: int) -> None:
+    if num_left_out:
+        logger.warning("source %r: %d of %d rows left out: incomplete", source.label, num_left_out, num_rows)
 
 
 def _rows_at(table: pyarrow.Table, rows: Sequence[int]) -> pyarrow.Table:
@@ -189,21 +213,46 @@ def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
 
 
 def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
-    """Raise `ValueError` naming source, column and row unless every value of a column is a text; a context may be a
-    list of passages.
+    """Raise `ValueError` naming source, column and row unless every value of a column is a text, of questions and
+    summaries one that is not blank; a context may be a list of passages.
 
     Args:
         table: rows with our names for the columns.
         column: our name of the column.
-        source: a [`DataSource`], or anything with its `columns` and `label`.
+        source: a [`DataSource`], or anything with its `path`, `columns` and `label`.
     """
     values = table[column]
     _refuse_rows(values.is_null(), "is null", source, column)
+    _check_encoding(values, source, column)
     if column == "context" and is_list(values.type):
         _check_lists(values, source, column)
         return
-    if len(values) and not _is_text(values.type):
+    if len(values) and not is_text(values.type):
         raise ValueError(f"{_place(source, column)} must hold texts, not {values.type} (row 0: {values[0].as_py()!r})")
+    if len(values) and column in _WRITTEN_COLUMNS:
+        _refuse_rows(is_blank(values), "is blank", source, column, _NO_ANSWER)
+
+
+def _check_encoding(values: pyarrow.ChunkedArray, source: Any, column: str) -> None:
+    """`ValueError` with the first row of a file's column whose text is not UTF-8, as Arrow does not ask of JSON."""
+    if source.path is None:
+        # Of a data set of the Hub, this would read all of it.
+        return
+    start = 0
+    for chunk in values.chunks:
+        # Of a part of a table, the lists of other rows are looked at, too.
+        for row in range(0 if _is_encoded(chunk) else len(chunk)):
+            if not _is_encoded(chunk.take(pyarrow.array([row]))):
+                raise ValueError(f"{_place(source, column)} is not UTF-8 in row {start + row} (counted from 0)")
+        start += len(chunk)
+
+
+def _is_encoded(texts: pyarrow.Array) -> bool:
+    try:
+        texts.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        return False
+    return True
 
 
 def _refuse_rows(wrong: pyarrow.ChunkedArray, fault: str, source: Any, column: str, advice: str = "") -> None:
@@ -216,11 +265,6 @@ def _refuse_rows(wrong: pyarrow.ChunkedArray, fault: str, source: Any, column: s
 def _place(source: Any, column: str) -> str:
     """Source and column, by the name that the source has for it."""
     return f"source {source.label!r}: column {(source.columns or {}).get(column, column)!r}"
-
-
-def _is_text(kind: pyarrow.DataType) -> bool:
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
 
 
 def answer_text(answer: Any) -> str:
@@ -240,10 +284,11 @@ def answer_text(answer: Any) -> str:
 
 
 def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
-    """Bring answers, see `answer_text`, into lists of strings, none of them empty; `ValueError` where that fails."""
+    """Bring answers, see `answer_text`, into lists of strings, none empty or blank; `ValueError` where that fails."""
     answers = table["answers"]
     kind = answers.type
     _refuse_rows(answers.is_null(), "is null", source, "answers", _NO_ANSWER)
+    _check_encoding(answers, source, "answers")
     if is_list(kind):
         _check_lists(answers, source, "answers", _NO_ANSWER)
         return table
@@ -252,6 +297,8 @@ def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
             f"source {source.label!r}: answers must be strings or lists of strings, not {kind}; name their place with "
             "columns, e.g. {answers: answers.text}"
         )
+    if is_text(kind):
+        _refuse_rows(is_blank(answers), "is blank", source, "answers", _NO_ANSWER)
     try:
         lists = [[answer_text(answer)] for answer in answers.to_pylist()]
     except TypeError as error:
@@ -259,24 +306,27 @@ def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     return table.drop_columns(["answers"]).append_column("answers", pyarrow.array(lists))
 
 
-def is_list(kind: pyarrow.DataType) -> bool:
-    """Whether a column holds lists, such as answers, or contexts of passages."""
-    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
-
-
 def _check_lists(values: pyarrow.ChunkedArray, source: Any, column: str, advice: str = "") -> None:
-    """No list is empty, and all hold texts only."""
+    """No list is empty, and all hold texts only, none of them blank."""
     lengths = pyarrow.compute.list_value_length(values)
     _refuse_rows(pyarrow.compute.equal(lengths, 0), "is an empty list", source, column, advice)
     parts = pyarrow.compute.list_flatten(values)
-    first = pyarrow.compute.index(parts.is_null(), True).as_py()
-    if first >= 0:
-        row = pyarrow.compute.list_parent_indices(values)[first].as_py()
-        raise ValueError(f"{_place(source, column)} has a null in its list in row {row} (counted from 0)")
-    if not _is_text(parts.type):
+    _refuse_parts(values, parts.is_null(), "null", source, column)
+    if not is_text(parts.type):
         raise ValueError(
             f"{_place(source, column)} must hold lists of texts, not {values.type} (row 0: {values[0].as_py()!r})"
         )
+    _refuse_parts(values, is_blank(parts), "blank text", source, column, advice)
+
+
+def _refuse_parts(
+    values: pyarrow.ChunkedArray, wrong: pyarrow.ChunkedArray, what: str, source: Any, column: str, advice: str = ""
+) -> None:
+    """`ValueError` with the row of the first of the lists' parts that are wrong, if there is one."""
+    first = pyarrow.compute.index(wrong, True).as_py()
+    if first >= 0:
+        row = pyarrow.compute.list_parent_indices(values)[first].as_py()
+        raise ValueError(f"{_place(source, column)} has a {what} in its list in row {row} (counted from 0){advice}")
 
 
 def distinct_texts(table: pyarrow.Table) -> list[str]:

@@ -57,13 +57,15 @@ class DataSource:
             are named.
         weight: how often it is drawn, relative to the other sources; its number of rows when no source has a weight
             (1 in language modelling).
-        max_samples: keep a fixed random choice of so many rows; of a stream the first ones, unless it has `rows`.
+        max_samples: keep a fixed random choice of so many rows, of those that `skip_incomplete` leaves; of a stream
+            the first ones, unless it has `rows`.
         where: only rows that have one of these values, e.g. `{subset: [HotpotQA, NewsQA]}`, or a number in a range,
             e.g. `{length: {from: 4000, below: 8000}}`, with dots into structs.
         rows: `[first, end]`, only these rows, counted from 0 among those that `where` keeps, the end not included.
         streaming: read a Hub data set from its start as far as `rows` or `max_samples` say, and download no more.
-        skip_incomplete: leave out rows that lack what the tasks need, such as questions without an answer, and say in
-            the log how many; without it they are refused.
+        skip_incomplete: leave out rows that lack what the tasks need, such as questions without an answer, or have a
+            blank text in its place, and say in the log how many; without it they are refused, but for blank texts and
+            contexts, which are passed over.
         supporting_passages: of HotpotQA and 2WikiMultihopQA, the passages that the answer follows from, and no others.
         separate_passages: contexts of several texts, the passages of HotpotQA and 2WikiMultihopQA or those that
             `contexts_per_document` joins, stay apart: each is compressed by itself, and they are read together. A

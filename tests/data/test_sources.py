@@ -14,6 +14,8 @@ from context_compressors.data.sources import DataSource
 from context_compressors.data.tokenized_rows import TokenizedTexts
 from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.modeling.parts.text_ids import start_token_id as find_start
+from context_compressors.training.arguments import DataArguments
+from context_compressors.training.objectives.compression_dataset import CompressionDataset
 from context_compressors.training.tokenizer import train_tokenizer
 
 
@@ -304,6 +306,12 @@ QUESTION = {"context": "c", "question": "q", "answers": ["a"]}
         ("continuation", {"context": None}, "column 'context' is null in row 2"),
         ("continuation", {"text": "x"}, "column 'text' is null in row 0"),
         ("summarisation", {"summary": "x"}, "column 'summary' is null in row 0"),
+        (
+            "question_answering",
+            {"answers": ["x", " "]},
+            "'answers' has a blank text in its list in row 2 .*skip_incomp",
+        ),
+        ("question_answering", {"question": " \n"}, "column 'question' is blank in row 2 .*skip_incomplete: true"),
         ("question_answering", {"answers": [3]}, "qa.jsonl cannot be read: .* changed from string to number in row 2"),
     ],
 )
@@ -328,6 +336,62 @@ def test_blanks_and_nulls_in_lists_are_no_values(tmp_path):
     ]  # fmt: skip
     table = read_rows(source(path="passages.jsonl", **asked), str(tmp_path))
     assert table["context"].to_pylist() == [["one", "two"]]
+
+
+@pytest.mark.parametrize(
+    ("task", "column", "value"),
+    [
+        ("question_answering", "answers", ""),
+        ("question_answering", "question", " "),
+        ("summarisation", "summary", "\t"),
+    ],
+)
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_a_blank_text_is_no_value(tmp_path, task, column, value, is_dictionary):
+    rows = [{**QUESTION, "answers": "a", "summary": "s"}, {**QUESTION, "answers": "a", "summary": "s", column: value}]
+    table = pyarrow.Table.from_pylist(rows)
+    if is_dictionary:
+        table = table.append_column("d", table[column].dictionary_encode()).drop_columns(column)
+        table = table.rename_columns({"d": column})
+    pyarrow.parquet.write_table(table, tmp_path / "qa.parquet")
+    with pytest.raises(ValueError, match=f"column '{column}' is blank in row 1 .*skip_incomplete: true"):
+        read_rows(source(path="qa.parquet", tasks=[task]), str(tmp_path))
+    assert read_rows(source(path="qa.parquet", tasks=[task], skip_incomplete=True), str(tmp_path)).num_rows == 1
+
+
+def test_a_blank_context_is_passed_over_where_examples_are_drawn(tmp_path, tokenizer):
+    rows = [{**QUESTION, "context": context} for context in ("", "a long context", "")]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = DataArguments(sources=[{"path": "qa.jsonl", "tasks": ["question_answering"]}], data_dir=str(tmp_path))
+    dataset = CompressionDataset(recipe, tokenizer)
+    assert {tokenizer.decode(dataset[index]["context_ids"]) for index in range(3)} == {"a long context"}
+
+
+@pytest.mark.parametrize("column", ["context", "question", "answers", "passages"])
+@pytest.mark.parametrize("skip_incomplete", [False, True])
+def test_a_text_that_is_not_utf_8_is_named(tmp_path, column, skip_incomplete):
+    bad = {"passages": {"context": ["x", "caf\xe9"]}, "answers": {"answers": ["caf\xe9"]}}.get(
+        column, {column: "caf\xe9"}
+    )
+    good = {**QUESTION, "context": ["x"]} if column == "passages" else QUESTION
+    lines = [json.dumps(row, ensure_ascii=False).encode("latin-1") for row in (good, good, {**good, **bad})]
+    (tmp_path / "qa.jsonl").write_bytes(b"\n".join(lines))
+    asked = source(path="qa.jsonl", skip_incomplete=skip_incomplete)
+    with pytest.raises(
+        ValueError, match=f"column '{'context' if column == 'passages' else column}' is not UTF-8 in row 2"
+    ):
+        read_rows(asked, str(tmp_path))
+    assert read_rows(source(path="qa.jsonl", rows=[0, 2]), str(tmp_path)).num_rows == 2
+
+
+def test_a_stream_is_read_until_enough_rows_are_complete(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("context_compressors.data.rows._STREAMED_ROWS", 2)
+    rows = [{**QUESTION, "question": str(n), "answers": ["a"] if n % 3 == 2 else []} for n in range(12)]
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = source(name=str(tmp_path / "hub"), streaming=True, max_samples=2, skip_incomplete=True)
+    assert read_rows(asked)["question"].to_pylist() == ["2", "5"]
+    assert "4 of 6 rows left out: incomplete" in caplog.text
 
 
 @pytest.mark.parametrize(
