@@ -359,7 +359,8 @@ class CompressionDataset(Dataset):
             texts_of, context_ids = self._joined_contexts(source, row, limit, rng)
             documents = {"documents": [texts.texts.document_id(text) for text in texts_of]}
             passages = [passage for text in texts_of for passage in texts.texts.passages(text)]
-            passages = passages if source.source.separate_passages else [context_ids]
+            stays_apart = source.source.separate_passages or source.has_passages
+            passages = passages if stays_apart else [context_ids]
         others = [other for text in texts_of for other in source.rows_of_text[text] if other != row]
         rows = [row, *rng.sample(others, min(len(others), self.data.questions_per_example - 1))]
         pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]

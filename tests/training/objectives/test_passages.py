@@ -79,6 +79,9 @@ def test_neighbouring_contexts_and_those_of_hotpotqa_may_stay_apart(tokenizer, t
         found = {tuple(tokenizer.decode(ids) for ids in example["passages"] or ()) for example in examples}
         assert (tuple(PASSAGES) in found) == separate
         assert separate or found == {()}
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({**row, "context": [row["context"]]}) for row in rows))
+    _, examples = examples_of(tokenizer, str(tmp_path), source, 8)
+    assert PASSAGES in [[tokenizer.decode(ids) for ids in example["passages"] or ()] for example in examples]
     row = {"context": {"title": ["A", "B"], "sentences": [["One. ", "Two."], ["Three."]]}, **QUESTION}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     for separate, context in ((True, ["A\nOne. Two.", "B\nThree."]), (False, "A\nOne. Two.\n\nB\nThree.")):
