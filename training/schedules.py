@@ -12,14 +12,16 @@ from ..data.prompts import TASKS
 
 
 def check_length_schedule(schedule: Sequence[Sequence[float]], minimum: int) -> list[tuple[float, int]]:
-    """(fraction of training, tokens) pairs in order, each length at least `minimum`; `ValueError` otherwise."""
+    """(fraction of training, tokens) pairs in order, fractions from 0 to 1 and each length at least `minimum`;
+    `ValueError` otherwise."""
     try:
         points = [(float(fraction), int(length)) for fraction, length in schedule]
     except (TypeError, ValueError):
         points = []
-    if not points or points != sorted(points) or any(length < minimum for _, length in points):
+    is_allowed = all(0 <= fraction <= 1 and length >= minimum for fraction, length in points)
+    if not points or points != sorted(points) or not is_allowed:
         raise ValueError(
-            "length_schedule must be a list of [fraction of training, tokens] in order, "
+            "length_schedule must be a list of [fraction of training, tokens] in order, fractions from 0 to 1 and "
             f"each with at least {minimum} tokens, got {schedule!r}"
         )
     return points

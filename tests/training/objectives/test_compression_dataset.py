@@ -2,6 +2,7 @@
 import copy
 import itertools
 import json
+import math
 import pickle
 import random
 from types import SimpleNamespace
@@ -472,6 +473,8 @@ def test_iteration_ends(tokenizer, folder):
         ([TEXT], {"overlong_contexts": "truncat"}, "did you mean 'truncate'"),
         ([TEXT], {"length_schedule": [[0.5, 10], [0.1, 20]]}, "length_schedule must be"),
         ([TEXT], {"length_schedule": 7}, "length_schedule must be"),
+        ([TEXT], {"length_schedule": [[0, 10], [5000, 20]]}, "length_schedule must be .* fractions from 0 to 1"),
+        ([TEXT], {"length_schedule": [[math.nan, 10]]}, "length_schedule must be .* fractions from 0 to 1"),
         ([TEXT], {"task_schedule": [[0.0, "reconstruction"]]}, "task_schedule must be"),
         ([TEXT], {"task_schedule": [[0.1, ["reconstruction"]]]}, "the first fraction 0"),
         ([TEXT], {"task_schedule": [[0.0, ["reconstruction"]], [float("nan"), ["continuation"]]]}, "all below 1"),
