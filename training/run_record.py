@@ -22,8 +22,8 @@ from .base_trainer import BaseTrainer
 logger = logging.get_logger(__name__)
 
 _PRIVATE_FIELDS = ("data_dir", "output_dir", "logging_dir", "hub_token", "resume_from_checkpoint")
-# Fields of words, which may start like a path.
-_TEXTS = ("context_prefix", "title")
+# Fields of words, names of columns and their values, which may start like a path.
+_TEXTS = ("context_prefix", "title", "columns", "where")
 
 
 def latest_checkpoint(output_dir: str) -> str | None:
@@ -61,7 +61,7 @@ def _device_name(args: TrainingConfig) -> str:
 
 
 def _is_text(name: str, value: Any) -> bool:
-    """Whether a field holds words, not a path: prompts may be a file's name or the prompts themselves."""
+    """Whether a field holds words, not paths: prompts may be a file's name or the prompts themselves."""
     return name in _TEXTS or (name == "prompts" and isinstance(value, Mapping))
 
 

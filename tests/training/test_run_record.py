@@ -104,6 +104,7 @@ def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder
 
 def test_words_are_no_folders():
     words = {"prompts": {"question_answering": "/ask a/b: {question}"}, "context_prefix": "~ ", "title": "C:/x"}
+    words |= {"where": {"section": ["/intro", "~"]}, "columns": {"context": "/text"}}
     assert _without_folders({"checkpoint_config": words}) == {"checkpoint_config": words}
     paths = ["/a/b.yaml", "~/b.yaml", r"C:\a\b.yaml", "b.yaml"]
     assert _without_folders({"prompts": "/a/b.yaml", "x": [paths, 1, None]}) == {
