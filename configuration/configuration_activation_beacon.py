@@ -61,7 +61,8 @@ class ActivationBeaconConfig(CompressorConfig):
     ):
         self.window_size = int_between("window_size", window_size, 1)
         self.num_sinks = int_between("num_sinks", num_sinks, 0, (self.window_size + 1) // 2)
-        if not isinstance(beacon_maps, (list, tuple)) or not set(beacon_maps) <= set(BEACON_MAPS) or not beacon_maps:
+        is_list = isinstance(beacon_maps, (list, tuple)) and len(beacon_maps) > 0
+        if not is_list or not all(name in BEACON_MAPS for name in beacon_maps):
             raise ValueError(f"`beacon_maps` must be one or more of {list(BEACON_MAPS)}, got {beacon_maps!r}")
         self.beacon_maps = [name for name in BEACON_MAPS if name in beacon_maps]
         self.last_group = one_of("last_group", last_group, LAST_GROUPS)

@@ -4,8 +4,12 @@
 import re
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from .nearest_names import check_choice
+
+# What a checkpoint is asked to do.
+PROMPTED_TASKS = ("question_answering", "summarisation", "continuation", "reconstruction")
 _LORA_DEFAULTS = {"rank": 16, "alpha": 16.0, "dropout": 0.0, "target_modules": "all-linear"}
 
 
@@ -65,9 +69,12 @@ def language_model_config(field: str, value: Any) -> PreTrainedConfig:
     if not isinstance(value, dict) or "model_type" not in value:
         raise ValueError(f"`{field}` must be a PreTrainedConfig or a dict with `model_type`, got {value!r}")
     fields = dict(value)
+    model_type = fields.pop("model_type")
+    check_choice(f"model_type of `{field}`:", model_type, CONFIG_MAPPING)
     try:
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except ValueError as error:
+        return CONFIG_MAPPING[model_type](**fields)
+    except Exception as error:
+        # A value of a wrong type is an error of its own kind there.
         raise ValueError(f"`{field}` is no configuration of a model: {error}") from error
 
 
@@ -116,8 +123,10 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
 def pattern_list(value: Any) -> list[str] | None:
     if value is None:
         return None
-    if not isinstance(value, (list, tuple)) or not all(isinstance(pattern, str) for pattern in value):
-        raise ValueError(f"`trainable_parameters` must be a list of regular expressions or None, got {value!r}")
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(pattern, str) for pattern in value):
+        raise ValueError(
+            f"`trainable_parameters` must be a list of regular expressions, at least one, or None, got {value!r}"
+        )
     for pattern in value:
         try:
             re.compile(pattern)
@@ -152,6 +161,7 @@ def prompt_map(value: Any) -> dict[str, str] | None:
     if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
         raise ValueError(f"`prompts` must map tasks to texts or be None, got {value!r}")
     for task, prompt in value.items():
+        check_choice("task of `prompts`:", task, PROMPTED_TASKS)
         if prompt.count("{question}") != (task == "question_answering"):
             raise ValueError(
                 f"`prompts` must hold {{question}} once in 'question_answering' and nowhere else, got {task!r}: "

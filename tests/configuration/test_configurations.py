@@ -11,7 +11,9 @@ from context_compressors.configuration import methods
 from context_compressors.configuration.configuration_compressor import CompressorConfig
 from context_compressors.configuration.configuration_decal import DeCALConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
+from context_compressors.configuration.field_checks import PROMPTED_TASKS
 from context_compressors.configuration.methods import METHODS
+from context_compressors.data.prompts import TASKS
 from context_compressors.modeling import model_class
 
 LORA_KEYS = "alpha.*dropout.*rank.*target_modules"
@@ -41,6 +43,7 @@ WRONG = [
     ("trainable_parameters", "lora", "list of regular expressions"),
     ("trainable_parameters", [1], "list of regular expressions"),
     ("trainable_parameters", ["("], "broken regular expression"),
+    ("trainable_parameters", [], "at least one"),
     ("decoder_config", "meta-llama/Llama-3.2-1B", "PreTrainedConfig or a dict with `model_type`"),
     ("decoder_config", {"hidden_size": 32}, "PreTrainedConfig or a dict with `model_type`"),
     ("encoder_config", 3, "PreTrainedConfig or a dict with `model_type`"),
@@ -68,6 +71,28 @@ def test_a_wrong_value_names_the_field_the_value_and_what_is_allowed(field, valu
     assert allowed in str(error.value)
     shown = value[0] if field == "trainable_parameters" and value == ["("] else value
     assert repr(shown) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "decoder_config",
+            {"model_type": "llama", "hidden_size": "32"},
+            "`decoder_config` is no .*'hidden_size'.*'32'",
+        ),
+        ("decoder_config", {"model_type": ["llama"]}, r"unknown model_type of `decoder_config`: \['llama'\]"),
+        ("decoder_config", {"model_type": "lamma"}, "unknown model_type of `decoder_config`: 'lamma'; did you mean"),
+        ("prompts", {"sumarisation": ""}, "unknown task of `prompts`: 'sumarisation'; did you mean 'summarisation'"),
+    ],
+)
+def test_a_wrong_part_of_a_value_is_named(field, value, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        MeanPoolingConfig(**{field: value})
+
+
+def test_prompts_are_of_the_tasks_that_are_trained():
+    assert PROMPTED_TASKS == TASKS
 
 
 @pytest.mark.parametrize(("value", "message"), WRONG_LORA, ids=lambda part: str(part)[:30])

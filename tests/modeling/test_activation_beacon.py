@@ -334,7 +334,7 @@ def test_bases_that_cannot_be_served_are_refused(beacon):
     with pytest.raises(ValueError, match="one behind the other, without `chunk_lengths`"):
         beacon.model.compress(ids_of(9), chunk_lengths=[[4, 5]])
     wrong = {
-        "beacon_maps": ([], ["gate"], "query"),
+        "beacon_maps": ([], ["gate"], "query", [["query"]]),
         "num_sinks": (-1, 4),
         "window_size": (0, None),
         "last_group": ("none",),
