@@ -27,6 +27,7 @@ from ...data.rows import PassageText, distinct_texts, draw_document, read_rows
 from ...data.sources import DataSource
 from ...data.synthetic_documents import MIN_TOKENS
 from ...data.tokenized_rows import TokenizedTexts
+from ...modeling.parts.chat_template import before_answer
 from ...modeling.parts.text_ids import encode, start_token_id
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..base_trainer import BaseTrainer
@@ -145,7 +146,7 @@ class LanguageModelingRows:
             text = encode(self.tokenizer, draw_document(source, max_tokens, rng, self.tokenizer).text)
         else:
             text = source.window(rng.randint(min(_SHORTEST_COPY, max_tokens), max_tokens), rng)
-        prompt = self._prompt("reconstruction", "", rng)
+        prompt = encode(self.tokenizer, self._prompt("reconstruction", "", rng))
         target = [*text, self.end]
         return [self.start, *text, *prompt, *target], [-100] * (1 + len(text) + len(prompt)) + target
 
@@ -153,15 +154,17 @@ class LanguageModelingRows:
         ids = [self.start, *context]
         labels = [-100] * len(ids)
         for question, answer in questions:
-            prompt = self._prompt("question_answering", question, rng)
-            target = [*encode(self.tokenizer, " " + answer), self.end]
+            text = self._prompt("question_answering", question, rng)
+            prompt = encode(self.tokenizer, text)
+            answer = before_answer(text, self.data.prompt_format) + answer.strip()
+            target = [*encode(self.tokenizer, answer), self.end]
             ids += prompt + target
             labels += [-100] * len(prompt) + target
         return ids, labels
 
-    def _prompt(self, task: str, question: str, rng: random.Random) -> list[int]:
+    def _prompt(self, task: str, question: str, rng: random.Random) -> str:
         template_rng = None if self.data.canonical_prompts else rng
-        return encode(self.tokenizer, format_prompt(task, question, rng=template_rng, path=self.data.prompts))
+        return format_prompt(task, question, rng=template_rng, path=self.data.prompts)
 
 
 class LanguageModelingBatches(Dataset):
@@ -318,18 +321,26 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
         raise ValueError("language_modeling needs either model_config (a new model) or base (a pretrained one)")
     if args.max_steps < 1:
         raise ValueError(f"language_modeling needs max_steps: its rows never end (got {args.max_steps})")
+    longest = data_args.max_context_tokens
+    if not data_args.length_schedule and longest < MIN_TOKENS:
+        raise ValueError(f"max_context_tokens of language_modeling must be at least {MIN_TOKENS}, got {longest}")
     tokenizer = load_tokenizer(model_args, data_args, args.seed)
     if model_args.base is not None:
         model = pretrained_language_model(model_args)
     else:
         model = new_language_model(model_args, tokenizer)
+    if not hasattr(model.config, "max_position_embeddings"):
+        raise ValueError(
+            f"language_modeling cuts rows to max_position_embeddings, which {type(model.config).__name__} does not "
+            "have: take another model"
+        )
     rows = LanguageModelingRows(data_args, tokenizer, args.seed)
     batches = LanguageModelingBatches(
         rows,
         num_batches=args.max_steps * args.gradient_accumulation_steps * args.world_size,
         tokens_per_batch=data_args.tokens_per_batch,
         batches_per_step=args.gradient_accumulation_steps * args.world_size,
-        length_schedule=data_args.length_schedule or [(0.0, data_args.max_context_tokens)],
+        length_schedule=data_args.length_schedule or [(0.0, longest)],
         max_length=model.config.max_position_embeddings,
         seed=args.seed,
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import random
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -11,6 +12,7 @@ from torch.nn import functional
 from context_compressors.data.sources import DataSource
 from context_compressors.data.synthetic_documents import generate_document
 from context_compressors.training.arguments import DataArguments
+from context_compressors.training.objectives.compression_dataset import CompressionDataset
 from context_compressors.training.objectives.language_modeling import (
     LanguageModelingBatches,
     LanguageModelingCollator,
@@ -79,6 +81,20 @@ def test_question_rows_learn_the_answers(rows, tokenizer, kind):
         assert 1 <= len(turns) <= 4
         most = max(most, len(turns))
     assert most == 4
+
+
+@pytest.mark.parametrize(("prompts", "learned"), [("default", " Nora"), ("memory_tokens", "Nora")])
+def test_an_answer_follows_its_prompt_as_that_of_a_compressor_does(tokenizer, tmp_path, prompts, learned):
+    row = {"context": "Berth 4 belongs to Nora.", "question": "Whose is it?", "answers": [" Nora "]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    sources = [DataSource(path="rows.jsonl", tasks=("question_answering",))]
+    data = DataArguments(
+        sources=sources, data_dir=str(tmp_path), prompts=prompts, row_mixture={"question_answering": 1}
+    )
+    _, labels = LanguageModelingRows(data, tokenizer).row(60, random.Random(0))
+    target = CompressionDataset(replace(data, row_mixture=None), tokenizer)[0]["target_ids"]
+    assert [label for label in labels if label != -100] == target
+    assert tokenizer.decode(target) == learned + tokenizer.eos_token
 
 
 def test_question_rows_of_real_text_fit_the_limit(rows, tokenizer):
