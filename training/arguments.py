@@ -25,6 +25,9 @@ class TrainingConfig(TrainingFields, SFTConfig):
 
     def __post_init__(self) -> None:
         self.check_fields()
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         super().__post_init__()
 
 

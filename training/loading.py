@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    AutoConfig,
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    T5Config,
 )
 
 from ..configuration.methods import METHODS, config_class
@@ -67,19 +69,30 @@ def new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenize
     fields = dict(model_args.model_config or {})
     if "model_type" not in fields:
         raise ValueError("model_config needs a model_type, e.g. llama")
-    config = AutoConfig.for_model(
-        fields.pop("model_type"),
-        **{
-            "vocab_size": len(tokenizer),
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            **fields,
-        },
-    )
+    model_type = fields.pop("model_type")
+    check_choice("model_type in model_config:", model_type, CONFIG_MAPPING)
+    _check_model_fields(CONFIG_MAPPING[model_type], fields)
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    try:
+        config = CONFIG_MAPPING[model_type](**{"vocab_size": len(tokenizer), **special, **fields})
+    except StrictDataclassError as error:
+        raise ValueError(f"model_config is no configuration of a model: {error}") from error
     return AutoModelForCausalLM.from_config(
         config, dtype=getattr(torch, model_args.dtype), attn_implementation=model_args.attn_implementation
     )
+
+
+# Fields that a configuration reads, and keeps in another one.
+_READ_AS_OTHERS = ("rope_theta", "partial_rotary_factor")
+
+
+def _check_model_fields(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` naming the nearest right one when `model_config` has a field that is none of its model's."""
+    config = kind()
+    known = [*config.to_dict(), *kind.attribute_map, *_READ_AS_OTHERS]
+    for name in fields:
+        if not hasattr(config, str(name)):
+            check_choice(f"field of {kind.__name__} in model_config:", name, known)
 
 
 def new_encoder_decoder(
@@ -98,6 +111,7 @@ def new_encoder_decoder(
         tokenizer: its ids are the model's; the decoder starts with BOS, or with the pad where there is none, as in T5.
         loading: `dtype` and `attn_implementation`.
     """
+    _check_model_fields(T5Config, model_config)
     add_sentinel_tokens(tokenizer)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = model_class.config_class(

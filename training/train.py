@@ -49,10 +49,10 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
                 f"{args.objective}: {instead}"
             )
     scheduled = [name for name in ("length_schedule", "task_schedule") if getattr(data_args, name) is not None]
-    if scheduled and args.max_steps < 1 and args.num_train_epochs > 1:
+    if scheduled and args.max_steps < 1 and args.num_train_epochs not in (0, 1):
         raise ValueError(
-            f"{scheduled[0]} is told by the share of one pass over the examples, and would start again in each of the "
-            f"{args.num_train_epochs:g} epochs: give max_steps, or num_train_epochs 1"
+            f"{scheduled[0]} is told by the share of one whole pass over the examples, and num_train_epochs is "
+            f"{args.num_train_epochs:g}: give max_steps, or num_train_epochs 1"
         )
     if model_args.teacher is not None and args.objective != "distillation":
         raise ValueError(
@@ -81,8 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer = build_trainer(*arguments)
     add_earlier_documents(trainer, recipe)
     resume = args.resume_from_checkpoint
-    if resume == "latest":
+    if str(resume).lower() in ("latest", "true"):
         resume = latest_checkpoint(args.output_dir)
+    elif str(resume).lower() == "false":
+        resume = None
     if resume is not None:
         check_resumed(trainer.model, resume)
     elif args.fit_scorers:

@@ -49,7 +49,7 @@ class PackedTexts(CompressionDataset):
         self, data: DataArguments, tokenizer: PreTrainedTokenizerBase, num_examples: int | None = None, **kwargs: Any
     ):
         if num_examples is None:
-            raise ValueError("packed texts have no rows of their own to count: pack_texts needs max_steps")
+            raise ValueError("packed texts have no rows of their own to count: give max_steps")
         if data.length_schedule is not None:
             raise ValueError(
                 f"packed texts have one length: length_schedule must be null, got {data.length_schedule!r}"

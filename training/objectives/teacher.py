@@ -71,6 +71,10 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
                 raise ValueError(f"{name} of teacher_lora must be {words} above 0, got {value!r}")
         if not isinstance(settings["dropout"], (int, float)) or not 0 <= settings["dropout"] < 1:
             raise ValueError(f"dropout of teacher_lora must be from 0 to below 1, got {settings['dropout']!r}")
+        targets = settings["target_modules"]
+        names = [targets] if isinstance(targets, str) else targets
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"target_modules of teacher_lora must be a text or a list of texts, got {targets!r}")
         peft_config = LoraConfig(
             r=settings["rank"],
             lora_alpha=settings["alpha"],

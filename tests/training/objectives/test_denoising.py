@@ -365,6 +365,8 @@ def test_a_model_s_own_configuration_changes_by_field(model):
     assert changed.decoder_config.to_dict() == {**config.decoder_config.to_dict(), "dropout_rate": 0.1}
     with pytest.raises(ValueError, match=r"field of decoder_config: 'dropout'"):
         changed_config(config, {"decoder_config": {"dropout": 0.1}})
+    with pytest.raises(ValueError, match=r"(?s)`decoder_config` is no .*'d_model'.*'8'"):
+        changed_config(config, {"decoder_config": {"d_model": "8"}})
 
 
 def test_autoencoding_holds_section_4_2_3(tmp_path):

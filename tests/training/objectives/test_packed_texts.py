@@ -89,7 +89,7 @@ def test_the_recipe_of_next_tokens_trains_on_all_that_it_counts(base_folder, fol
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_examples": None}, "pack_texts needs max_steps"),
+        ({"num_examples": None}, "no rows of their own to count: give max_steps"),
         ({"length_schedule": [[0.0, 16]]}, "length_schedule must be null"),
         ({"sources": [{**SOURCE, "tasks": ["continuation", "reconstruction"]}]}, r"must be \['continuation'\]"),
     ],
