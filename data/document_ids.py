@@ -27,6 +27,26 @@ def document_id(text: str) -> str:
     return hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()[:12]
 
 
+def record_file(place: str | os.PathLike[str], name: str, on_hub: bool = False) -> Path | None:
+    """A file that a training left beside its checkpoint, or `None` where there is none.
+
+    Args:
+        place: the checkpoint's folder or Hub id.
+        name: the file's.
+        on_hub: whether to ask the Hub where it is no folder; without a network this takes half a minute.
+    """
+    path: str | None = None
+    if str(place) and Path(place).is_dir():
+        path = str(Path(place) / name)
+    elif str(place) and on_hub:
+        quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+        try:
+            path = cached_file(str(place), name, **quiet)
+        except OSError:
+            path = None
+    return Path(path) if path is not None and Path(path).is_file() else None
+
+
 @dataclass
 class TrainingDocuments:
     """Which documents a checkpoint has seen, in all stages of its training that this package ran.
@@ -76,19 +96,11 @@ class TrainingDocuments:
         Raises:
             ValueError: the file holds something else.
         """
-        path: str | None = None
-        if str(place) and Path(place).is_dir():
-            path = str(Path(place) / FILE_NAME)
-        elif str(place) and on_hub:
-            quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-            try:
-                path = cached_file(str(place), FILE_NAME, **quiet)
-            except OSError:
-                path = None
-        if path is None or not Path(path).is_file():
+        path = record_file(place, FILE_NAME, on_hub)
+        if path is None:
             return None
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
             ids = {name: set(content[name].split()) for name in ("trained", "chose")}
             return cls(**ids, is_whole=bool(content["is_whole"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:

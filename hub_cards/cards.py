@@ -213,7 +213,7 @@ def _card(
         "Limits": "\n".join(f"- {limit}" for limit in limits),
     }
     data = ModelCardData(
-        datasets=[data.hub_id for data in training.data if data.hub_id] or None,
+        datasets=list(dict.fromkeys(data.hub_id for data in training.data if data.hub_id)) or None,
         model_name=opening[0],
         language=language if isinstance(language, str) else list(language),
         library_name="transformers",

@@ -25,6 +25,7 @@ from ..evaluation.report_tables import reservations
 from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition
 from ..modeling.checkpoint.checkpoint_card import public_name
 from ..training.arguments import read_recipe
+from ..training.run_record import without_folders
 from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingData, TrainingRecord
 from .cards import language_model_card, model_card, retrieval_card
 
@@ -40,6 +41,9 @@ _METRICS = {
 # Condition of the evaluation -> how the card calls what the decoder's places hold instead of slots.
 _ALTERNATIVES = {"cut": "cut text", "bm25": "BM25's sentences", "self_information": "surprising tokens"}
 _NOT_STATED = "not stated"
+# What a recipe's entry says of its data.
+_OF_DATA = ("licence", "hub_id", "title")
+_Source = DataSource | RetrievalSource
 # What benchmarks/decal/retrieval.py ranks, whose files do not name it.
 _COLLECTION = "SciFact"
 
@@ -69,7 +73,7 @@ def write_card(
         model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
             on this machine.
         recipe: the recipe that was run, such as `embedded/base.yaml`: the card names it, and takes from it the
-            licences, titles and Hub ids that the folder's own `recipe.yaml` leaves out.
+            licences, titles and Hub ids that the folder's own `recipe.yaml`, or an earlier stage's, leaves out.
         hardware: what it was trained on; as `training_summary.json` says when `None`.
         license: licence of the weights, as the Hub writes it.
 
@@ -150,8 +154,11 @@ def _training_record(folder: Path, recipe: str | None, hardware: str | None) -> 
         steps, seed, device = summary["steps"], summary["seed"], hardware or summary["device"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{summary_file} is not the summary of a training run: {error!r}") from error
-    given = {source.label: source for source in _sources(recipe)} if recipe else {}
-    data = [_training_data(source, given.get(source.label)) for source in _sources(str(recipe_file))]
+    given = _sources(recipe) if recipe else []
+    data = [_training_data(source, given) for source in _sources(str(recipe_file))]
+    earlier = [_training_data(source, given) for source in map(_source, summary.get("earlier_sources", []))]
+    # What a later stage has trained on in the same way is named once.
+    data += [replace(entry, note=f"earlier: {entry.note}") for entry in dict.fromkeys(earlier) if entry not in data]
     if unknown := [entry.name for entry in data if entry.licence == _NOT_STATED]:
         logger.warning("no licence is named for %s: give `licence` in the recipe that --recipe names", unknown)
     return TrainingRecord(
@@ -172,16 +179,29 @@ def _sources(recipe: str) -> list[DataSource | RetrievalSource]:
     entries = read_recipe(recipe).get("sources")
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{recipe} has no list of sources: a card names what the checkpoint was trained on")
-    return [
-        (RetrievalSource if isinstance(entry, dict) and "corpus" in entry else DataSource).from_mapping(entry)
-        for entry in entries
-    ]
+    return [_source(entry) for entry in entries]
 
 
-def _training_data(source: DataSource | RetrievalSource, given: DataSource | RetrievalSource | None) -> TrainingData:
-    if given is not None:
-        missing = {name: getattr(given, name) for name in ("licence", "hub_id", "title") if not getattr(source, name)}
-        source = replace(source, **missing)
+def _source(entry: Any) -> _Source:
+    return (RetrievalSource if isinstance(entry, dict) and "corpus" in entry else DataSource).from_mapping(entry)
+
+
+def _as_given(source: _Source, given: Sequence[_Source]) -> dict[str, Any]:
+    """What the entries of a recipe say of a source's data: those of the same rows, or all of the same place if they
+    say the same."""
+    of_place = [entry for entry in given if without_folders(entry.label) == without_folders(source.label)]
+    of_rows = [entry for entry in of_place if _rows_of(entry) == _rows_of(source)]
+    said = [{name: getattr(entry, name) for name in _OF_DATA} for entry in of_rows or of_place]
+    return said[0] if said and all(other == said[0] for other in said) else {}
+
+
+def _rows_of(source: _Source) -> list[Any]:
+    return [getattr(source, name, None) for name in ("config", "split", "kind", "tasks", "rows", "where")]
+
+
+def _training_data(source: _Source, given: Sequence[_Source]) -> TrainingData:
+    missing = {name: value for name, value in _as_given(source, given).items() if not getattr(source, name)}
+    source = replace(source, **missing)
     if isinstance(source, RetrievalSource):
         corpus = source.corpus
         title = source.title or corpus.name or Path(str(corpus.path)).stem
@@ -192,6 +212,10 @@ def _training_data(source: DataSource | RetrievalSource, given: DataSource | Ret
         parts.insert(0, f"{source.split} split")
     if source.kind is not None:
         parts.insert(0, source.kind)
+    if source.rows is not None:
+        parts.append(f"rows {source.rows[0]:,} to {source.rows[1] - 1:,}")
+    if source.where is not None:
+        parts.append("where " + ", ".join(f"{column} is {value}" for column, value in source.where.items()))
     if source.max_samples is not None:
         parts.append(f"at most {source.max_samples:,} rows")
     if source.generated:

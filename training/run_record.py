@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -14,13 +14,17 @@ import yaml
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from ..data.document_ids import TrainingDocuments
+from ..data.document_ids import TrainingDocuments, record_file
+from ..data.yaml_text import read_yaml
 from ..reporting.environment import environment
 from .arguments import TrainingConfig
 from .base_trainer import BaseTrainer
 
 logger = logging.get_logger(__name__)
 
+RECIPE_NAME, SUMMARY_NAME = "recipe.yaml", "training_summary.json"
+# What a run may start from, which an earlier one may have trained.
+_STARTS = ("checkpoint", "base", "adapter", "teacher")
 _PRIVATE_FIELDS = ("data_dir", "output_dir", "logging_dir", "hub_token", "resume_from_checkpoint")
 # Fields of words, names of columns and their values, which may start like a path.
 _TEXTS = ("context_prefix", "title", "columns", "where")
@@ -65,12 +69,12 @@ def _is_text(name: str, value: Any) -> bool:
     return name in _TEXTS or (name == "prompts" and isinstance(value, Mapping))
 
 
-def _without_folders(value: Any) -> Any:
+def without_folders(value: Any) -> Any:
     """Paths on this machine by their last part alone, inside lists and mappings, too; anything else as it is."""
     if isinstance(value, Mapping):
-        return {name: inside if _is_text(name, inside) else _without_folders(inside) for name, inside in value.items()}
+        return {name: inside if _is_text(name, inside) else without_folders(inside) for name, inside in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_folders(inside) for inside in value]
+        return [without_folders(inside) for inside in value]
     is_path = isinstance(value, str) and (
         value.startswith("~") or any(kind(value).is_absolute() for kind in (PurePosixPath, PureWindowsPath))
     )
@@ -84,7 +88,7 @@ def add_earlier_documents(trainer: BaseTrainer, recipe: Mapping[str, Any]) -> No
         trainer: before it trains.
         recipe: its fields.
     """
-    for name in ("checkpoint", "base", "adapter", "teacher"):
+    for name in _STARTS:
         if recipe.get(name) is not None:
             earlier = TrainingDocuments.of(recipe[name], on_hub=name == "checkpoint")
             # Bases and teachers of others have none, and say nothing about a training with this package.
@@ -92,7 +96,32 @@ def add_earlier_documents(trainer: BaseTrainer, recipe: Mapping[str, Any]) -> No
                 trainer.documents.add(earlier)
 
 
-def write_summary(trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: Path) -> None:
+def earlier_sources(recipe: Mapping[str, Any]) -> list[Any]:
+    """The sources of what a run starts from, in all stages that left a record, as their recipes name them.
+
+    Args:
+        recipe: its fields.
+
+    Raises:
+        ValueError: a record holds something else.
+    """
+    found: list[Any] = []
+    for name in _STARTS:
+        place, on_hub = recipe.get(name) or "", name == "checkpoint"
+        summary, ran = (record_file(place, file, on_hub) for file in (SUMMARY_NAME, RECIPE_NAME))
+        if summary is None or ran is None:
+            continue
+        try:
+            found += json.loads(summary.read_text(encoding="utf-8")).get("earlier_sources", [])
+            found += read_yaml(ran).get("sources") or []
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{summary} and {ran} are no record of a training run: {error!r}") from error
+    return [entry for index, entry in enumerate(found) if entry not in found[:index]]
+
+
+def write_summary(
+    trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: Path, earlier: Sequence[Any] = ()
+) -> None:
     """Write `recipe.yaml`, the recipe as it was run, `training_summary.json` and `training_documents.json`.
 
     Every process has to call this; the first one writes.
@@ -101,14 +130,15 @@ def write_summary(trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: P
         trainer: the trainer, when it has trained.
         recipe: its fields, from [`recorded_recipe`].
         output_dir: the checkpoint's folder.
+        earlier: the sources of earlier stages, from [`earlier_sources`].
     """
     counts = trainer.run_counts.put_together(trainer.accelerator)
     trainer.gather_documents()
     if not trainer.is_world_process_zero():
         return
     # The file is shared: it names no folder of this machine, and no token.
-    shown = _without_folders({name: value for name, value in recipe.items() if name not in _PRIVATE_FIELDS})
-    (output_dir / "recipe.yaml").write_text(yaml.safe_dump(shown, sort_keys=False), encoding="utf-8")
+    shown = without_folders({name: value for name, value in recipe.items() if name not in _PRIVATE_FIELDS})
+    (output_dir / RECIPE_NAME).write_text(yaml.safe_dump(shown, sort_keys=False), encoding="utf-8")
     is_whole = trainer.run_counts.is_whole
     summary = {
         "steps": trainer.state.global_step,
@@ -119,7 +149,8 @@ def write_summary(trainer: BaseTrainer, recipe: Mapping[str, Any], output_dir: P
         "device": _device_name(trainer.args),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **({"earlier_sources": without_folders(earlier)} if earlier else {}),
         "log": trainer.state.log_history[-20:],
     }
-    (output_dir / "training_summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (output_dir / SUMMARY_NAME).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     trainer.documents.save(output_dir)

@@ -15,7 +15,7 @@ from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_reci
 from .fit_scorers import check_fits_scorers, fit_scorers
 from .log_answers import add_sample_answers
 from .resume import check_resumed
-from .run_record import add_earlier_documents, latest_checkpoint, write_summary
+from .run_record import add_earlier_documents, earlier_sources, latest_checkpoint, write_summary
 from .weight_files import store_weights_as
 
 # Every other objective's file in objectives/ has its name.
@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments[2]
     trainer = build_trainer(*arguments)
     add_earlier_documents(trainer, recipe)
+    earlier = earlier_sources(recipe)
     resume = args.resume_from_checkpoint
     if str(resume).lower() in ("latest", "true"):
         resume = latest_checkpoint(args.output_dir)
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (Path(args.output_dir) / "training_args.bin").unlink(missing_ok=True)
         if args.save_dtype is not None:
             store_weights_as(getattr(torch, args.save_dtype), Path(args.output_dir))
-    write_summary(trainer, recipe, Path(args.output_dir))
+    write_summary(trainer, recipe, Path(args.output_dir), earlier)
     return 0
 
 

@@ -225,6 +225,49 @@ def test_hub_sources_kinds_and_limits_are_noted(root: Path, tmp_path: Path):
     assert "| generated documents | CC0 1.0 | ledger; question answering |" in text
 
 
+def test_a_card_names_the_data_of_earlier_stages(root: Path, tmp_path: Path):
+    sources = [{"generated": True, "tasks": [RECONSTRUCTION], "weight": 1, "title": "last"}]
+    recipe = write_recipe(tmp_path / "last.yaml", checkpoint=str(root / "compressor"), sources=sources)
+    assert train([recipe, "--output_dir", str(tmp_path / "second")]) == 0
+    sources = [{"generated": True, "tasks": [QA], "weight": 1, "title": "third"}]
+    recipe = write_recipe(tmp_path / "third.yaml", checkpoint=str(tmp_path / "second"), sources=sources)
+    assert train([recipe, "--output_dir", str(tmp_path / "third")]) == 0
+    text = write_card(tmp_path / "third", [], LIMITS).read_text()
+    expected = [
+        ["third", "Apache-2.0", "question answering"],
+        # The base's, which both others stand on.
+        ["[Tales](https://huggingface.co/datasets/org/tales)", "CC0 1.0", "earlier: continuation, reconstruction"],
+        ["generated documents", "Apache-2.0", "earlier: question answering, reconstruction"],
+        ["tales", "not stated", "earlier: continuation, reconstruction"],
+        ["last", "Apache-2.0", "earlier: reconstruction"],
+    ]
+    assert [row for row in table_rows(text) if row in expected] == expected
+    assert str(root) not in (tmp_path / "third" / "training_summary.json").read_text()
+    text = write_card(tmp_path / "third", [], LIMITS, recipe=str(root / "base.yaml")).read_text()
+    assert "not stated" not in text
+    assert text.count("| [Tales](https://huggingface.co/datasets/org/tales) | CC0 1.0 |") == 1
+
+
+def test_a_licence_is_that_of_the_same_file_and_rows(root: Path, tmp_path: Path):
+    asked = {"tasks": [QA]}
+    parts = [{**asked, "rows": [0, 3]}, {**asked, "where": {"kind": "b"}}]
+    folder = copy_of(root / "compressor", tmp_path)
+    ran = [{"path": "a.jsonl", **parts[0]}, {"path": "a.jsonl", **parts[1]}, {"path": "b.jsonl", **asked}]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"sources": ran}))
+    # A path on this machine is recorded without its folder.
+    given = [
+        {"path": "/data/a.jsonl", "licence": "MIT", "title": "first", **parts[0]},
+        {"path": "/data/a.jsonl", "licence": "CC0 1.0", "title": "second", **parts[1]},
+        {"path": "b.jsonl", "licence": "MIT", "rows": [0, 4], **asked},
+        {"path": "b.jsonl", "licence": "CC0 1.0", "rows": [4, 8], **asked},
+    ]
+    recipe = write_recipe(tmp_path / "given.yaml", sources=given)
+    text = write_card(folder, [], LIMITS, recipe=recipe).read_text()
+    assert "| first | MIT | question answering; rows 0 to 2 |" in text
+    assert "| second | CC0 1.0 | question answering; where kind is b |" in text
+    assert "| b | not stated | question answering |" in text
+
+
 def test_reports_of_several_seeds_are_one_row(root: Path, report: EvaluationReport):
     second = replace(report, rows=[shifted(row) for row in report.rows])
     text = write_card(root / "compressor", [report, second], LIMITS).read_text()

@@ -15,7 +15,7 @@ import context_compressors.training
 from context_compressors.hub_cards.repository import build_repository
 from context_compressors.training.arguments import parse_recipe, recorded_recipe
 from context_compressors.training.run_counts import COUNTS, RunCounts
-from context_compressors.training.run_record import _without_folders, latest_checkpoint
+from context_compressors.training.run_record import latest_checkpoint, without_folders
 from context_compressors.training.train import main
 
 RECIPES = Path(context_compressors.training.__file__).parent / "recipes"
@@ -105,9 +105,9 @@ def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder
 def test_words_are_no_folders():
     words = {"prompts": {"question_answering": "/ask a/b: {question}"}, "context_prefix": "~ ", "title": "C:/x"}
     words |= {"where": {"section": ["/intro", "~"]}, "columns": {"context": "/text"}}
-    assert _without_folders({"checkpoint_config": words}) == {"checkpoint_config": words}
+    assert without_folders({"checkpoint_config": words}) == {"checkpoint_config": words}
     paths = ["/a/b.yaml", "~/b.yaml", r"C:\a\b.yaml", "b.yaml"]
-    assert _without_folders({"prompts": "/a/b.yaml", "x": [paths, 1, None]}) == {
+    assert without_folders({"prompts": "/a/b.yaml", "x": [paths, 1, None]}) == {
         "prompts": "b.yaml",
         "x": [["b.yaml"] * 4, 1, None],
     }
