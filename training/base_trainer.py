@@ -17,6 +17,8 @@ from .run_counts import RunCounts
 
 logger = logging.getLogger(__name__)
 
+# Counts of some objectives alone.
+_NOT_OF_ALL = ("num_tokens", "num_context_tokens")
 _METADATA = ("example_ids", "num_cut", "documents")
 
 
@@ -93,9 +95,7 @@ class BaseTrainer(OptimizerChoice):
         """Log, with the counts of all processes so far."""
         if "loss" in logs:
             counts = self.run_counts.put_together(self.accelerator)
-            if not counts["num_context_tokens"]:
-                del counts["num_context_tokens"]
-            logs |= counts
+            logs |= {name: count for name, count in counts.items() if count or name not in _NOT_OF_ALL}
         super().log(logs, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -137,6 +137,22 @@ def test_a_run_of_epochs_that_is_resumed_inside_of_one_is_the_same(tmp_path, bas
     assert losses_of(tmp_path / "workers") == losses
 
 
+@pytest.mark.parametrize("objective", ["compression", "teacher"])
+def test_a_resumed_run_counts_its_tokens_on(tmp_path, base_folder, objective):
+    fields = {"method_config": {"compression_ratios": [2]}} if objective == "compression" else {}
+    fields |= {"objective": objective, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    recipe = write_recipe(tmp_path, base=str(base_folder), **fields)
+
+    def tokens():
+        return [entry["num_tokens"] for entry in summary_of(tmp_path / "out")["log"] if "loss" in entry]
+
+    main([recipe])
+    whole = tokens()
+    main([recipe, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-1")])
+    assert tokens() == whole
+    assert 0 < whole[0] < whole[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("logging_steps", [1, 2, 100])
 def test_a_resumed_run_counts_as_one_that_was_never_stopped(tmp_path, base_folder, logging_steps):
@@ -189,9 +205,9 @@ def test_counts_of_a_process():
     counts = RunCounts()
     counts.add(num_context_tokens=3)
     counts.add(num_context_tokens=4, num_cut_tokens=1, num_cut_examples=1)
-    assert counts.state()["attributes"]["counts"] == dict(zip(COUNTS, (7, 1, 1), strict=True))
+    assert counts.state()["attributes"]["counts"] == dict(zip(COUNTS, (0, 7, 1, 1), strict=True))
     with pytest.raises(KeyError):
-        counts.add(num_tokens=1)
+        counts.add(num_words=1)
 
 
 def test_a_run_with_an_incomplete_checkpoint_alone_says_that_it_starts_anew(tmp_path, caplog, monkeypatch):

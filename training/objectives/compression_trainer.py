@@ -243,9 +243,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
 
     def _count_tokens(self, inputs: dict[str, Any]) -> None:
         if self.model.training:
-            count = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum().item()
-            self._total_train_tokens += count
-        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+            self.run_counts.add(num_tokens=int(inputs["attention_mask"].sum()))
 
 
 def _check_scheduled_ratios(schedule: Sequence[Sequence[Any]], known: Sequence[int]) -> None:

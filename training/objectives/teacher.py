@@ -28,7 +28,13 @@ class TeacherTrainer(BaseTrainer, SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """TRL's own loss."""
-        return super().compute_loss(model, without_metadata(inputs), return_outputs, num_items_in_batch)
+        inputs = without_metadata(inputs)
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # TRL's own count starts anew where a run is resumed.
+        self._metrics["train" if self.model.training else "eval"].pop("num_tokens", None)
+        if self.model.training:
+            self.run_counts.add(num_tokens=int(inputs["attention_mask"].sum()))
+        return found
 
 
 def _earlier_teacher(model_args: ModelArguments) -> Any:
