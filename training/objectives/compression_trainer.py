@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from ...configuration.nearest_names import check_choice
@@ -71,6 +72,7 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     _name = "Multi-ratio compression"
     _paper = _PAPER
     _collator_mode = "compressed"
+    _is_mean_over_targets = True
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
         if not isinstance(args, TrainingConfig):
@@ -88,6 +90,8 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         # Whether texts are read behind memories is for `_check_batch` to say, not for the model to warn of.
         model.base_model.warns_of_no_context = False
         super().__init__(model=model, args=args, **kwargs)
+        # Of an evaluation's batches so far, by name: a sum, and over how many.
+        self._sums: dict[str, tuple[float, ...]] = {}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; what is a sum over ratios says so, and has its mean beside it."""
@@ -193,9 +197,9 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         # Behind a row's last chunk, and in a row without a summary, there is nothing to learn.
         errors = predicted - batch.get("log_ratios", predicted.new_full((len(predicted),), torch.nan))[:, None]
         errors = errors[~errors.isnan()]
-        loss = errors.square().sum() / max(1, len(errors))
-        self._record("loss_ratio_selector", loss)
-        return memories, loss
+        total, count = errors.square().sum(), torch.tensor(len(errors), device=errors.device)
+        self._record("loss_ratio_selector", total, count)
+        return memories, total / count.clamp(min=1)
 
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
         """Last hidden states of a text, `(batch_size, width, hidden_size)`."""
@@ -232,14 +236,35 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         total, correct = negative_log_likelihood(
             states[chosen], labels[:, 1:][chosen[:, :-1]], head, self.args.distillation_chunk_size
         )
-        count = chosen.sum().clamp(min=1)
-        self._record(f"loss_{name}", total / count)
-        self._record(f"token_accuracy_{name}", correct / count)
+        count = chosen.sum()
+        self._record(f"loss_{name}", total, count)
+        self._record(f"token_accuracy_{name}", correct, count)
         return total / target
 
-    def _record(self, name: str, value: Tensor) -> None:
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append(self.accelerator.gather_for_metrics(value.detach().float()).mean().item())
+    def _record(self, name: str, total: Tensor, count: Tensor) -> None:
+        """Note a mean for the log: in training that of this batch, in evaluation that of all batches so far."""
+        total, count = total.detach().float(), count.float()
+        if self.model.training:
+            mean = self.accelerator.gather_for_metrics(total / count.clamp(min=1)).mean()
+            self._metrics["train"][name].append(mean.item())
+            return
+        sums = self.accelerator.reduce(torch.stack([total, count]), reduction="sum").tolist()
+        self._sums[name] = tuple(map(sum, zip(sums, self._sums.get(name, (0.0, 0.0)), strict=True)))
+        self._metrics["eval"][name] = [self._sums[name][0] / max(1.0, self._sums[name][1])]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """The library's, with a loss over all targets in place of the mean of the batches' losses."""
+        self._sums.clear()
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._is_mean_over_targets:
+            losses = [name for name in self._sums if name.startswith("loss_")]
+            loss = sum(self._loss_weight(name) * self._metrics["eval"][name][0] for name in losses)
+            output.metrics.update({name: loss for name in output.metrics if name.endswith("_loss")})
+        return output
+
+    def _loss_weight(self, name: str) -> float:
+        """What a loss of the log counts in the loss of an evaluation."""
+        return 1.0
 
     def _count_tokens(self, inputs: dict[str, Any]) -> None:
         if self.model.training:

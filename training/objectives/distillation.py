@@ -40,6 +40,8 @@ class DistillationTrainer(CompressionTrainer):
 
     _name = "Distillation from full context"
     _collator_mode = "distillation"
+    # It is one over rows.
+    _is_mean_over_targets = False
 
     def __init__(
         self, model: PreTrainedModel, args: TrainingConfig, teacher: PreTrainedModel | None = None, **kwargs: Any
@@ -91,14 +93,14 @@ class DistillationTrainer(CompressionTrainer):
             logits_function(teacher),
             self.args.distillation_chunk_size,
         )
-        count = chosen.sum().clamp(min=1)
-        self._record(f"kl_per_token_{name}", total / count)
+        count = chosen.sum()
+        self._record(f"kl_per_token_{name}", total, count)
         total = self.args.kl_weight * total
         if self.args.nll_weight:
             targets = labels[:, 1:][chosen[:, :-1]]
             head, size = logits_function(student), self.args.distillation_chunk_size
             nll, _ = negative_log_likelihood(states[chosen], targets, head, size)
-            self._record(f"loss_{name}", nll / count)
+            self._record(f"loss_{name}", nll, count)
             total = total + self.args.nll_weight * nll
         return total / labels.shape[0]
 

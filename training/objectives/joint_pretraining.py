@@ -184,6 +184,9 @@ class JointPretrainingTrainer(CompressionTrainer):
                 losses.append(weight * self._memory_loss(states, batch[f"{task}_labels"], count, f"{task}_{name}"))
         return torch.stack(losses).sum() + self._share(selector_loss, num_items_in_batch)
 
+    def _loss_weight(self, name: str) -> float:
+        return next((weight for task, weight in self.weights.items() if name.startswith(f"loss_{task}_")), 1.0)
+
     def _target(self, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
         """Number of target tokens of each text with a weight, `(num_texts,)`."""
         if num_items_in_batch is None:

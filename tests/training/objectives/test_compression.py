@@ -268,7 +268,20 @@ def test_evaluation_gives_a_loss_for_each_ratio(make_trainer, dataset):
     assert metrics["eval_loss"] > 0
     entry = trainer.state.log_history[-1]
     mean = (entry["eval_loss_ratio_2"] + entry["eval_loss_ratio_4"]) / 2
-    assert entry["eval_loss_mean_over_ratios"] == entry["eval_loss"] / 2 == pytest.approx(mean, rel=0.2)
+    assert entry["eval_loss_mean_over_ratios"] == entry["eval_loss"] / 2 == pytest.approx(mean)
+
+
+def test_an_evaluation_weighs_all_targets_alike_in_batches_of_any_size(make_trainer, compressor, dataset):
+    # So that tokens have losses of their own.
+    compressor.get_input_embeddings().weight.data.mul_(60)
+    found = []
+    for size in (1, 3, 5):
+        trainer = make_trainer(config={"per_device_eval_batch_size": size})
+        trainer.evaluate(dataset.as_dataset().select(range(5)))
+        entry = trainer.state.log_history[-1]
+        found.append({name: value for name, value in entry.items() if "loss" in name or "accuracy" in name})
+    assert {"eval_loss", "eval_loss_ratio_2", "eval_token_accuracy_ratio_4"} < found[0].keys()
+    assert [pytest.approx(metrics, rel=1e-4) for metrics in found[1:]] == [found[0]] * 2
 
 
 @pytest.mark.slow

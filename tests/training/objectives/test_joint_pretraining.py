@@ -216,6 +216,9 @@ def test_evaluation_gives_every_loss(make_trainer, build, dataset, context_mode)
     endings = ("ratio_2", "ratio_4") if context_mode == "compressed" else ("full_context",)
     names = [f"eval_loss_{task}_{ending}" for task in TASKS for ending in endings]
     assert metrics["eval_loss"] == pytest.approx(sum(log[name] for name in names) / 2, rel=1e-4)
+    trainer.args.per_device_eval_batch_size = 1
+    again = trainer.evaluate(dataset.as_dataset().select(range(4)))
+    assert again["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-4)
 
 
 @pytest.fixture(scope="module")
