@@ -39,6 +39,16 @@ _FIELD_TYPES: dict[str, tuple[Any, str]] = {
     "where": (Mapping, "a mapping from a column to the values that are kept"),
 }
 _ENDS = {"from", "below"}
+_KINDS = {"name": "a data set of the Hub", "path": "a file", "generated": "generated documents"}
+_OF_ROWS = ("rows", "where", "columns", "max_samples", "contexts_per_document", "skip_incomplete")
+# Fields that say something of these kinds of sources alone, where they are trained on.
+_KINDS_WITH = {
+    **dict.fromkeys((*_OF_ROWS, "supporting_passages", "separate_passages"), ("name", "path")),
+    "config": ("name",),
+    "split": ("name", "generated"),
+    "facts_per_record": ("generated",),
+    **dict.fromkeys(("by", "document_tokens"), ()),
+}
 
 
 @dataclass(frozen=True)
@@ -195,6 +205,18 @@ class DataSource:
         if needs_tasks and mapping.kind is not None:
             check_choice("kind of generated documents:", mapping.kind, KINDS)
         return mapping
+
+
+def check_trained_source(source: DataSource) -> None:
+    """Raise `ValueError` when a source that is trained on has a field that says nothing of its kind."""
+    kind = next(kind for kind in _KINDS if getattr(source, kind))
+    for name, kinds in _KINDS_WITH.items():
+        value = getattr(source, name)
+        if value != getattr(DataSource, name) and kind not in kinds:
+            raise ValueError(
+                f"{name} of source {source.label!r} says nothing of {_KINDS[kind]} in training: leave it out, got "
+                f"{value!r}"
+            )
 
 
 def parse_sources(entries: Sequence[str | DataSource | Mapping[str, Any]], split: str = "test") -> list[DataSource]:

@@ -187,7 +187,7 @@ class FileSource:
         tokenizer: makes the token ids.
 
     Raises:
-        ValueError: see `read_rows`.
+        ValueError: see `read_rows`; or `separate_passages` of contexts that are one text each.
     """
 
     def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
@@ -199,6 +199,11 @@ class FileSource:
         self._column_of_task = {task: context_column(task, table.column_names) for task in source.tasks}
         # Contexts that are lists are compressed passage by passage.
         self.has_passages = any(is_list(table[name].type) for name in self._column_of_task.values())
+        if source.separate_passages and not self.has_passages and source.contexts_per_document == 1:
+            raise ValueError(
+                f"separate_passages of source {source.label!r} keeps nothing apart, each of its contexts is one text: "
+                "leave it out, or give contexts_per_document"
+            )
         self._texts = {
             name: TextColumn(table[name], tokenizer, is_shared="question" in self.columns)
             for name in dict.fromkeys(self._column_of_task.values())

@@ -232,12 +232,15 @@ class DataArguments:
             )
 
     def parsed_sources(self) -> list[DataSource]:
-        """The entries of `sources`; `ValueError` when there are none."""
-        from ..data.sources import DataSource
+        """The entries of `sources`; `ValueError` when there are none, or one has a field that says nothing of it."""
+        from ..data.sources import DataSource, check_trained_source
 
         if not self.sources:
             raise ValueError("there are no sources: give at least one {path | name | generated: true, tasks}")
-        return [DataSource.from_mapping(entry) for entry in self.sources]
+        sources = [DataSource.from_mapping(entry) for entry in self.sources]
+        for source in sources:
+            check_trained_source(source)
+        return sources
 
     def of_evaluation(self) -> DataArguments:
         """The same with `eval_sources` as its sources, and without schedules."""

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Trainer, set_seed
@@ -21,12 +22,25 @@ from .weight_files import store_weights_as
 # Every other objective's file in objectives/ has its name.
 _FILES = {"joint": "joint_pretraining"}
 _READING = ("compression", "distillation", "teacher", "windows")
+_COMPRESSING = ("compression", "distillation", "joint", "segments", "windows", "denoising")
+# Fields that have no part in other objectives than these.
 _OBJECTIVES_WITH = {
     "prompt_format": _READING,
     "task_schedule": _READING,
+    "task_per_batch": _READING,
+    "pack_texts": ("compression", "distillation", "teacher"),
+    # Recipes of other objectives are read over those of questions.
+    **dict.fromkeys(("questions_per_example", "context_prefix", "overlong_contexts"), (*_COMPRESSING, "teacher")),
+    "ratio_mode": _COMPRESSING,
+    **dict.fromkeys(("tokens_per_batch", "row_mixture", "max_questions"), ("language_modeling",)),
+    **dict.fromkeys(("kl_weight", "nll_weight"), ("distillation",)),
+    **dict.fromkeys(("training_substeps", "segments_per_substep", "random_segments"), ("segments",)),
+    **dict.fromkeys(("noise_density", "mean_span_length"), ("denoising",)),
+    **dict.fromkeys(("max_query_tokens", "contrastive_temperature"), ("retrieval",)),
+    "alpha": ("joint",),
     "length_schedule": (*_READING, "joint", "language_modeling"),
     "schedule_contexts": _READING,
-    "ratio_schedule": ("compression", "distillation", "joint", "segments", "windows", "denoising"),
+    "ratio_schedule": _COMPRESSING,
     "eval_sources": (*_READING, "joint", "segments", "denoising"),
     "memories": ("compression", "distillation"),
     "sample_answers_steps": ("compression", "distillation"),
@@ -41,13 +55,20 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
         ValueError: fields that do not go together, a missing source, column or file.
     """
     for name, objectives in _OBJECTIVES_WITH.items():
-        given = getattr(data_args if hasattr(data_args, name) else args, name)
-        if given and given != "plain" and args.objective not in objectives:
+        group: Any = data_args if hasattr(data_args, name) else args
+        value, default = getattr(group, name), group.__dataclass_fields__[name].default
+        # What is empty is no setting.
+        if value not in (default, [], {}) and args.objective not in objectives:
             instead = _INSTEAD.get((name, args.objective), "leave it out")
-            raise ValueError(
-                f"{name} belongs to the objectives {', '.join(objectives[:-1])} and {objectives[-1]}, not to "
-                f"{args.objective}: {instead}"
-            )
+            *others, last = objectives
+            named = f"objectives {', '.join(others)} and {last}" if others else f"objective {last}"
+            raise ValueError(f"{name} belongs to the {named}, not to {args.objective}: {instead}")
+    evaluates = args.eval_strategy != "no" or args.eval_on_start or args.sample_answers_steps
+    if data_args.eval_sources and not evaluates:
+        raise ValueError(
+            "eval_sources are read at the steps that eval_strategy names, or where answers are sampled: give "
+            "eval_strategy or sample_answers_steps, or leave eval_sources out"
+        )
     scheduled = [name for name in ("length_schedule", "task_schedule") if getattr(data_args, name) is not None]
     if scheduled and args.max_steps < 1 and args.num_train_epochs not in (0, 1):
         raise ValueError(

@@ -244,6 +244,66 @@ def test_fields_that_do_not_go_together_are_refused(tmp_path, base_folder, field
         main([write_recipe(tmp_path, **fields)])
 
 
+COMPRESSION = {"objective": "compression", "method": "mean_pooling"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "field", "value"),
+    [
+        *(("language_modeling", name, 4) for name in ("questions_per_example", "kl_weight", "noise_density")),
+        *(("language_modeling", name, True) for name in ("pack_texts", "task_per_batch")),
+        ("language_modeling", "context_prefix", "### "),
+        ("language_modeling", "overlong_contexts", "skip"),
+        ("language_modeling", "ratio_mode", "random"),
+        ("teacher", "ratio_mode", "random"),
+        *(("compression", name, 9) for name in ("tokens_per_batch", "max_questions", "max_query_tokens")),
+        ("compression", "row_mixture", {"copy": 1}),
+        *(("compression", name, 0.25) for name in ("kl_weight", "nll_weight", "alpha", "noise_density")),
+        *(("compression", name, 4) for name in ("training_substeps", "contrastive_temperature", "mean_span_length")),
+        ("compression", "random_segments", False),
+        ("windows", "pack_texts", True),
+        ("joint", "pack_texts", True),
+    ],
+)
+def test_a_field_of_another_objective_is_refused(tmp_path, objective, field, value):
+    fields = {"objective": objective, field: value}
+    with pytest.raises(ValueError, match=rf"^{field} belongs to the objectives? .*, not to {objective}: leave it out"):
+        build_trainer(*parse_recipe([write_recipe(tmp_path, **fields)]))
+
+
+def test_sources_of_an_evaluation_need_a_time(tmp_path, base_folder):
+    fields = {**COMPRESSION, "base": str(base_folder), "eval_sources": yaml.safe_load(GENERATED)}
+    with pytest.raises(ValueError, match=r"eval_sources are read at .* give eval_strategy or sample_answers_steps"):
+        build_trainer(*parse_recipe([write_recipe(tmp_path, **fields)]))
+    build_trainer(*parse_recipe([write_recipe(tmp_path, **fields, eval_strategy="steps", eval_steps=1)]))
+
+
+FILE, DOCUMENTS, HUB = {"path": "a.jsonl"}, {"generated": True}, {"name": "org/a"}
+
+
+@pytest.mark.parametrize(
+    ("source", "field", "value", "kind"),
+    [
+        (FILE, "split", "test", "a file"),
+        (FILE, "config", "small", "a file"),
+        (FILE, "facts_per_record", 2, "a file"),
+        (DOCUMENTS, "rows", [0, 5], "generated documents"),
+        (DOCUMENTS, "where", {"a": 1}, "generated documents"),
+        (DOCUMENTS, "columns", {"context": "x"}, "generated documents"),
+        (DOCUMENTS, "max_samples", 3, "generated documents"),
+        (DOCUMENTS, "contexts_per_document", 3, "generated documents"),
+        (DOCUMENTS, "config", "one_hop", "generated documents"),
+        (DOCUMENTS, "separate_passages", True, "generated documents"),
+        (DOCUMENTS, "document_tokens", 99, "generated documents"),
+        (HUB, "by", "subset", "a data set of the Hub"),
+    ],
+)
+def test_a_field_that_says_nothing_of_a_source_is_refused(source, field, value, kind):
+    data = DataArguments(sources=[{**source, "tasks": ["question_answering"], field: value}])
+    with pytest.raises(ValueError, match=rf"^{field} of source .* says nothing of {kind} in training: leave it out"):
+        data.parsed_sources()
+
+
 def test_whole_numbers_may_be_written_as_yaml_reads_them(tmp_path):
     recipe = write_recipe(tmp_path, max_steps=1.0e3, max_context_tokens=64.0, learning_rate=1, max_target_tokens=None)
     _, data, args = parse_recipe([recipe])

@@ -89,6 +89,7 @@ def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder
         base=str(base_folder),
         sources=[source],
         eval_sources=[source],
+        eval_strategy="steps",
         min_context_tokens=2,
         method_config={"compression_ratios": [2]},
         context_prefix="/start: ",

@@ -83,10 +83,6 @@ def trainer_arguments(
             )
         collator_arguments |= {"memories": data_args.memories, "model_id": model.model_id}
     if data_args.pack_texts:
-        if dataset_class is not CompressionDataset:
-            raise ValueError(
-                f"pack_texts goes with continuations behind a context, not with objective {args.objective!r}"
-            )
         dataset_class = PackedTexts
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     how: dict[str, Any] = {"batch_size": args.per_device_train_batch_size, "context_tokenizer": context_tokenizer}

@@ -111,8 +111,6 @@ class WindowTrainer(CompressionTrainer):
 
 def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig) -> WindowTrainer:
     """The trainer of a recipe."""
-    if data_args.pack_texts:
-        raise ValueError("the objective windows reads one text in a row: leave pack_texts out, got true")
     model, tokenizer = load(model_args, data_args, args)
     record_prompts(model.config, tokenizer, data_args)
     return WindowTrainer(**trainer_arguments(model, tokenizer, data_args, args, "full_context", WindowDataset))

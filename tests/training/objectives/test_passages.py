@@ -79,6 +79,8 @@ def test_neighbouring_contexts_and_those_of_hotpotqa_may_stay_apart(tokenizer, t
         found = {tuple(tokenizer.decode(ids) for ids in example["passages"] or ()) for example in examples}
         assert (tuple(PASSAGES) in found) == separate
         assert separate or found == {()}
+    with pytest.raises(ValueError, match=r"separate_passages of source 'rows.jsonl' keeps nothing apart"):
+        examples_of(tokenizer, str(tmp_path), {**SOURCE, "separate_passages": True})
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({**row, "context": [row["context"]]}) for row in rows))
     _, examples = examples_of(tokenizer, str(tmp_path), source, 8)
     assert PASSAGES in [[tokenizer.decode(ids) for ids in example["passages"] or ()] for example in examples]
