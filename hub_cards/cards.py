@@ -287,7 +287,8 @@ def _training(record: TrainingRecord) -> str:
     lines = ["| data | licence | what of it |", "| --- | --- | --- |"]
     for data in record.data:
         name = f"[{data.name}](https://huggingface.co/datasets/{data.hub_id})" if data.hub_id else data.name
-        lines.append(f"| {name} | {data.licence} | {data.note or 'all'} |")
+        cells = (cell.replace("|", "\\|") for cell in (name, data.licence, data.note or "all"))
+        lines.append(f"| {' | '.join(cells)} |")
     facts = [f"Steps: {record.steps:,}"]
     if record.tokens is not None:
         contexts = f" of text, {record.context_tokens:,} of compressed contexts" if record.context_tokens else ""

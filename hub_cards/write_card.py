@@ -58,6 +58,7 @@ def write_card(
     recipe: str | None = None,
     hardware: str | None = None,
     license: str = "apache-2.0",
+    language: str | Sequence[str] = "en",
 ) -> Path:
     """Write `README.md` of a checkpoint folder from its configuration, its training's record, and its scores.
 
@@ -76,6 +77,7 @@ def write_card(
             licences, titles and Hub ids that the folder's own `recipe.yaml`, or an earlier stage's, leaves out.
         hardware: what it was trained on; as `training_summary.json` says when `None`.
         license: licence of the weights, as the Hub writes it.
+        language: ISO 639-1 code or codes.
 
     Returns:
         the card's path.
@@ -88,6 +90,7 @@ def write_card(
     config = _read_config(folder)
     training = _training_record(folder, recipe, hardware)
     fields: dict[str, Any] = {"model_id": model_id or public_name(str(folder)), "license": license}
+    fields["language"] = language
     compresses = isinstance(config, CompressorConfig)
     if compresses and config.auto_class == RETRIEVAL_LOADER:
         rankings, note = _rankings(folder, reports)
@@ -206,7 +209,7 @@ def _training_data(source: _Source, given: Sequence[_Source]) -> TrainingData:
         corpus = source.corpus
         title = source.title or corpus.name or Path(str(corpus.path)).stem
         note = "queries, and the documents that answer them"
-        return TrainingData(title, source.licence or _NOT_STATED, source.hub_id or corpus.name, note)
+        return TrainingData(title, source.licence or _NOT_STATED, source.hub_id or _hub_name(corpus.name), note)
     parts = [", ".join(task.replace("_", " ") for task in dict.fromkeys(source.tasks))]
     if source.name is not None:
         parts.insert(0, f"{source.split} split")
@@ -222,9 +225,14 @@ def _training_data(source: _Source, given: Sequence[_Source]) -> TrainingData:
         # The package makes these texts itself, so they come under its licence.
         title, licence = source.title or "generated documents", source.licence or "Apache-2.0"
     else:
-        title = source.title or source.name or Path(source.path or "").stem
+        title = source.title or _hub_name(source.name) or Path(source.name or source.path or "").stem
         licence = source.licence or _NOT_STATED
-    return TrainingData(title, licence, source.hub_id or source.name, "; ".join(parts))
+    return TrainingData(title, licence, source.hub_id or _hub_name(source.name), "; ".join(parts))
+
+
+def _hub_name(name: str | None) -> str | None:
+    """A data set's name on the Hub; `None` for a folder, which a training records as one."""
+    return None if name is None or name.startswith((".", "/", "~")) else name
 
 
 def _merged(reports: Sequence[EvaluationReport | str | Path]) -> EvaluationReport | None:

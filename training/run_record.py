@@ -70,9 +70,13 @@ def _is_text(name: str, value: Any) -> bool:
 
 
 def without_folders(value: Any) -> Any:
-    """Paths on this machine by their last part alone, inside lists and mappings, too; anything else as it is."""
+    """Paths on this machine by their last part alone, inside lists and mappings, too; anything else as it is. A data
+    set's name that is a folder's stays one, "./" and the last part, and is no repository's of that name."""
     if isinstance(value, Mapping):
-        return {name: inside if _is_text(name, inside) else without_folders(inside) for name, inside in value.items()}
+        shown = {name: inside if _is_text(name, inside) else without_folders(inside) for name, inside in value.items()}
+        if isinstance(value.get("name"), str) and Path(value["name"]).is_dir():
+            shown["name"] = f"./{Path(value['name']).resolve().name}"
+        return shown
     if isinstance(value, (list, tuple)):
         return [without_folders(inside) for inside in value]
     is_path = isinstance(value, str) and (

@@ -40,6 +40,9 @@ context-compressors card outputs/base --scores generated.json books.json --recip
     ),
     argument("--hardware", metavar="TEXT", help="what it was trained on (default: as the training run says)"),
     argument("--license", default="apache-2.0", metavar="ID", help="licence of the weights (default: %(default)s)"),
+    argument(
+        "--language", nargs="+", default=["en"], metavar="CODE", help="ISO 639-1 codes of its languages (default: en)"
+    ),
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
@@ -55,5 +58,6 @@ def main(arguments: argparse.Namespace) -> None:
         recipe=arguments.recipe,
         hardware=arguments.hardware,
         license=arguments.license,
+        language=arguments.language[0] if len(arguments.language) == 1 else arguments.language,
     )
     print(f"wrote {path}")

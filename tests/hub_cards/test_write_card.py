@@ -216,10 +216,14 @@ def test_hub_sources_kinds_and_limits_are_noted(root: Path, tmp_path: Path):
     sources = [
         {"name": "org/questions", "split": "train[:10%]", "tasks": [QA], "max_samples": 5000, "licence": "MIT"},
         {"generated": True, "kind": "ledger", "tasks": QA, "licence": "CC0 1.0"},
+        {"name": "./my_set", "tasks": [QA], "licence": "CC0 | MIT"},
     ]
     folder = copy_of(root / "compressor", tmp_path)
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"sources": sources}))
-    text = write_card(folder, [], LIMITS).read_text()
+    text = write_card(folder, [], LIMITS, language=["de", "en"]).read_text()
+    assert ModelCard(text).data.datasets == ["org/questions"]
+    assert ModelCard(text).data.language == ["de", "en"]
+    assert "| my_set | CC0 \\| MIT | train split; question answering |" in text
     link = "[org/questions](https://huggingface.co/datasets/org/questions)"
     assert f"| {link} | MIT | train[:10%] split; question answering; at most 5,000 rows |" in text
     assert "| generated documents | CC0 1.0 | ledger; question answering |" in text

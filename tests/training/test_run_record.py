@@ -103,6 +103,14 @@ def test_a_recorded_recipe_names_no_folder_of_this_machine(tmp_path, base_folder
     assert (kept["sources"][0]["title"], kept["context_prefix"]) == ("/r/texts", "/start: ")
 
 
+def test_a_data_set_in_a_folder_is_no_repository(tmp_path, monkeypatch):
+    (tmp_path / "sets" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("sets/mine", str(tmp_path / "sets" / "mine")):
+        assert without_folders([{"name": name, "split": "train"}]) == [{"name": "./mine", "split": "train"}]
+    assert without_folders([{"name": "org/mine"}]) == [{"name": "org/mine"}]
+
+
 def test_words_are_no_folders():
     words = {"prompts": {"question_answering": "/ask a/b: {question}"}, "context_prefix": "~ ", "title": "C:/x"}
     words |= {"where": {"section": ["/intro", "~"]}, "columns": {"context": "/text"}}
