@@ -221,7 +221,7 @@ def test_hub_sources_kinds_and_limits_are_noted(root: Path, tmp_path: Path):
     folder = copy_of(root / "compressor", tmp_path)
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"sources": sources}))
     text = write_card(folder, [], LIMITS, language=["de", "en"]).read_text()
-    assert ModelCard(text).data.datasets == ["org/questions"]
+    assert ModelCard(text).data.datasets == ["org/questions", "org/tales"]
     assert ModelCard(text).data.language == ["de", "en"]
     assert "| my_set | CC0 \\| MIT | train split; question answering |" in text
     link = "[org/questions](https://huggingface.co/datasets/org/questions)"
