@@ -64,10 +64,12 @@ def _with_right_options(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     answers: list[Any] = []
     for row, (texts, mark) in enumerate(zip(table[options].to_pylist(), table[marks].to_pylist(), strict=True)):
         place = string.ascii_uppercase.find(mark) if isinstance(mark, str) and len(mark) == 1 else mark
-        if texts is None or mark is None:
+        if texts is None or mark is None or (isinstance(mark, str) and not mark.strip()):
             answers.append(None)
         elif isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(texts):
             answers.append([texts[place]])
+        elif source.skip_incomplete:
+            answers.append(None)
         else:
             raise ValueError(
                 f"source {source.label!r}: column {marks!r} must be the number of an option, 0 to {len(texts) - 1}, "

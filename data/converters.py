@@ -197,7 +197,9 @@ def _tables(
     if source is None:
         yield from _with_rows(entry, _hub_tables(entry, config or entry.config, split, on_rows), None, split)
         return
-    first_ids: dict[str, Path] = {}
+    first_rows: dict[str, Path] = {}
+    asked = [name for name in row_source.where or () if "." not in name and name not in COLUMNS]
+    seen: set[str] = set()
     for path in published_paths(source, split, entry.files):
         if file_type(path) == ".parquet":
             batches = _counted(_parquet_tables(path), on_rows)
@@ -206,24 +208,28 @@ def _tables(
             make, records = entry.rows_of(is_table=False), _noted(read_records(path), on_rows)
             rows = records if make is None else _made(make(records, path.parent, split), entry, path)
             form = [name for name in entry.columns.values() if "." not in name]
-            asked = [name for name in row_source.where or () if "." not in name and name not in COLUMNS]
-            tables = _tables_of(rows, form, asked)
-        yield from _of_other_rows(tables, entry.columns.get("id", "id"), path, first_ids)
+            tables = _tables_of(rows, form, asked, seen)
+        yield from _of_other_rows(tables, entry.columns.get("id", "id"), path, first_rows)
+    for name in asked:
+        if seen and name not in seen:
+            raise ValueError(f"where asks for {name!r}, which no record has{nearest(name, sorted(seen))}")
 
 
 def _of_other_rows(
-    tables: Iterable[pyarrow.Table], name: str, path: Path, first_ids: dict[str, Path]
+    tables: Iterable[pyarrow.Table], name: str, path: Path, first_rows: dict[str, Path]
 ) -> Iterator[pyarrow.Table]:
-    """A file's tables; `ValueError` if its first id is that of another file, which then has the same rows."""
+    """A file's tables; `ValueError` if its first row is that of another file, which then has the same rows."""
     for number, table in enumerate(tables):
         if number == 0 and name in table.column_names and table.num_rows and table[name][0].is_valid:
             first = str(table[name][0].as_py())
-            if first in first_ids:
+            # Ids of two files may both count from 0.
+            key = json.dumps(table.slice(0, 1).to_pylist(), sort_keys=True, default=str) if first.isdigit() else first
+            if key in first_rows:
                 raise ValueError(
-                    f"{first_ids[first]} and {path} both begin with the row {first!r}: name one of them as source "
+                    f"{first_rows[key]} and {path} both begin with the row {first!r}: name one of them as source "
                     "(--source)"
                 )
-            first_ids[first] = path
+            first_rows[key] = path
         yield table
 
 
@@ -249,21 +255,23 @@ def _made(rows: Iterator[Mapping[str, Any]], entry: PublishedSet, place: object)
 
 
 def _tables_of(
-    records: Iterable[Mapping[str, Any]], form: Sequence[str] = (), asked: Sequence[str] = ()
+    records: Iterable[Mapping[str, Any]],
+    form: Sequence[str] = (),
+    asked: Sequence[str] = (),
+    seen: set[str] | None = None,
 ) -> Iterator[pyarrow.Table]:
     """Tables of records; a column that makes none, which nothing reads, is left out.
 
     Args:
         records: mappings from columns to values.
         form: columns that are null in a table whose records have some of them only.
-        asked: those that are null in a table whose records do not have them; `ValueError` if no record has.
+        asked: those that are null in a table whose records do not have them.
+        seen: gets the names of all columns that there are.
     """
-    remaining, absent = iter(records), set(asked)
-    seen: set[str] = set()
+    remaining, seen = iter(records), set() if seen is None else seen
     while batch := list(itertools.islice(remaining, _BATCH_ROWS)):
         names = dict.fromkeys(name for record in batch for name in record)
         seen.update(names)
-        absent -= seen
         names.update(dict.fromkeys([*(form if seen.intersection(form) else ()), *asked]))
         columns = {}
         for name in names:
@@ -276,8 +284,6 @@ def _tables_of(
             except _UNREADABLE:
                 continue
         yield pyarrow.table(columns)
-    for name in absent:
-        raise ValueError(f"where asks for {name!r}, which no record has{nearest(name, sorted(seen))}")
 
 
 def _noted(records: Iterable[Any], on_rows: Callable[[int], Any]) -> Iterator[Any]:

@@ -225,7 +225,7 @@ def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
     _refuse_rows(values.is_null(), "is null", source, column)
     _check_encoding(values, source, column)
     if column == "context" and is_list(values.type):
-        _check_lists(values, source, column)
+        _check_lists(values, source, column, _NO_ANSWER)
         return
     if len(values) and not is_text(values.type):
         raise ValueError(f"{_place(source, column)} must hold texts, not {values.type} (row 0: {values[0].as_py()!r})")
@@ -240,8 +240,9 @@ def _check_encoding(values: pyarrow.ChunkedArray, source: Any, column: str) -> N
         return
     start = 0
     for chunk in values.chunks:
-        # Of a part of a table, the lists of other rows are looked at, too.
-        for row in range(0 if _is_encoded(chunk) else len(chunk)):
+        # Of a part of a table, the lists of other rows are looked at, too: a copy has its own alone.
+        is_encoded = _is_encoded(chunk) or _is_encoded(chunk.take(pyarrow.array(range(len(chunk)))))
+        for row in range(0 if is_encoded else len(chunk)):
             if not _is_encoded(chunk.take(pyarrow.array([row]))):
                 raise ValueError(f"{_place(source, column)} is not UTF-8 in row {start + row} (counted from 0)")
         start += len(chunk)

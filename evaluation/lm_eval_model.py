@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Words of a document that questions and examples may well hold, too.
-_SHORT = 5
+# Characters of a document that questions and examples may well hold, too.
+_SHORT = 20
 MISSING_DOCUMENT = ("refuse", "read_prompt")
 
 
@@ -282,10 +282,11 @@ class CompressorLM(TemplateLM):
             )
         if scores_prompt:
             return document, prompt
-        # A short document may stand inside of a word.
-        before, behind = (r"(?<!\w)" * document[0].isalnum(), r"(?!\w)" * document[-1].isalnum())
-        whole = re.compile(f"{before}{re.escape(document)}{behind}")
-        number, is_short = len(whole.findall(prompt)), len(document.split()) < _SHORT
+        # A short document may stand inside of words, and be one of the question's.
+        is_short, number, rest = len(document) < _SHORT, prompt.count(document), prompt.replace(document, "")
+        if is_short:
+            before, behind = r"(?<!\w)" * document[0].isalnum(), r"(?!\w)" * document[-1].isalnum()
+            rest, number = re.subn(f"{before}{re.escape(document)}{behind}", "", prompt)
         if not number if self.document_in_prompt else number and not is_short:
             advice = {
                 True: "does not hold the document word for word, so that it cannot be taken out: pass "
@@ -298,7 +299,7 @@ class CompressorLM(TemplateLM):
                 f"{place}: the prompt holds the document {document!r} {number} times, so that nothing tells which it "
                 "is: pass document_in_prompt=False with prompts that leave it out"
             )
-        return document, whole.sub("", prompt) if self.document_in_prompt else prompt
+        return document, rest if self.document_in_prompt else prompt
 
     def _is_chat(self, prompt: str) -> bool:
         return self._opening is not None and self._opening in prompt

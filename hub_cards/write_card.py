@@ -192,10 +192,15 @@ def _source(entry: Any) -> _Source:
 def _as_given(source: _Source, given: Sequence[_Source]) -> dict[str, Any]:
     """What the entries of a recipe say of a source's data: those of the same rows, or all of the same place if they
     say the same."""
-    of_place = [entry for entry in given if without_folders(entry.label) == without_folders(source.label)]
+    of_place = [entry for entry in given if _place_of(entry) == _place_of(source)]
     of_rows = [entry for entry in of_place if _rows_of(entry) == _rows_of(source)]
     said = [{name: getattr(entry, name) for name in _OF_DATA} for entry in of_rows or of_place]
     return said[0] if said and all(other == said[0] for other in said) else {}
+
+
+def _place_of(source: _Source) -> Any:
+    """What a source is called in the recipe of a run, where a folder has its own name alone."""
+    return without_folders({"name": source.label})["name"].removeprefix("./")
 
 
 def _rows_of(source: _Source) -> list[Any]:
@@ -218,7 +223,7 @@ def _training_data(source: _Source, given: Sequence[_Source]) -> TrainingData:
     if source.rows is not None:
         parts.append(f"rows {source.rows[0]:,} to {source.rows[1] - 1:,}")
     if source.where is not None:
-        parts.append("where " + ", ".join(f"{column} is {value}" for column, value in source.where.items()))
+        parts.append("where " + ", ".join(f"{column} is {_kept(value)}" for column, value in source.where.items()))
     if source.max_samples is not None:
         parts.append(f"at most {source.max_samples:,} rows")
     if source.generated:
@@ -228,6 +233,13 @@ def _training_data(source: _Source, given: Sequence[_Source]) -> TrainingData:
         title = source.title or _hub_name(source.name) or Path(source.name or source.path or "").stem
         licence = source.licence or _NOT_STATED
     return TrainingData(title, licence, source.hub_id or _hub_name(source.name), "; ".join(parts))
+
+
+def _kept(wanted: Any) -> str:
+    """Values of a column as a card names them."""
+    if isinstance(wanted, dict):
+        return " and ".join(f"{end} {wanted[end]}" for end in ("from", "below") if end in wanted)
+    return ", ".join(map(str, wanted)) if isinstance(wanted, (list, tuple)) else str(wanted)
 
 
 def _hub_name(name: str | None) -> str | None:

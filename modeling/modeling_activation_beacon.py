@@ -238,6 +238,11 @@ class SlidingMemory:
         self.ratio: int = check_ratios([ratio], config.compression_ratios, empty, False)[0]
         size = config.window_tokens(self.ratio)
         window, limit = size + size // self.ratio, _num_positions(model)
+        if limit is not None and limit - window <= config.num_sinks:
+            raise ValueError(
+                f"`ratio` must be higher than {self.ratio}, or `window_size` smaller: a window and its beacons take "
+                f"{window} positions, and the base has {limit}"
+            )
         if limit is not None and max_slots + window > limit:
             raise ValueError(
                 f"`max_slots` must be at most {limit - window}, got {max_slots}: a window and its beacons take "

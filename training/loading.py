@@ -82,16 +82,17 @@ def new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenize
     )
 
 
-# Fields that a configuration reads, and keeps in another one.
-_READ_AS_OTHERS = ("rope_theta", "partial_rotary_factor")
-
-
 def _check_model_fields(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> None:
     """Raise `ValueError` naming the nearest right one when `model_config` has a field that is none of its model's."""
     config = kind()
-    known = [*config.to_dict(), *kind.attribute_map, *_READ_AS_OTHERS]
+    plain = config.to_dict()
     for name in fields:
-        if not hasattr(config, str(name)):
+        if hasattr(config, str(name)):
+            continue
+        # Some are read, and kept as other fields: what is not is kept as it is.
+        found = kind(**{str(name): fields[name]}).to_dict()
+        if {key: value for key, value in found.items() if key != name} == plain:
+            known = [key for key in (*plain, *kind.attribute_map) if not key.startswith("_")]
             check_choice(f"field of {kind.__name__} in model_config:", name, known)
 
 

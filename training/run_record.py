@@ -112,14 +112,17 @@ def earlier_sources(recipe: Mapping[str, Any]) -> list[Any]:
     found: list[Any] = []
     for name in _STARTS:
         place, on_hub = recipe.get(name) or "", name == "checkpoint"
-        summary, ran = (record_file(place, file, on_hub) for file in (SUMMARY_NAME, RECIPE_NAME))
+        summary = record_file(place, SUMMARY_NAME, on_hub)
+        ran = None if summary is None else record_file(place, RECIPE_NAME, on_hub)
         if summary is None or ran is None:
             continue
         try:
             found += json.loads(summary.read_text(encoding="utf-8")).get("earlier_sources", [])
             found += read_yaml(ran).get("sources") or []
         except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"{summary} and {ran} are no record of a training run: {error!r}") from error
+            # Other tools' files of these names say nothing about a base.
+            if name == "checkpoint":
+                raise ValueError(f"{summary} and {ran} are no record of a training run: {error!r}") from error
     return [entry for index, entry in enumerate(found) if entry not in found[:index]]
 
 

@@ -420,6 +420,15 @@ def test_a_carriage_return_in_a_tsv_starts_no_row(tmp_path):
     ]  # fmt: skip
 
 
+def test_files_whose_rows_are_numbered_alike_are_both_read_and_a_column_may_be_in_one_of_them(tmp_path):
+    rows = [{"id": 0, **SUMMARY}, {"id": 1, **SUMMARY}], [{"id": 0, **SUMMARY, "dialogue": "e", "kind": "a"}]
+    write_files(tmp_path, {f"sum/train-{number}.jsonl": lines(*part) for number, part in enumerate(rows)})
+    for where, expected in ((None, ["0", "1", "0"]), ({"kind": "a"}, ["0"])):
+        place = tmp_path / "a.parquet"
+        convert("samsum", place, source=str(tmp_path / "sum"), where=where, overwrite=True)
+        assert pyarrow.parquet.read_table(place)["id"].to_pylist() == expected
+
+
 def test_rows_that_two_files_have_and_files_that_are_missing_are_refused(tmp_path):
     hops = json.dumps([HOPS])
     write_files(tmp_path, {"hops/hotpot_dev_distractor_v1.json": hops, "hops/hotpot_dev_fullwiki_v1.json": hops})

@@ -97,7 +97,8 @@ def test_the_right_option_is_the_answer(tmp_path, row, fields, expected):
         ),
         ({**QUAIL, "correct_answer_id": 3}, "got 3 in row 1"),
         ({**QUAIL, "correct_answer_id": None}, "'answers' is null in row 1 .*skip_incomplete: true"),
-        ({**RACE, "answer": ""}, "column 'answer' must be .* or its letter, from A on, got '' in row 1"),
+        ({**RACE, "answer": ""}, "'answers' is null in row 1"),
+        ({**RACE, "answer": "?"}, "column 'answer' must be .* or its letter, from A on, got '[?]' in row 1"),
         ({**RACE, "answer": "BC"}, "got 'BC' in row 1"),
         ({**RACE, "answer": "D"}, r"got 'D' in row 1 .*with the options \['x', 'y', 'z'\]"),
         ({**RACE, "answer": "x"}, "got 'x' in row 1"),
@@ -109,6 +110,7 @@ def test_a_right_option_that_is_none_of_them_is_refused(tmp_path, row, message):
     (tmp_path / "qa.jsonl").write_text("\n".join(json.dumps(row) for row in (whole, row)))
     with pytest.raises(ValueError, match=message):
         read_rows(source(path="qa.jsonl"), str(tmp_path))
+    assert read_rows(source(path="qa.jsonl", skip_incomplete=True), str(tmp_path)).num_rows == 1
 
 
 def test_a_context_that_lacks_a_part_is_null_and_no_fact_names_no_passage(tmp_path):

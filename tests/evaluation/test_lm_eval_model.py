@@ -243,6 +243,16 @@ def test_a_document_that_is_not_where_it_is_said_to_be_is_refused(new, options, 
         new(**options).loglikelihood(asked, disable_tqdm=True)
 
 
+def test_a_long_document_is_taken_out_wherever_it_stands(new):
+    document = "阅读这篇文章" * 5
+    request = Instance(
+        "loglikelihood", {"passage": document}, (f"请{document}回答_{document}s", " noon"), 0, ("toy", 0, 1)
+    )
+    assert new()._document_and_prompt(request) == (document, "请回答_s")
+    with pytest.raises(ValueError, match="would be read twice"):
+        new(document_in_prompt=False)._document_and_prompt(request)
+
+
 def test_a_row_without_a_document_is_read_as_text_where_that_is_chosen(new, model, tokenizer):
     asked = requests("loglikelihood", prompt, lambda _: " Ada", rows=[{**ROWS[0], "passage": ""}])
     ((found, _),) = new(missing_document="read_prompt").loglikelihood(asked, disable_tqdm=True)

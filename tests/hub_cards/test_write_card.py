@@ -257,6 +257,7 @@ def test_a_licence_is_that_of_the_same_file_and_rows(root: Path, tmp_path: Path)
     parts = [{**asked, "rows": [0, 3]}, {**asked, "where": {"kind": "b"}}]
     folder = copy_of(root / "compressor", tmp_path)
     ran = [{"path": "a.jsonl", **parts[0]}, {"path": "a.jsonl", **parts[1]}, {"path": "b.jsonl", **asked}]
+    ran.append({"name": "./my_set", "where": {"length": {"from": 4, "below": 8}}, **asked})
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"sources": ran}))
     # A path on this machine is recorded without its folder.
     given = [
@@ -264,12 +265,14 @@ def test_a_licence_is_that_of_the_same_file_and_rows(root: Path, tmp_path: Path)
         {"path": "/data/a.jsonl", "licence": "CC0 1.0", "title": "second", **parts[1]},
         {"path": "b.jsonl", "licence": "MIT", "rows": [0, 4], **asked},
         {"path": "b.jsonl", "licence": "CC0 1.0", "rows": [4, 8], **asked},
+        {"name": "/data/my_set", "licence": "CC BY 4.0", **asked},
     ]
     recipe = write_recipe(tmp_path / "given.yaml", sources=given)
     text = write_card(folder, [], LIMITS, recipe=recipe).read_text()
     assert "| first | MIT | question answering; rows 0 to 2 |" in text
     assert "| second | CC0 1.0 | question answering; where kind is b |" in text
     assert "| b | not stated | question answering |" in text
+    assert "| my_set | CC BY 4.0 | train split; question answering; where length is from 4 and below 8 |" in text
 
 
 def test_reports_of_several_seeds_are_one_row(root: Path, report: EvaluationReport):
