@@ -117,8 +117,9 @@ def earlier_sources(recipe: Mapping[str, Any]) -> list[Any]:
         if summary is None or ran is None:
             continue
         try:
-            found += json.loads(summary.read_text(encoding="utf-8")).get("earlier_sources", [])
-            found += read_yaml(ran).get("sources") or []
+            earlier = json.loads(summary.read_text(encoding="utf-8")).get("earlier_sources", [])
+            # Both or neither: of a foreign file nothing is taken.
+            found += [*earlier, *(read_yaml(ran).get("sources") or [])]
         except (AttributeError, TypeError, ValueError) as error:
             # Other tools' files of these names say nothing about a base.
             if name == "checkpoint":
