@@ -130,19 +130,19 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
             # The page says what the file says, rounded as it is there.
             results = json.loads(Path(place, "comparison.json").read_text(encoding="utf-8"))
             parts += [_paid(results), *_found(results, table, Path(place))]
-        Path(place, "README.md").write_text("\n".join([*parts, _HOW]), encoding="utf-8")
+        parts.append(_HOW)
+        if results is not None:
+            parts += _all_rows(results, table)
+        Path(place, "README.md").write_text("\n".join(parts), encoding="utf-8")
         for file in Path(place).iterdir():
             file.replace(folder / file.name)
 
 
 def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -> list[str]:
-    """The parts of the page that have results."""
-    titles = _titles()
-    aware = {name for name, entry in table["peers"].items() if entry.get("aware")}
+    """What has been found: the short table, its pictures, orderings and trainings."""
+    titles, aware = _titles(), _aware(table)
     means = [row for row in results["rows"] if row["set"] == "mean"]
-    settings, parts = results["settings"], []
-    sets = [name for name, entry in settings["sets"].items() if entry["task"] == "question_answering"]
-    averaged = [name for name in sets if settings["sets"][name].get("trained", True)]
+    parts = []
     if means:
         kinds = _kinds(results, table)
         most = max(row["num_questions"] for row in means)
@@ -150,16 +150,33 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
         parts += [
             "## In short\n",
             _short(whole, results["orderings"], kinds, titles, aware),
-            *_on_the_first(results, averaged, kinds, titles, aware),
+            *_on_the_first(results, _averaged(results), kinds, titles, aware),
             *_not_found(means, results["family"], titles),
         ]
         for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
             draw(means, kinds, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
             parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
+    parts += ["\n## Is it so?\n", _orderings(results["orderings"], titles)]
+    if any(", earlier" in part for part in parts):
+        parts.append(
+            '\n"Earlier": one of the two has been answered anew since, and of the other the scores of each question '
+            "were not kept: the difference is that of the answers before."
+        )
+    if results["family"]:
+        parts += ["\n## What was trained\n", _trainings(results, titles)]
+    return [*parts, ""]
+
+
+def _all_rows(results: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]:
+    """Every row: means over the sets, by what is stored, and set by set."""
+    titles, aware, settings = _titles(), _aware(table), results["settings"]
+    means = [row for row in results["rows"] if row["set"] == "mean"]
+    parts = []
+    if means:
         parts += [
-            "\n## Answers to questions\n",
-            f"Means over {', '.join(averaged)}; in brackets 95 % bootstrap intervals over documents. Retention: "
-            "(score - none) / (full - none) by F1, on the questions that a system answered. Reader: "
+            "## Answers to questions\n",
+            f"Means over {', '.join(_averaged(results))}; in brackets 95 % bootstrap intervals over documents. "
+            "Retention: (score - none) / (full - none) by F1, on the questions that a system answered. Reader: "
             f"`{results['reader']}`.\n",
             "### Made once for all questions\n",
             _main_table([row for row in means if row["system"] not in aware], titles),
@@ -167,24 +184,29 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
         if seeing := [row for row in means if row["system"] in aware]:
             parts += ["\n### Made anew for each question\n", _main_table(seeing, titles)]
         parts += ["\n## At equal stored bytes\n", _by_bytes(means, results["against_embeddings"], titles, aware)]
-    parts += ["\n## Is it so?\n", _orderings(results["orderings"], titles)]
     for task, heading in (
         ("question_answering", "By set of questions"),
         ("summarisation", "Summaries"),
         ("reconstruction", "What is restored"),
     ):
-        names = [name for name, entry in settings["sets"].items() if entry["task"] == task]
-        rows = [row for row in results["rows"] if row["set"] in names]
+        asked = {name: entry["questions"] for name, entry in settings["sets"].items() if entry["task"] == task}
+        rows = [row for row in results["rows"] if row["set"] in asked]
         if rows:
-            parts += [f"\n## {heading}\n", _by_set(rows, names, titles)]
-    if results["family"]:
-        parts += ["\n## What was trained\n", _trainings(results, titles)]
-    if any(", earlier" in part for part in parts):
-        parts.append(
-            '\n"Earlier": one of the two has been answered anew since, and of the other the scores of each question '
-            "were not kept: the difference is that of the answers before."
-        )
+            parts += [f"\n## {heading}\n", _by_set(rows, asked, titles)]
     return [*parts, ""]
+
+
+def _aware(table: Mapping[str, Any]) -> set[str]:
+    """The systems that read a context together with its question."""
+    return {name for name, entry in table["peers"].items() if entry.get("aware")}
+
+
+def _averaged(results: Mapping[str, Any]) -> list[str]:
+    """The sets of questions that means are over."""
+    sets = results["settings"]["sets"]
+    return [
+        name for name, entry in sets.items() if entry["task"] == "question_answering" and entry.get("trained", True)
+    ]
 
 
 def _paid(results: Mapping[str, Any]) -> str:
@@ -364,23 +386,30 @@ def _main_table(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) ->
         ]
         for row in rows
     ]
-    return markdown_table(["system", "ratio", *_COSTS, *_SCORES], lines)
+    header = ["system", "ratio", *_COSTS, *_SCORES]
+    known = [place for place, column in enumerate(zip(*lines, strict=True)) if any(cell != "" for cell in column)]
+    return markdown_table([header[place] for place in known], [[line[place] for place in known] for line in lines])
 
 
-def _by_set(rows: Sequence[Mapping[str, Any]], names: Sequence[str], titles: Mapping[str, str]) -> str:
-    """A table with a column for each set."""
+def _by_set(rows: Sequence[Mapping[str, Any]], asked: Mapping[str, int], titles: Mapping[str, str]) -> str:
+    """A table with a column for each set, and the number of its questions; a cell has its own if that is another."""
+
+    def cell(row: Mapping[str, Any] | None, number: int) -> str:
+        if row is None:
+            return ""
+        own = "" if row["num_questions"] == number else f", n {row['num_questions']}"
+        return _interval(row, next(iter(row["scores"]))) + own
+
     found = {(row["system"], row["ratio"], row["set"]): row for row in rows}
-    names = [name for name in names if any(row["set"] == name for row in rows)]
-    lines = []
-    for system, ratio in dict.fromkeys((row["system"], row["ratio"]) for row in rows):
-        of_system = [found.get((system, ratio, name)) for name in names]
-        cells = [
-            "" if row is None else f"{_interval(row, next(iter(row['scores'])))}, n {row['num_questions']}"
-            for row in of_system
-        ]
-        lines.append([titles[system], _ratio({"ratio": ratio}), *cells])
-    metrics = {name: next(iter(row["scores"])) for row in rows for name in [row["set"]]}
-    return markdown_table(["system", "ratio", *(f"{name}, {_TITLES[metrics[name]]}" for name in names)], lines)
+    metrics = {row["set"]: next(iter(row["scores"])) for row in rows}
+    names = [name for name in asked if name in metrics]
+    lines = [
+        [titles[system], _ratio({"ratio": ratio})]
+        + [cell(found.get((system, ratio, name)), asked[name]) for name in names]
+        for system, ratio in dict.fromkeys((row["system"], row["ratio"]) for row in rows)
+    ]
+    columns = [f"{name}, {_TITLES[metrics[name]]}, n {asked[name]}" for name in names]
+    return markdown_table(["system", "ratio", *columns], lines)
 
 
 def _by_bytes(
@@ -422,26 +451,27 @@ def _difference(entry: Mapping[str, Any]) -> str:
 
 def _orderings(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:
     """Each ordering with its verdict at each ratio: the difference of F1 on the same questions."""
+
+    def name(entry: Mapping[str, Any]) -> str:
+        return f"{titles[entry['first']]} > {titles[entry['second']]}"
+
+    def name_at(entry: Mapping[str, Any], at: Mapping[str, Any]) -> str:
+        first, second = titles[entry["first"]], titles[entry["second"]]
+        return f"{first}, {at['ratio']}x > {second}, {at['second_ratio']}x"
+
     text = (
         'Differences of F1 on the same questions, with 95 % intervals. "Holds": the interval is above zero; "does '
         'not": below; "cannot be told": it holds zero.\n\n'
     )
-    equal = [entry for entry in orderings if all(at["ratio"] == at["second_ratio"] for at in entry["ratios"])]
-    lines = [
-        [f"{titles[entry['first']]} > {titles[entry['second']]}", *map(_difference, entry["ratios"])]
-        for entry in equal
-    ]
+    run = [entry for entry in orderings if any("difference" in at for at in entry["ratios"])]
+    equal = [entry for entry in run if all(at["ratio"] == at["second_ratio"] for at in entry["ratios"])]
+    lines = [[name(entry), *map(_difference, entry["ratios"])] for entry in equal]
     text += markdown_table(["ordering", *(f"{at['ratio']}x" for at in equal[0]["ratios"])], lines) if equal else ""
-    lines = [
-        [
-            f"{titles[entry['first']]}, {at['ratio']}x > {titles[entry['second']]}, {at['second_ratio']}x",
-            _difference(at),
-        ]
-        for entry in orderings
-        if entry not in equal
-        for at in entry["ratios"]
-    ]
-    return text + ("\n\n" + markdown_table(["at other ratios", "difference"], lines) if lines else "")
+    others = [entry for entry in run if entry not in equal]
+    lines = [[name_at(entry, at), _difference(at)] for entry in others for at in entry["ratios"]]
+    text += "\n\n" + markdown_table(["at other ratios", "difference"], lines) if lines else ""
+    left = [name(entry) for entry in orderings if entry not in run]
+    return text + (f"\n\nNot run, or not on the same questions: {'; '.join(left)}." if left else "")
 
 
 def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:

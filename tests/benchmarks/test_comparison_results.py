@@ -131,12 +131,18 @@ def test_the_page_says_what_holds_what_does_not_and_what_cannot_be_told(script, 
     )
     assert "cannot be told: +0.0 [" in written
     # In short: the best at 4x first, and what is paired with cut text beside it.
-    short = written[written.index("## In short") : written.index("## Answers to questions")]
+    short = written[written.index("## In short") : written.index("## Is it so?")]
     assert [line.split("|")[1].strip() for line in short.splitlines() if line.startswith("| ")][1:] == [
         "LongLLMLingua",
         "BM25 sentences",
     ]
     assert "No context: 0.0 [0.0, 0.0]. Full text: 100.0 [100.0, 100.0]." in short
+    assert "| answer, s |" in written
+    # An ordering that is not run is named below the others.
+    first, second = content["orderings"][0]["first"], content["orderings"][0]["second"]
+    titles = {name: entry["title"] for part in ("family", "peers") for name, entry in systems.table[part].items()}
+    assert f"Not run, or not on the same questions: {titles[first]} > {titles[second]}" in written
+    assert f"| {titles[first]} > {titles[second]} " not in written
     assert all((tmp_path / "page" / name).is_file() for name in re.findall(r"\]\(([^):]+)\)", written))
     committed = (Path(page.__file__).parent / "README.md").read_text()
     results_file = Path(page.__file__).parent / "comparison.json"
@@ -313,6 +319,8 @@ def test_keys_and_values_stand_beside_embeddings_of_as_many_bytes(script, compar
     page.write(content, tmp_path / "page")
     written = (tmp_path / "page" / "README.md").read_text()
     assert "With this budget" not in written
+    # A column that no row fills is left out.
+    assert "| answer, s |" not in written
     for f1, is_said in ((3.0, True), (3.1, False)):
         rows = [{**row, "scores": {**row["scores"], "f1": f1}} for row in content["rows"] if row["set"] == "mean"]
         bound = {
@@ -326,7 +334,7 @@ def test_keys_and_values_stand_beside_embeddings_of_as_many_bytes(script, compar
         assert ("With this budget the slots of Mean pooling tell the decoder nothing yet" in lower) == is_said
     assert re.search(r"\| Mean pooling +\| vectors +\|.*\| above, below, \? +\|", written)
     assert re.search(r"\| Ranked key/values +\| keys, values +\|.*\| above, \?, above +\|", written)
-    part = written[written.index("## At equal stored bytes") : written.index("## Is it so?")]
+    part = written[written.index("## At equal stored bytes") : written.index("## By set of questions")]
     sizes = [float(size.replace(",", "")) for size in re.findall(r"^\| *([\d,.]+) *\|", part, re.MULTILINE)]
     assert sizes == sorted(sizes)
     assert sizes[0] == round(30 / tokens, 1)
