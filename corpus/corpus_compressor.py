@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..configuration.nearest_names import check_choice
-from ..modeling.compressor.context_compression_qa import check_texts
 from ..modeling.memory.carriers import PAIR_FIELDS
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.memory.memory_quantization import QUANTIZATIONS
 from ..modeling.parts.length_batches import length_batches
+from ..modeling.parts.text_ids import check_texts
 from .memory_columns import STORE_DTYPES, MemoryForm, memory_columns
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..corpus.corpus_compressor import CorpusCompressor
 from ..corpus.memory_store import MemoryStore, import_lance
-from ..modeling.compressor.context_compression_qa import check_texts
 from ..modeling.memory.compressed_context import CompressedContext
+from ..modeling.parts.text_ids import check_texts
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,9 +15,10 @@ from transformers.utils import logging
 
 from ..memory.compressed_context import CompressedContext
 from ..memory.memory_validation import is_memory
+from ..parts.generation_arguments import check_generation, with_defaults
 from ..parts.length_batches import batches_in_order, length_batches
 from ..parts.prompting import check_max_tokens, cut_passages, message_ids, passages_ids, question_ids
-from ..parts.text_ids import text_tokenizer
+from ..parts.text_ids import check_texts, text_tokenizer
 
 MAX_NEW_TOKENS = 64
 BATCH_SIZE = 8
@@ -289,7 +289,7 @@ class ContextCompressionQAPipeline(Pipeline):
         allow_untrained_ratio: bool | None = None,
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        _check_generation(generate_kwargs)
+        check_generation(generate_kwargs)
         if isinstance(ratio, (list, tuple)):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
         read = {"prompt": prompt, "max_tokens": max_tokens}
@@ -347,6 +347,7 @@ class ContextCompressionQAPipeline(Pipeline):
         **generate_kwargs: Any,
     ) -> dict[str, Any]:
         batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
+        generate_kwargs = with_defaults(generate_kwargs, MAX_NEW_TOKENS, self._pad_token_id)
         answers: list[list[Tensor]] = []
         if documents is not None and self.model.config.compresses_questions:
             if join and len(documents) > 1:
@@ -434,25 +435,10 @@ class ContextCompressionQAPipeline(Pipeline):
             output = self.model.generate(
                 **text,
                 memory=memory_of([source for source, _ in batch], text),
-                **self._with_defaults(generate_kwargs),
+                **generate_kwargs,
             )
             new_tokens += output[:, text["input_ids"].shape[1] :]
         return [new_tokens[start : start + len(questions)] for start in range(0, len(new_tokens), len(questions))]
-
-    def _with_defaults(self, generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of `generate`, with what they and a `generation_config` among them leave open."""
-        given = dict(generate_kwargs)
-        own = copy.deepcopy(given.pop("generation_config", None))
-        defaults = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "pad_token_id": self._pad_token_id}
-        if own is None:
-            if given.get("max_length") is not None:
-                del defaults["max_new_tokens"]
-            return defaults | given
-        given = own.update(**given)
-        if own.max_length is not None:
-            del defaults["max_new_tokens"]
-        own.update(**{name: value for name, value in defaults.items() if getattr(own, name) is None})
-        return {**given, "generation_config": own}
 
     @property
     def _pad_token_id(self) -> int | None:
@@ -467,40 +453,3 @@ def _listed(name: str, value: Any) -> tuple[list[Any], bool]:
             raise ValueError(f"`{name}` is an empty list")
         return list(value), False
     return [value], True
-
-
-def check_texts(name: str, texts: Sequence[Any]) -> None:
-    """Every text must be a `str` that can be written as UTF-8.
-
-    Args:
-        name: what the error calls them.
-        texts: what should be texts.
-
-    Raises:
-        TypeError: another thing than a text.
-        ValueError: half of a character, a lone surrogate, which no tokenizer reads.
-    """
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"`{name}` must be a text or a list of texts, got {text!r}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"`{name}` holds {text[error.start]!r} at character {error.start}, which is half of one (a lone "
-                "surrogate): decode the text anew, with errors='replace'"
-            ) from None
-
-
-def _check_generation(given: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for several answers to a question, or more than its tokens."""
-    own = given.get("generation_config")
-    # What a configuration leaves open is `None`; what an argument says holds.
-    asked = {name: value for name, value in ({} if own is None else own.to_dict()).items() if value is not None}
-    asked |= given
-    if (number := asked.get("num_return_sequences", 1)) != 1:
-        raise ValueError(f"`num_return_sequences` must be 1, got {number}: a question has one answer")
-    if (value := asked.get("return_dict_in_generate", False)) not in (False, None):
-        raise ValueError(
-            f"`return_dict_in_generate` must be false, got {value}: an answer is its text; call the model's `generate`"
-        )

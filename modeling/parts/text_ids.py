@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,3 +111,26 @@ def _kept_copy(tokenizer: PreTrainedTokenizerBase, splits: bool) -> PreTrainedTo
     if found is None or len(found) != len(tokenizer):
         found = _COPIES[splits][tokenizer] = text_tokenizer(tokenizer, splits)
     return found
+
+
+def check_texts(name: str, texts: Sequence[Any]) -> None:
+    """Every text must be a `str` that can be written as UTF-8.
+
+    Args:
+        name: what the error calls them.
+        texts: what should be texts.
+
+    Raises:
+        TypeError: another thing than a text.
+        ValueError: half of a character, a lone surrogate, which no tokenizer reads.
+    """
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"`{name}` must be a text or a list of texts, got {text!r}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"`{name}` holds {text[error.start]!r} at character {error.start}, which is half of one (a lone "
+                "surrogate): decode the text anew, with errors='replace'"
+            ) from None

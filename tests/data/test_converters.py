@@ -2,16 +2,15 @@
 """Published data sets as Parquet in our columns: a few rows of each, in the form that its authors publish."""
 
 import dataclasses
-import gzip
 import json
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from record_files import lines, write_files
 
 from context_compressors import cli
 from context_compressors.data.converters import convert
-from context_compressors.data.published_files import read_records
 from context_compressors.data.published_sets import PUBLISHED_SETS
 from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalSource
 from context_compressors.data.rows import read_rows
@@ -86,10 +85,6 @@ configs:
     path: queries.jsonl
 ---
 """
-
-
-def lines(*records):
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def as_columns(items):
@@ -242,18 +237,6 @@ FORMS = [
 ]  # fmt: skip
 
 
-def write_files(folder, files):
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not isinstance(content, str):
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
-        elif name.endswith(".gz"):
-            path.write_bytes(gzip.compress(content.encode()))
-        else:
-            path.write_bytes(content.encode())
-
-
 def test_every_published_form_becomes_our_columns(tmp_path, monkeypatch):
     # A value is longer than what is read at once.
     monkeypatch.setattr("context_compressors.data.published_files._READ_AT_ONCE", 7)
@@ -379,60 +362,10 @@ def test_relevance_is_written_as_a_whole_number(tmp_path, score, written, messag
     assert table["score"].to_pylist() == [1, written]
 
 
-SUMMARY = {"dialogue": "d", "summary": "s"}
-
-
-@pytest.mark.parametrize(
-    ("rows", "where", "written", "skipped"),
-    [
-        ([{"id": 1}, {"id": 2}, {"id": "x", "kind": "a"}], {"kind": "a"}, ["x"], {}),
-        ([{"id": 1, "kind": None}] * 2 + [{"id": "x", "kind": "a"}], {"kind": "a"}, ["x"], {}),
-        ([{"id": 1, "kind": "a"}, {"id": 2, "kind": "a"}, {"id": "x"}], {"kind": "a"}, ["1", "2"], {}),
-        ([{"id": 1, "summary": ...}, {"id": 2, "summary": ...}, {"id": 3}], None, ["3"], {"summary": 2}),
-        ([{"id": 1}, {"id": "a"}, {"id": None}], None, ["1", "a", None], {}),
-    ],
-)
-def test_records_need_not_have_the_same_columns(tmp_path, monkeypatch, rows, where, written, skipped):
-    monkeypatch.setattr("context_compressors.data.converters._BATCH_ROWS", 2)
-    whole = [{key: value for key, value in {**SUMMARY, **row}.items() if value is not ...} for row in rows]
-    write_files(tmp_path, {"train.jsonl": lines(*whole)})
-    done = convert("samsum", tmp_path / "a.parquet", source=str(tmp_path / "train.jsonl"), where=where)
-    assert pyarrow.parquet.read_table(tmp_path / "a.parquet")["id"].to_pylist() == written
-    assert {name: count for name, count in done.skipped.items() if count} == skipped
-    with pytest.raises(ValueError, match="where asks for 'kinds', which no record has"):
-        convert("samsum", tmp_path / "b.parquet", source=str(tmp_path / "train.jsonl"), where={"kinds": "a"})
-
-
-@pytest.mark.parametrize("name", ["train.csv", "train.json", "train.jsonl", "train.json.gz"])
-def test_a_mark_of_the_byte_order_and_a_record_alone_are_read(tmp_path, name):
-    record = {"id": "7", **SUMMARY}
-    text = "id,dialogue,summary\n7,d,s\n" if name.endswith(".csv") else lines(record)
-    for mark in ("", "\ufeff"):
-        write_files(tmp_path, {name: mark + text})
-        convert("samsum", tmp_path / "a.parquet", source=str(tmp_path / name), overwrite=True)
-        assert pyarrow.parquet.read_table(tmp_path / "a.parquet")["id"].to_pylist() == ["7"]
-
-
-def test_a_carriage_return_in_a_tsv_starts_no_row(tmp_path):
-    (tmp_path / "collection.tsv").write_bytes(b'0\tone \rtwo "\r\n\n1\tthree\tfour\n2\n')
-    assert list(read_records(tmp_path / "collection.tsv", ("_id", "text"))) == [
-        {"_id": "0", "text": 'one \rtwo "'}, {"_id": "1", "text": "three"}, {"_id": "2", "text": None},
-    ]  # fmt: skip
-
-
-def test_files_whose_rows_are_numbered_alike_are_both_read_and_a_column_may_be_in_one_of_them(tmp_path):
-    rows = [{"id": 0, **SUMMARY}, {"id": 1, **SUMMARY}], [{"id": 0, **SUMMARY, "dialogue": "e", "kind": "a"}]
-    write_files(tmp_path, {f"sum/train-{number}.jsonl": lines(*part) for number, part in enumerate(rows)})
-    for where, expected in ((None, ["0", "1", "0"]), ({"kind": "a"}, ["0"])):
-        place = tmp_path / "a.parquet"
-        convert("samsum", place, source=str(tmp_path / "sum"), where=where, overwrite=True)
-        assert pyarrow.parquet.read_table(place)["id"].to_pylist() == expected
-
-
 def test_rows_that_two_files_have_and_files_that_are_missing_are_refused(tmp_path):
     hops = json.dumps([HOPS])
     write_files(tmp_path, {"hops/hotpot_dev_distractor_v1.json": hops, "hops/hotpot_dev_fullwiki_v1.json": hops})
-    write_files(tmp_path, {"sum/train.json": json.dumps([{"id": "7", **SUMMARY}])})
+    write_files(tmp_path, {"sum/train.json": json.dumps([{"id": "7", "dialogue": "d", "summary": "s"}])})
     write_files(
         tmp_path, {"sum/train.csv": "id,dialogue,summary\n7,d,s\n", "stories/qaps.csv": "document_id,set\nd,train\n"}
     )
