@@ -151,7 +151,7 @@ RATIO_SCALE = argument(
     help="of ratio auto: added to log2 of the ratio, so that 1 asks for twice as high a one (default: as saved)",
 )
 PROMPTS = argument(
-    "--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the method's own)"
+    "--prompts", metavar="NAME", help="packaged prompts or a file of prompts (default: the checkpoint's own)"
 )
 PROMPT_FORMAT = argument(
     "--prompt-format", default="plain", metavar="FORMAT", help="of a plain language model: plain (default) or chat"

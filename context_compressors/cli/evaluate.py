@@ -266,7 +266,13 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument("--data", nargs="+", default=[], metavar="SOURCE", help=f"in-domain data sets: {_SOURCE}; {_NAMES}"),
     argument("--out-of-domain", nargs="+", default=[], metavar="SOURCE", help="out-of-domain data sets, likewise"),
     argument("--data-dir", metavar="FOLDER", help="folder that the files are relative to"),
-    argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), metavar="TASK", help=f"among {', '.join(TASKS)}"),
+    argument(
+        "--tasks",
+        nargs="+",
+        default=list(DEFAULT_TASKS),
+        metavar="TASK",
+        help=f"among {', '.join(TASKS)} (default: {' '.join(DEFAULT_TASKS)})",
+    ),
     argument(
         "--ratios",
         nargs="+",
@@ -301,7 +307,13 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         metavar="N",
         help="most tokens to write, of one task TASK=N (default: question_answering=32 summarisation=128)",
     ),
-    argument("--context-tokens", type=int, default=256, metavar="N", help="window of reconstruction and continuation"),
+    argument(
+        "--context-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="window of reconstruction and continuation (default: 256)",
+    ),
     argument("--continuation-tokens", type=int, default=64, metavar="N", help="tokens to continue with (default: 64)"),
     argument("--documents", type=int, default=100, metavar="N", help="number of generated documents (default: 100)"),
     argument(
