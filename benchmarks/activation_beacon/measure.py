@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +26,9 @@ from benchmarks.common.tools import (
     peak_bytes,
     positive_int,
     save_and_report,
-    seconds,
     shape_config,
+    tells_errors,
+    timed_by_processor,
 )
 from context_compressors import ActivationBeaconConfig, ActivationBeaconModel
 from context_compressors.modeling.parts.cache_name import CACHE
@@ -99,15 +99,14 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def time_and_peak(function: Callable[[], Any], device: torch.device) -> tuple[float, int]:
-    """Seconds and peak bytes of one call; on a CPU those of the processor, of all threads together."""
+    """Seconds and peak bytes; on a CPU both of one call, whose time is the processor's own."""
     if device.type == "cuda":
-        return seconds(function, device), peak_bytes(function, device)
-    took = []
+        return timed_by_processor(function, device)[1], peak_bytes(function, device)
+    took: list[float] = []
 
     def call() -> Any:
-        start = time.process_time()
-        result = function()
-        took.append(time.process_time() - start)
+        result, seconds = timed_by_processor(function, device)
+        took.append(seconds)
         return result
 
     peak = peak_bytes(call, device)
@@ -130,14 +129,11 @@ def table_of(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(header, lines)
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, and write the result file."""
     arguments = build_parser().parse_args(argv)
-    try:
-        rows = measure(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    rows = measure(arguments)
     save_and_report(__file__, arguments, rows, table_of(rows))
     return 0
 

@@ -50,6 +50,7 @@ from benchmarks.common.tools import (
     seconds,
     shape_config,
     synchronize,
+    tells_errors,
 )
 from context_compressors.modeling.parts.cache_name import CACHE
 from context_compressors.reporting.tables import markdown_table
@@ -302,19 +303,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = parse(argv)
     device, dtype = device_of(arguments), getattr(torch, arguments.dtype)
-    try:
-        config = shape_config(arguments, max(arguments.lengths) + arguments.question_tokens + arguments.new_tokens)
-        sizes = (arguments.ratios, arguments.dtype, device, arguments.encoder_layers)
-        compressor = random_compressor(arguments.method, config, *sizes)
-        if arguments.encoder_layers is not None and not hasattr(compressor.config, "encoder_layers"):
-            raise ValueError(f"--encoder-layers is for GMSA and TCP-AE: {arguments.method} encodes with all layers")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    config = shape_config(arguments, max(arguments.lengths) + arguments.question_tokens + arguments.new_tokens)
+    sizes = (arguments.ratios, arguments.dtype, device, arguments.encoder_layers)
+    compressor = random_compressor(arguments.method, config, *sizes)
+    if arguments.encoder_layers is not None and not hasattr(compressor.config, "encoder_layers"):
+        raise ValueError(f"--encoder-layers is for GMSA and TCP-AE: {arguments.method} encodes with all layers")
     if arguments.merge_adapters:
         compressor.merge_adapters()
         compressor.to(dtype)

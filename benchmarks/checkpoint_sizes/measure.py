@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from benchmarks.common.tools import positive_int, save_and_report
+from benchmarks.common.tools import add_output_argument, positive_int, save_and_report
 from context_compressors.configuration.methods import METHODS, methods_on
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
@@ -28,7 +28,7 @@ from context_compressors.modeling.memory.key_value_memory import key_value_shape
 from context_compressors.reporting.tables import markdown_table
 
 BYTES = 2
-OTHER_BASES = ("t5-v1.1-large",)
+OTHER_BASES = ("llama-3.2-1b", "t5-v1.1-large")
 
 
 def on_meta(method: str, config: PreTrainedConfig) -> PreTrainedModel:
@@ -104,8 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="llama-3.2-1b", choices=SHAPE_NAMES, help="shape (default: %(default)s)")
     parser.add_argument("--ratios", type=positive_int, nargs="+", default=[4, 16], metavar="R", help="default: 4 16")
-    parser.add_argument("--output", metavar="FILE", help="where the JSON goes (default: the benchmark's own folder)")
-    parser.set_defaults(device="cpu")
+    add_output_argument(parser)
     return parser
 
 

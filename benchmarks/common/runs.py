@@ -95,12 +95,13 @@ def do_runs(
 
     Args:
         arguments: the command line, with `output`.
-        run_all: does the runs and returns the file's content; a `ValueError` is what the user has to change.
+        run_all: does the runs and returns the file's content; raises `ValueError` or `OSError` where the user has to
+            change something.
         table: the content as text.
     """
     try:
         results = run_all(arguments)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"\n{table(results)}\n\nruns are in {arguments.output}")

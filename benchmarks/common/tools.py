@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from context_compressors.cli.command import check_device, positive_int
 from context_compressors.configuration.layer_shape import LayerShape
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
 from context_compressors.modeling import model_class
@@ -23,14 +26,25 @@ from context_compressors.reporting.result_files import write_results
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def positive_int(text: str) -> int:
-    """An argument that is a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def tells_errors(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """A benchmark's `main(argv)` that returns 1 where the user has to change something, and says what."""
+
+    @functools.wraps(main)
+    def telling(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except (OSError, ValueError, ImportError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+    return telling
+
+
+def positive_float(text: str) -> float:
+    """An argument that is a finite number above zero."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
     return value
 
 
@@ -48,13 +62,24 @@ def add_shape_arguments(parser: argparse.ArgumentParser, hidden_size: int, layer
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Add where a benchmark runs, and where its result goes."""
-    parser.add_argument("--device", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
+    parser.add_argument("--device", default="auto", help='such as "cpu" or "cuda" (default: a GPU when there is one)')
+    add_output_argument(parser)
+
+
+def add_output_argument(parser: argparse.ArgumentParser) -> None:
+    """Add where the result of a benchmark goes that runs on the CPU alone."""
     parser.add_argument("--output", metavar="FILE", help="where the JSON goes (default: the benchmark's own folder)")
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """The device that was asked for, or a GPU where there is one."""
-    return torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device that was asked for, or a GPU where there is one; the CPU where none can be asked for.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    name = getattr(arguments, "device", "cpu")
+    check_device(name)
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
 def llama_config(arguments: argparse.Namespace, max_positions: int) -> LlamaConfig:
@@ -143,6 +168,18 @@ def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float
 def seconds(function: Callable[[], Any], device: torch.device) -> float:
     """Wall-clock time of a call, a GPU's work included."""
     return timed(function, device)[1]
+
+
+def timed_by_processor(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """As `timed`, but on a CPU the processor's own time, of all threads together.
+
+    Other programs, which lengthen what the clock says, count little in it.
+    """
+    if device.type != "cpu":
+        return timed(function, device)
+    start = time.process_time()
+    result = function()
+    return result, time.process_time() - start
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:

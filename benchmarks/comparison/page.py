@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.common.tools import tells_errors
 from benchmarks.comparison.pictures import draw
 from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table
@@ -26,7 +27,7 @@ _HEAD = """# Which compressor, at which ratio, and is it better than cutting the
 Every method of the family and what people would use instead, on one base, SmolLM2-135M-Instruct, and on the same
 questions. One reader, that base trained to answer from the full text, reads for all that is not trained. The family is
 trained from the reader with one budget: the same examples in the same order, prompts, ratios by step and about as many
-trainable parameters. This page is made from `comparison.json` by `page.py`, and says nothing that is not in it.
+trainable parameters. `page.py` writes this page, its tables from `comparison.json`.
 """
 _HOW = """## How it is run
 
@@ -323,9 +324,16 @@ def _on_the_first(
         for system in sorted(systems, key=lambda system: -f1.get((system, middle), 0.0))
     ]
     bounds = "".join(f" {titles[name]}: {value:.1f}." for (name, _), value in f1.items() if name in _BOUNDS)
+    widths = [
+        high - low
+        for row in means
+        if row["num_questions"] == total and row["ratio"] in ratios
+        for low, high in [row["intervals"]["f1"]]
+    ]
     text = (
-        f"\nThe peers that prune or drop tokens answered {total} of these questions, with intervals of some 9 points "
-        "to each side, see below. On these alone, of all whose scores by question are kept:"
+        f"\nThe peers that prune or drop tokens answered {total} of these questions; their intervals, see below, are "
+        f"{min(widths):.0f} to {max(widths):.0f} points wide. On these questions alone, of all whose scores by "
+        "question are kept:"
     )
     return [f"{text}{bounds}\n", markdown_table(["system", "keeps", *(f"{ratio}x" for ratio in ratios)], lines)]
 
@@ -461,7 +469,8 @@ def _orderings(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str, str]
 
     text = (
         'Differences of F1 on the same questions, with 95 % intervals. "Holds": the interval is above zero; "does '
-        'not": below; "cannot be told": it holds zero.\n\n'
+        'not": below; "cannot be told": it holds zero. Each interval stands for itself: of many differences that are '
+        "none, one in twenty is told all the same.\n\n"
     )
     run = [entry for entry in orderings if any("difference" in at for at in entry["ratios"])]
     equal = [entry for entry in run if all(at["ratio"] == at["second_ratio"] for at in entry["ratios"])]
@@ -515,6 +524,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
     arguments = build_parser().parse_args(argv)

@@ -20,7 +20,6 @@ model's parts and by operators.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -37,6 +36,7 @@ from benchmarks.common.tools import (
     save_and_report,
     seconds,
     shape_config,
+    tells_errors,
 )
 from benchmarks.compression_overhead.time_by_part import time_by_part
 from context_compressors.reporting.tables import markdown_table
@@ -177,26 +177,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)
     device = device_of(arguments)
     rows = []
-    try:
-        longest = max(arguments.lengths)
-        # Memory tokens have positions behind the context.
-        config = shape_config(arguments, longest + -(-longest // arguments.ratio))
-        for method in arguments.methods:
-            model = random_compressor(method, config, [arguments.ratio], arguments.dtype, device)
-            for length in arguments.lengths:
-                row = measure(model, method, length, arguments)
-                rows.append(row)
-                print(f"{method}, N = {length}: time {time_ratio(row):.3f}, memory {memory_ratio(row):.3f}")
-                if arguments.profile:
-                    print(f"\n{profile_table(row['profile'])}\n")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    longest = max(arguments.lengths)
+    # Memory tokens have positions behind the context.
+    config = shape_config(arguments, longest + -(-longest // arguments.ratio))
+    for method in arguments.methods:
+        model = random_compressor(method, config, [arguments.ratio], arguments.dtype, device)
+        for length in arguments.lengths:
+            row = measure(model, method, length, arguments)
+            rows.append(row)
+            print(f"{method}, N = {length}: time {time_ratio(row):.3f}, memory {memory_ratio(row):.3f}")
+            if arguments.profile:
+                print(f"\n{profile_table(row['profile'])}\n")
     save_and_report(__file__, arguments, rows, table(rows))
     return 0
 

@@ -3,8 +3,8 @@
 
     python -m benchmarks.corpus_throughput.measure --data qa_squad_dev.parquet
 
-Contexts, drawn by a seed, become columns in int8. The bare encoder reads the same batches of token ids, already
-padded: it is the limit. Both run in turns, and their times are the processor's own, so that other programs on a core
+Contexts, drawn by a seed, become columns in int8. The bare encoder reads the same batches of token ids: it is the
+limit. Both run in turns, and their times are the processor's own, so that other programs on a core
 count little; with a GPU they are the clock's. Of the compressor's time, the model's is that of `model.compress`;
 outside of it are tokens, batches, rounding, moving and columns. The model is loaded, and has read all texts once,
 before the clock starts.
@@ -17,7 +17,7 @@ import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,15 @@ import pyarrow.parquet
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, positive_int, save_and_report, synchronize
+from benchmarks.common.tools import (
+    DTYPES,
+    add_place_arguments,
+    device_of,
+    positive_int,
+    save_and_report,
+    tells_errors,
+    timed_by_processor,
+)
 from context_compressors import CorpusCompressor
 from context_compressors.modeling.compressor.context_compression_qa import padded
 from context_compressors.modeling.parts.length_batches import length_batches
@@ -37,19 +45,15 @@ _COMPRESSORS: list[CorpusCompressor] = []
 
 
 def drawn(path: str, num_texts: int, seed: int) -> list[str]:
-    """Different contexts of a Parquet file."""
-    contexts = pyarrow.parquet.read_table(path, columns=["context"])["context"].to_pylist()
-    return random.Random(seed).sample(list(dict.fromkeys(contexts)), num_texts)
+    """Different contexts of a Parquet file.
 
-
-def seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """A call's time on the processor, or with a GPU by the clock."""
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
-    synchronize(device)
-    start = clock()
-    function()
-    synchronize(device)
-    return clock() - start
+    Raises:
+        ValueError: it has fewer.
+    """
+    texts = dict.fromkeys(pyarrow.parquet.read_table(path, columns=["context"])["context"].to_pylist())
+    if len(texts) < num_texts:
+        raise ValueError(f"{path} has {len(texts)} different contexts, and --texts asks for {num_texts}")
+    return random.Random(seed).sample(list(texts), num_texts)
 
 
 class Measured:
@@ -81,9 +85,9 @@ class Measured:
         inner = model.compress
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
-            found: list[Any] = []
-            self._model_seconds += seconds(lambda: found.append(inner(*arguments, **keywords)), self.device)
-            return found[0]
+            memory, seconds = timed_by_processor(lambda: inner(*arguments, **keywords), self.device)
+            self._model_seconds += seconds
+            return memory
 
         model.compress = timed
         try:
@@ -97,8 +101,8 @@ class Measured:
         self.compress()
         self._model_seconds = 0.0
         for _ in range(rounds):
-            times["encoder"] += seconds(self.encode, self.device)
-            times["compressor"] += seconds(self.compress, self.device)
+            times["encoder"] += timed_by_processor(self.encode, self.device)[1]
+            times["compressor"] += timed_by_processor(self.compress, self.device)[1]
         tokens = rounds * self.num_tokens
         return {
             "tokens_per_second": tokens / times["compressor"],
@@ -164,12 +168,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ratio", type=positive_int, default=4, help="default: 4")
     add("--batch-tokens", type=positive_int, nargs="+", default=[256, 1024, 4096], help="default: 256 1024 4096")
     add("--dtypes", choices=DTYPES, nargs="+", default=["float32", "bfloat16"], help="default: float32 bfloat16")
-    add("--workers", type=positive_int, nargs="*", default=[2], help="beside one, at the largest batch (default: 2)")
+    add(
+        "--workers",
+        type=positive_int,
+        nargs="*",
+        default=[2],
+        help="beside one, at the last of --batch-tokens (default: 2)",
+    )
     add("--rounds", type=positive_int, default=3, help="default: 3")
     add_place_arguments(made)
     return made
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)
@@ -183,10 +194,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             compressor.batch_tokens = batch_tokens
             found = Measured(texts, compressor, device).run(arguments.rounds)
             results.append({"dtype": dtype, "batch_tokens": batch_tokens, "workers": 1, **found})
+        batch_tokens = arguments.batch_tokens[-1]
         for workers in arguments.workers:
             found = by_workers(texts, workers, {**options, "batch_tokens": batch_tokens}, device)
             results.append({"dtype": dtype, "batch_tokens": batch_tokens, "workers": workers, **found})
-    arguments.data = arguments.data.rpartition("/")[2]
+    arguments.data = Path(arguments.data).name
     save_and_report(__file__, arguments, results, table(results))
     return 0
 

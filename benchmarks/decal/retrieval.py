@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForTextEncoding, AutoTokenizer
 
-from benchmarks.common.tools import add_place_arguments, device_of, positive_int, save_and_report
+from benchmarks.common.tools import add_place_arguments, device_of, positive_int, save_and_report, tells_errors
 from context_compressors import DeCALForRetrieval
 from context_compressors.data.retrieval_sources import JudgedQueries
 from context_compressors.evaluation.retrieval import evaluate_bm25, evaluate_retrieval, retrieval_table
@@ -72,17 +71,14 @@ def model_rows(judged: JudgedQueries, folder: str, arguments: argparse.Namespace
     ]
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)
-    try:
-        judged = JudgedQueries(SCIFACT, arguments.data)
-        rows = [evaluate_bm25(judged)]
-        for folder in arguments.checkpoints:
-            rows += model_rows(judged, folder, arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    judged = JudgedQueries(SCIFACT, arguments.data)
+    rows = [evaluate_bm25(judged)]
+    for folder in arguments.checkpoints:
+        rows += model_rows(judged, folder, arguments)
     # Where this machine keeps its files is nobody else's business.
     arguments.data = Path(arguments.data).name
     arguments.checkpoints = [Path(folder).name for folder in arguments.checkpoints]

@@ -10,7 +10,6 @@ Random weights, all models interleaved, the median of the repetitions. Beside De
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,15 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, positive_int, save_and_report, seconds
+from benchmarks.common.tools import (
+    DTYPES,
+    add_place_arguments,
+    device_of,
+    positive_int,
+    save_and_report,
+    seconds,
+    tells_errors,
+)
 from context_compressors import DeCALConfig, DeCALModel
 from context_compressors.reporting.tables import markdown_table
 
@@ -47,7 +54,7 @@ def encoder(arguments: argparse.Namespace, **fields: Any) -> DeCALModel:
         "vocab_size": 4096,
         "d_model": arguments.d_model,
         "d_kv": 64,
-        "num_heads": max(1, arguments.d_model // 64),
+        "num_heads": arguments.d_model // 64,
         "d_ff": arguments.d_model * 11 // 4,
         "num_layers": arguments.layers,
     }
@@ -108,12 +115,12 @@ def table(rows: Sequence[dict[str, Any]], length: int) -> str:
     return markdown_table(["model", "ratio", "encoder's tokens", "time, ms", "relative"], cells)
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)
     if arguments.d_model % 64:
-        print(f"error: --d-model must be a multiple of 64, got {arguments.d_model}", file=sys.stderr)
-        return 1
+        raise ValueError(f"--d-model must be a multiple of 64, got {arguments.d_model}")
     rows = measure(arguments)
     path = save_and_report(__file__, arguments, rows, table(rows, arguments.length))
     draw(rows, path.with_suffix(".png"))

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.common.tools import positive_int
+from benchmarks.common.tools import positive_int, tells_errors
 from context_compressors.cli.loading import load_compressor
 from context_compressors.configuration.nearest_names import check_choice
 from context_compressors.data.document_ids import TrainingDocuments
@@ -120,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask all variants; returns the exit status."""
     arguments = build_parser().parse_args(argv)
@@ -150,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = list(known) if arguments.variants is None else [WHOLE, *arguments.variants]
     for name in chosen:
         check_choice("variant", name, known)
+    for name in chosen:
         with known[name](), torch.no_grad():
             found[name] = answers(name, arguments.checkpoint, model, tokenizer)
     for entry in arguments.also:

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.common.answers import AnswerLines
-from benchmarks.common.tools import positive_int
+from benchmarks.common.tools import positive_int, tells_errors
 from benchmarks.flagship.ablations import highest_of_groups
 from benchmarks.flagship.reading_by_question import Document, drawn, written
 from context_compressors import RankedKeyValuesForCausalLM
@@ -260,6 +260,7 @@ def build_parser() -> argparse.ArgumentParser:
     return made
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.common.answers import AnswerLines
-from benchmarks.common.tools import positive_int
+from benchmarks.common.questions import questions_by_context
+from benchmarks.common.tools import positive_int, tells_errors
 from context_compressors import RankedKeyValuesForCausalLM
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
 from context_compressors.evaluation.metrics import squad_scores
@@ -68,10 +68,8 @@ class Document:
 def drawn(
     path: str, paragraphs: int, count: int, questions: int, seed: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[Document]:
-    """Documents of paragraphs that a seed draws from a Parquet file with `context`, `question` and `answers`."""
-    by_context: dict[str, list[dict[str, Any]]] = {}
-    for row in pyarrow.parquet.read_table(path, columns=["context", "question", "answers"]).to_pylist():
-        by_context.setdefault(row["context"], []).append(row)
+    """Documents of paragraphs that a seed draws from a Parquet file; the last is shorter where they do not suffice."""
+    by_context = questions_by_context(path)
     contexts, generator, documents = sorted(by_context), random.Random(seed), []
     generator.shuffle(contexts)
     for place in range(count):
@@ -194,10 +192,11 @@ def measure_places(arguments: argparse.Namespace) -> dict[str, Any]:
                         new = list(asked(model, tokenizer, memories[read][ratio], document, arguments))
                     answers[place, name] = new
                     known.add({"document": place, "row": name, "answers": new})
-                scores = found.setdefault(name, {"f1": [], "nll": []})
+                scores = found.setdefault(name, {"nll": []})
                 for answer, right in zip(answers[place, name], document.answers, strict=True):
-                    scores["f1"].append(squad_scores([answer["text"]], [right])["f1"])
                     scores["nll"].append(answer["nll"])
+                    if arguments.new_tokens:
+                        scores.setdefault("f1", []).append(squad_scores([answer["text"]], [right])["f1"])
                 print(name, {kind: round(float(np.mean(values)), 2) for kind, values in scores.items()}, flush=True)
     rows = []
     for name, scores in found.items():
@@ -306,6 +305,7 @@ def build_parser() -> argparse.ArgumentParser:
     return made
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)
@@ -317,11 +317,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     content["runs"].append({"settings": settings, "environment": environment(), **result})
     write_results(content, path)
     if arguments.what == "places":
+        titles = {"nll": "nats a token", "nll_added": "more than at the same places"}
+        titles |= {"f1": "F1", "f1_added": "more than at the same places"} if arguments.new_tokens else {}
         table = [
-            [row["row"], *("{:.2f} [{:.2f}, {:.2f}]".format(*row[kind]) for kind in ("f1", "nll", "nll_added"))]
-            for row in result["rows"]
+            [row["row"], *("{:.2f} [{:.2f}, {:.2f}]".format(*row[kind]) for kind in titles)] for row in result["rows"]
         ]
-        print(markdown_table(["places", "F1", "nats a token", "more than at the same places"], table))
+        print(markdown_table(["places", *titles.values()], table))
     else:
         print(json.dumps(result))
     return 0

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.common.tools import positive_int
+from benchmarks.common.tools import positive_int, tells_errors, timed_by_processor
 from benchmarks.flagship.reading_by_question import drawn
 from context_compressors import RankedKeyValuesForCausalLM
 from context_compressors.modeling.memory.carriers import carrier_tensors
@@ -31,13 +30,6 @@ from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table
 
 _CALLS = 5
-
-
-def timed(function: Callable[[], CompressedContext]) -> tuple[float, CompressedContext]:
-    """Processor seconds of a call, and what it returns."""
-    start = time.process_time()
-    memory = function()
-    return time.process_time() - start, memory
 
 
 def is_same(left: CompressedContext, right: CompressedContext) -> bool:
@@ -55,10 +47,10 @@ def measured(model: Any, ids: Sequence[int], ratios: Sequence[int]) -> list[dict
 
     rows, finest = [], compressed(ratios[0])
     for ratio in ratios:
-        seconds, memory = timed(partial(compressed, ratio))
-        calls = [timed(partial(finest.at_ratio, ratio)) for _ in range(_CALLS)]
-        row = {"ratio": ratio, "compress_s": seconds, "at_ratio_s": statistics.median(each for each, _ in calls)}
-        row["same_pairs"] = is_same(calls[0][1], memory)
+        memory, seconds = timed_by_processor(partial(compressed, ratio), model.device)
+        calls = [timed_by_processor(partial(finest.at_ratio, ratio), model.device) for _ in range(_CALLS)]
+        row = {"ratio": ratio, "compress_s": seconds, "at_ratio_s": statistics.median(each for _, each in calls)}
+        row["same_pairs"] = is_same(calls[0][0], memory)
         of_pairs = memory.coarsest_ratios[memory.attention_mask.bool()].nbytes
         for name, kept in (("", memory), ("int4_", memory.quantize("int4"))):
             row |= {f"{name}bytes": kept.nbytes, f"{name}more": of_pairs / (kept.nbytes - of_pairs)}
@@ -105,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     return made
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)

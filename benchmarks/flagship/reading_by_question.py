@@ -23,14 +23,14 @@ from typing import Any
 
 import bm25s
 import numpy as np
-import pyarrow.parquet
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.common.answers import AnswerLines
-from benchmarks.common.tools import positive_int
+from benchmarks.common.questions import questions_by_context
+from benchmarks.common.tools import positive_int, tells_errors
 from context_compressors import RankedKeyValuesForCausalLM, SnapKVConfig, mixed_memory
 from context_compressors.evaluation.alternatives import bm25_context
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
@@ -105,9 +105,7 @@ class Asked:
 
 def drawn(path: str, first_row: int, count: int, seed: int, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
     """Documents of paragraphs that a seed draws from a Parquet file with `context`, `question` and `answers`."""
-    by_context: dict[str, list[dict[str, Any]]] = {}
-    for row in pyarrow.parquet.read_table(path, columns=["context", "question", "answers"]).to_pylist()[first_row:]:
-        by_context.setdefault(row["context"], []).append(row)
+    by_context = questions_by_context(path, first_row, at_least=count * _BLOCKS)
     contexts, documents = sorted(by_context), []
     random.Random(seed).shuffle(contexts)
     # Documents that are added later leave the first ones as they are.
@@ -433,6 +431,7 @@ def answered(
         yield place, found
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, positive_int, save_and_report
+from benchmarks.common.tools import DTYPES, add_place_arguments, device_of, positive_int, save_and_report, tells_errors
 
 # Importing it registers every method with the Auto classes.
 from context_compressors import modeling  # noqa: F401
@@ -207,20 +206,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)
-    try:
-        models = [load(name, arguments) for name in (arguments.before, arguments.after)]
-        tokenizers = [load_tokenizer(n, m) for n, m in zip((arguments.before, arguments.after), models, strict=True)]
-        # One of them may have task tokens besides.
-        small, large = sorted((tokenizer.get_vocab() for tokenizer in tokenizers), key=len)
-        if not small.items() <= large.items():
-            raise ValueError(f"{arguments.before} and {arguments.after} must have one vocabulary, they have two")
-        rows = rows_of(models, tokenizers[0], arguments)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    names = arguments.before, arguments.after
+    models = [load(name, arguments) for name in names]
+    tokenizers = [load_tokenizer(name, model) for name, model in zip(names, models, strict=True)]
+    # One of them may have task tokens besides.
+    small, large = sorted((tokenizer.get_vocab() for tokenizer in tokenizers), key=len)
+    if not small.items() <= large.items():
+        raise ValueError(f"{' and '.join(names)} must have one vocabulary, they have two")
+    rows = rows_of(models, tokenizers[0], arguments)
     # A result names no folders.
     arguments.before, arguments.after = model_label(arguments.before), model_label(arguments.after)
     arguments.data = None if arguments.data is None else "gsm8k"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,10 +26,12 @@ from benchmarks.answer_latency.roofline import Hardware, compression_pass, hardw
 from benchmarks.common.tools import (
     add_place_arguments,
     device_of,
+    positive_float,
     positive_int,
     random_compressor,
     save_and_report,
-    seconds,
+    tells_errors,
+    timed_by_processor,
 )
 from context_compressors.evaluation.flops import compression_flops
 from context_compressors.evaluation.model_shapes import SHAPE_NAMES, method_config, named_config
@@ -52,30 +53,25 @@ SMALL = {
 H200 = Hardware(989e12, 4.8e12)
 
 
-def matrix_product_limit(device: torch.device, seconds: Callable[[Callable[[], Any]], float]) -> Hardware:
+def matrix_product_limit(device: torch.device, clock: Callable[[Callable[[], Any]], float]) -> Hardware:
     """The operations a second of a large matrix product."""
     size = 2048
     left, right = torch.randn(2, size, size, device=device)
-    times = [seconds(lambda: left @ right) for _ in range(5)]
+    times = [clock(lambda: left @ right) for _ in range(5)]
     return Hardware(2 * size**3 / min(times), math.inf)
-
-
-def processor_seconds(function: Callable[[], Any]) -> float:
-    """Time of a call on the processor, which other programs do not lengthen."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
 
 
 def measured(shape: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Tokens a second on this device, and their share of what its limits allow."""
     device = device_of(arguments)
-    hardware = hardware_of(device, torch.bfloat16)
-    if hardware is None:
-        clock = processor_seconds if device.type == "cpu" else lambda function: seconds(function, device)
-        hardware, base, dtype = matrix_product_limit(device, clock), LlamaConfig(**SMALL), "float32"
+
+    def clock(function: Callable[[], Any]) -> float:
+        return timed_by_processor(function, device)[1]
+
+    if hardware := hardware_of(device, torch.bfloat16):
+        base, dtype = named_config(shape), "bfloat16"
     else:
-        clock, base, dtype = lambda function: seconds(function, device), named_config(shape), "bfloat16"
+        hardware, base, dtype = matrix_product_limit(device, clock), LlamaConfig(**SMALL), "float32"
     base.bos_token_id, base.eos_token_id, base.pad_token_id = 0, 1, 1
     model = random_compressor("mean_pooling", base, RATIOS, dtype, device)
     model.merge_adapters()
@@ -143,18 +139,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPE_NAMES, default=["llama-3.2-1b", "qwen3-8b"], metavar="SHAPE")
-    add("--share", type=float, help="of the limit (default: measured here)")
-    add("--tokens", type=float, default=1e9, help="of the collection (default: 1e9)")
+    add("--share", type=positive_float, help="of the limit (default: measured here)")
+    add("--tokens", type=positive_float, default=1e9, help="of the collection (default: 1e9)")
     add("--chunk-tokens", type=positive_int, default=512, metavar="N", help="default: 512")
     add("--batch-tokens", type=positive_int, default=16_384, metavar="N", help="default: 16384")
     add("--repeats", type=positive_int, default=20, help="default: 20")
-    add("--dollars-per-gpu-hour", type=float, default=3.5, help="of one H200 (default: 3.5)")
-    add("--dollars-per-gigabyte-month", type=float, default=0.023, help="of object storage (default: 0.023)")
+    add("--dollars-per-gpu-hour", type=positive_float, default=3.5, help="of one H200 (default: 3.5)")
+    add("--dollars-per-gigabyte-month", type=positive_float, default=0.023, help="of object storage (default: 0.023)")
     add_place_arguments(parser)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@tells_errors
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure or take the shares, print the table, and write the result file."""
     arguments = build_parser().parse_args(argv)
     rows: list[dict[str, Any]] = []
@@ -168,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     save_and_report(__file__, arguments, rows, table(rows), "cost")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -26,12 +26,14 @@ import pyarrow.parquet
 import torch
 from tqdm.auto import tqdm
 
-from benchmarks.common.tools import positive_int, save_and_report
+from benchmarks.common.tools import add_output_argument, positive_int, save_and_report, tells_errors
 from context_compressors import CompressedContext, MemoryStore
 from context_compressors.reporting.tables import markdown_table
 
+DTYPES = ("float16", "int8", "int4", "int2")
 # Memories that are written as a file each, for their size.
 NUM_FILES = 200
+TOKENIZER = Path(__file__).resolve().parents[2] / "checkpoints" / "smollm2-135m-instruct-mean-pooling"
 
 
 def random_memory(num_rows: int, num_slots: int, width: int, ratio: int) -> CompressedContext:
@@ -71,10 +73,18 @@ def read_milliseconds(place: Path, ids: Sequence[str], count: int, repeats: int)
     }
 
 
-def row_of(arguments: argparse.Namespace, ratio: int, dtype: str, num_rows: int, folder: Path) -> dict[str, Any]:
-    """All figures of one ratio and type."""
+def row_of(
+    arguments: argparse.Namespace,
+    ratio: int,
+    dtype: str,
+    folder: Path,
+    num_rows: int,
+    width: int,
+    compacts: bool = False,
+) -> dict[str, Any]:
+    """All figures of slots of one ratio, type, number and width, and where it `compacts` those after it."""
     place, num_slots = folder / f"{ratio}_{dtype}.lance", -(-arguments.chunk_tokens // ratio)
-    memory = random_memory(min(arguments.rows_of_a_version, num_rows), num_slots, arguments.hidden_size, ratio)
+    memory = random_memory(min(arguments.rows_of_a_version, num_rows), num_slots, width, ratio)
     store = MemoryStore.create(place, memory, dtype)
     ids, seconds, clock_seconds = [f"chunk-{row:07d}" for row in range(num_rows)], 0.0, 0.0
     for start in tqdm(range(0, num_rows, len(memory)), desc=f"{dtype} at {ratio}", leave=False):
@@ -83,15 +93,14 @@ def row_of(arguments: argparse.Namespace, ratio: int, dtype: str, num_rows: int,
         processor, clock = spent(functools.partial(store.append, table))
         seconds, clock_seconds = seconds + processor, clock_seconds + clock
     files = folder / f"{ratio}_{dtype}"
-    for path in store.export(files, ids[:NUM_FILES]):
-        assert path.stat().st_size > 0
+    list(store.export(files, ids[:NUM_FILES]))
     num_tokens = num_rows * num_slots * ratio
     kept = memory.to(dtype="float16") if dtype == "float16" else memory.quantize(dtype)
     row = {
         "ratio": ratio,
         "dtype": dtype,
         "rows": num_rows,
-        "hidden_size": arguments.hidden_size,
+        "hidden_size": width,
         "slots_bytes_per_token": kept.nbytes / len(memory) / num_slots / ratio,
         "store_bytes_per_token": folder_bytes(place) / num_tokens,
         "files_bytes_per_token": sum(path.stat().st_size for path in files.glob("*.safetensors"))
@@ -102,7 +111,7 @@ def row_of(arguments: argparse.Namespace, ratio: int, dtype: str, num_rows: int,
         "versions": store.version,
         **read_milliseconds(place, ids, arguments.memories, arguments.repeats),
     }
-    if arguments.compact:
+    if compacts:
         row["compact_seconds"], row["compact_clock_seconds"] = spent(store.compact)
         compacted = read_milliseconds(place, ids, arguments.memories, arguments.repeats)
         row |= {f"compacted_{name}": value for name, value in compacted.items()}
@@ -154,7 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hidden-size", type=positive_int, default=576, metavar="H", help="of a slot (default: 576)")
     add("--chunk-tokens", type=positive_int, default=512, metavar="N", help="default: 512")
     add("--ratios", type=positive_int, nargs="+", default=[4, 16], metavar="R", help="default: 4 16")
-    add("--dtypes", nargs="+", default=["float16", "int8", "int4", "int2"], metavar="T", help="default: all four")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="what slots are kept in (default: all)")
     add("--rows", type=positive_int, default=300, help="of each ratio and type (default: 300)")
     add("--many-hidden-size", type=positive_int, default=128, metavar="H", help="of these (default: 128)")
     add("--many-rows", type=positive_int, default=100_000, help="at the last ratio in int8, which is compacted")
@@ -163,29 +172,35 @@ def build_parser() -> argparse.ArgumentParser:
     add("--repeats", type=positive_int, default=50, help="of reading (default: 50)")
     add("--texts", metavar="FILE", help="Parquet with texts, for their bytes")
     add("--column", default="context", help="of the texts (default: context)")
-    add("--tokenizer", default="checkpoints/smollm2-135m-instruct-mean-pooling", help="what counts the texts' tokens")
-    add("--output", metavar="FILE", help="where the JSON goes (default: the benchmark's own folder)")
-    parser.set_defaults(device="cpu", compact=False)
+    add("--tokenizer", default=str(TOKENIZER), help="what counts the texts' tokens (default: that of this repository)")
+    add_output_argument(parser)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the table, and write the result file."""
+@tells_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and write the result file; returns the exit status."""
     arguments = build_parser().parse_args(argv)
+    if arguments.memories > min(arguments.rows, arguments.many_rows):
+        raise ValueError(f"--memories {arguments.memories} must be at most --rows and --many-rows")
     torch.manual_seed(0)
     rows = []
     for ratio in arguments.ratios:
         for dtype in arguments.dtypes:
             with tempfile.TemporaryDirectory() as folder:
-                rows.append(row_of(arguments, ratio, dtype, arguments.rows, Path(folder)))
+                of_one = Path(folder), arguments.rows, arguments.hidden_size
+                rows.append(row_of(arguments, ratio, dtype, *of_one))
     with tempfile.TemporaryDirectory() as folder:
-        many = argparse.Namespace(**{**vars(arguments), "compact": True, "hidden_size": arguments.many_hidden_size})
-        rows.append(row_of(many, arguments.ratios[-1], "int8", arguments.many_rows, Path(folder)))
+        of_many = Path(folder), arguments.many_rows, arguments.many_hidden_size
+        rows.append(row_of(arguments, arguments.ratios[-1], "int8", *of_many, compacts=True))
         if arguments.texts:
             rows += text_rows(arguments.texts, arguments.column, arguments.tokenizer, Path(folder))
     arguments.texts = None if arguments.texts is None else Path(arguments.texts).name
+    # A result names no folders.
+    arguments.tokenizer = Path(arguments.tokenizer).name
     save_and_report(__file__, arguments, rows, table(rows))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

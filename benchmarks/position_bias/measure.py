@@ -13,7 +13,6 @@ by distance (Figure 2). Writes JSON and pictures.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, PreTrainedModel
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from benchmarks.common.tools import add_place_arguments, save_and_report
+from benchmarks.common.tools import add_output_argument, save_and_report, tells_errors
 
 # Importing it registers every method with the Auto classes.
 from context_compressors import modeling  # noqa: F401
@@ -133,21 +132,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="Hub id or folder of an encoder, or an encoder-decoder such as T5")
     parser.add_argument("--name", help="of result and pictures (default: the model's)")
-    add_place_arguments(parser)
+    add_output_argument(parser)
     return parser
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)
-    try:
-        model = AutoModel.from_pretrained(arguments.model)
-        vectors, has_biases = position_vectors(model), relative_biases(model, [0]) is not None
-        if vectors is None and not has_biases:
-            raise ValueError(f"{arguments.model} learns neither vectors of positions nor relative biases")
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    model = AutoModel.from_pretrained(arguments.model)
+    vectors, has_biases = position_vectors(model), relative_biases(model, [0]) is not None
+    if vectors is None and not has_biases:
+        raise ValueError(f"{arguments.model} learns neither vectors of positions nor relative biases")
     arguments.model = model_label(arguments.model)
     arguments.name = name = arguments.name or arguments.model.rpartition("/")[2]
     similarity = None if vectors is None else normalize(vectors, dim=-1) @ normalize(vectors, dim=-1).T

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import torch
 from tqdm.auto import tqdm
 from transformers import Pipeline
 
-from benchmarks.common.tools import add_place_arguments, device_of, positive_int, save_and_report
+from benchmarks.common.questions import questions_by_context
+from benchmarks.common.tools import add_place_arguments, device_of, positive_int, save_and_report, tells_errors
 from context_compressors import CorpusCompressor
 from context_compressors.evaluation.bootstrap import mean_statistic, percentile_interval, resampled_scores
 from context_compressors.evaluation.metrics import squad_scores
@@ -42,10 +42,7 @@ _NUM_RESAMPLES = 10_000
 
 def drawn(path: str, num_questions: int, seed: int) -> list[dict[str, Any]]:
     """Questions of different contexts, from a Parquet file with `context`, `question` and `answers`."""
-    by_context: dict[str, list[dict[str, Any]]] = {}
-    for row in pyarrow.parquet.read_table(path, columns=["context", "question", "answers"]).to_pylist():
-        by_context.setdefault(row["context"], []).append(row)
-    chosen = random.Random(seed)
+    by_context, chosen = questions_by_context(path, at_least=num_questions), random.Random(seed)
     return [chosen.choice(rows) for rows in chosen.sample(list(by_context.values()), num_questions)]
 
 
@@ -183,6 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     return made
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)

@@ -28,7 +28,7 @@ import numpy as np
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from benchmarks.common.tools import DTYPES, add_place_arguments, positive_int, save_and_report
+from benchmarks.common.tools import DTYPES, add_place_arguments, positive_int, save_and_report, tells_errors
 from context_compressors import generate_document
 from context_compressors.reporting.tables import markdown_table
 
@@ -149,6 +149,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(header, lines)
 
 
+def way_of(text: str) -> str:
+    """An argument that is "text", or a ratio such as "4x"."""
+    if text != "text":
+        positive_int(text.removesuffix("x"))
+        text = f"{text.removesuffix('x')}x"
+    return text
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.serving.measure", description=__doc__)
@@ -158,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--clients", type=positive_int, nargs="+", default=[1, 8, 64], help="default: 1 8 64")
     add("--tokens", type=positive_int, nargs="+", default=[512], help="of a document (default: 512)")
     add("--documents", type=positive_int, default=64, help="different ones, at most (default: 64)")
-    add("--ways", nargs="+", default=["text", "4x", "8x"], help="default: text 4x 8x")
+    add("--ways", type=way_of, nargs="+", default=["text", "4x", "8x"], help="default: text 4x 8x")
     add("--new-tokens", type=positive_int, default=16, help="longest answer (default: 16)")
     add("--rounds", type=positive_int, default=3, help="requests of each client (default: 3)")
     add("--batch-size", type=positive_int, default=8, help="of the server (default: 8)")
@@ -167,6 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     return made
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)
@@ -180,8 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "3600",
         "--max-tokens",
         "1000000",
+        "--device",
+        arguments.device,
     ]
-    options += ["--device", arguments.device] if arguments.device else []
     server, rows = Server(arguments.checkpoint, options), []
     try:
         measure(server, [document(0, 64, tokenizer)], 1, "text", arguments)  # warms up

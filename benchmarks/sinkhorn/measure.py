@@ -20,19 +20,20 @@ import ot
 import torch
 from torch import Tensor
 
-from benchmarks.common.tools import add_place_arguments, device_of, peak_bytes, positive_int, save_and_report, seconds
+from benchmarks.common.tools import (
+    add_place_arguments,
+    device_of,
+    peak_bytes,
+    positive_float,
+    positive_int,
+    save_and_report,
+    seconds,
+    tells_errors,
+)
 from context_compressors.modeling.parts.optimal_transport import sinkhorn
 from context_compressors.reporting.tables import markdown_table
 
 PASSES = ("forward", "forward and backward")
-
-
-def positive_float(text: str) -> float:
-    """An argument that is a number above zero."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
-    return value
 
 
 def by_autograd(cost: Tensor, source_mass: Tensor, target_mass: Tensor, epsilon: float, num_iterations: int) -> Tensor:
@@ -140,6 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)

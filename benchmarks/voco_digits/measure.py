@@ -27,7 +27,14 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from transformers.utils import logging
 
-from benchmarks.common.tools import add_place_arguments, device_of, positive_int, save_and_report
+from benchmarks.common.tools import (
+    add_place_arguments,
+    device_of,
+    positive_float,
+    positive_int,
+    save_and_report,
+    tells_errors,
+)
 from context_compressors import VoCoForCausalLM
 from context_compressors.reporting.tables import markdown_table
 
@@ -239,14 +246,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(["read from", *[f"{count} image tokens" for count in counts]], body)
 
 
-def positive_float(text: str) -> float:
-    """An argument that is a number above zero."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
-    return value
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -266,6 +265,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = build_parser().parse_args(argv)

@@ -23,4 +23,9 @@ def test_encoder_cost_has_a_row_for_each_model_and_ratio(script, tmp_path, capsy
     ]
     assert all(row["seconds"] > 0 for row in rows)
     assert output.with_suffix(".png").stat().st_size > 1000
-    assert encoder_cost.main(["--d-model", "60"]) == 1
+    for wrong, message in (
+        (["--d-model", "60"], "must be a multiple of 64, got 60"),
+        (["--device", "abacus"], "device must be one of auto, cpu"),
+    ):
+        assert encoder_cost.main([*toy, *wrong]) == 1
+        assert message in capsys.readouterr().err

@@ -16,7 +16,7 @@ def measured(script, tmp_path):
         model.save_pretrained(tmp_path / "model")
         output = tmp_path / "out" / "result.json"
         status = script("position_bias.measure").main(
-            [str(tmp_path / "model"), "--name", "tiny", "--device", "cpu", "--output", str(output)]
+            [str(tmp_path / "model"), "--name", "tiny", "--output", str(output)]
         )
         assert status == 0
         assert {path.suffix for path in output.parent.iterdir()} == {".json", ".png"}
