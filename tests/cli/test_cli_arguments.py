@@ -44,7 +44,6 @@ def test_a_wrong_command_is_refused_with_the_nearest_one(
         (["ask", "m"], "sources"),
         (["compress", "m", "a.txt", "--device", "gpu"], "device must be one of auto, cpu"),
         (["ask", "m", "a.txt", "--device", "cuda:99"], "device must be one of auto, cpu"),
-        (["evaluate", "m", "--data", "generated", "--device", "gpu"], "device must be one of auto, cpu"),
     ],
 )
 def test_a_wrong_option_exits_with_2_and_the_nearest_one(

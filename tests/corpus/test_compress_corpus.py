@@ -128,18 +128,8 @@ def test_inputs_that_cannot_be_read_are_refused_before_anything_is_done(collecti
 @pytest.mark.slow
 def test_the_command_fills_a_store_goes_on_with_it_and_lists_what_failed(collection, model, tmp_path, capsys):
     store, failures = str(tmp_path / "s.lance"), tmp_path / "s.lance.failed.jsonl"
-    command = [
-        "compress-corpus",
-        str(collection),
-        "--model",
-        model,
-        "--store",
-        store,
-        "--ratio",
-        "4",
-        "--device",
-        "cpu",
-    ]
+    command = ["compress-corpus", str(collection), "--model", model, "--store", store, "--ratio", "4"]
+    command += ["--device", "cpu"]
     assert cli.main([*command, "--batch-size", "3", "--commit-seconds", "0"]) == 0
     assert "7 rows with" in capsys.readouterr().err
     failed = [json.loads(line)["id"] for line in failures.read_text(encoding="utf-8").splitlines()]
@@ -185,6 +175,12 @@ def test_a_failures_file_is_beside_the_store_or_here_and_can_be_written_before_a
         text = (tmp_path / f"{place}.failed.jsonl").read_text(encoding="utf-8")
         assert json.loads(text) == {"id": "a\\ud83d", "error": "why"}
     assert "were there already" not in capsys.readouterr().err
+    assert cli.main([*command, "--store", "s.lance", "--num-gpus", "1"]) == 1
+    assert "--address and --num-gpus go with --engine ray" in capsys.readouterr().err
+    name = "context_compressors.corpus.compress_corpus.compress_locally"
+    monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(0, 0, [("a", "why"), ("b", "how")])]))
+    assert cli.main([*command, "--store", "s.lance"]) == 1
+    assert "no row was compressed; the first one: why" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -242,12 +242,14 @@ def test_generation_reads_the_checkpoints_own_stop_token(form_case, random_rows)
 
 def test_a_memory_of_another_float_type_is_read(method_case, random_rows):
     model, question = method_case.model, random_rows([4])[0][None]
-    memory = model.compress(random_rows([9], seed=1)[0][None])
+    memory, other = (model.compress(random_rows([9], seed=seed)[0][None]) for seed in (1, 2))
     expected = model(question, memory=memory).logits
+    # Rounding moves them less than another context does.
+    most = (model(question, memory=other).logits - expected).norm() / 4
     for dtype in (torch.bfloat16, torch.float16):
         logits = model(question, memory=memory.to(dtype=dtype)).logits
         assert logits.dtype == torch.float32
-        assert logits.allclose(expected, atol=0.3, rtol=0.1), dtype
+        assert (logits - expected).norm() < most, dtype
 
 
 @torch.no_grad()
