@@ -5,6 +5,8 @@ from typing import Any
 
 import pyarrow.parquet
 
+_COLUMNS = ["context", "question", "answers"]
+
 
 def questions_by_context(path: str, first_row: int = 0, at_least: int = 1) -> dict[str, list[dict[str, Any]]]:
     """Each context with its rows, which have `context`, `question` and `answers`, in the file's order.
@@ -18,11 +20,10 @@ def questions_by_context(path: str, first_row: int = 0, at_least: int = 1) -> di
         OSError: there is no such file.
         ValueError: a column is missing, or there are fewer contexts.
     """
-    rows = pyarrow.parquet.read_table(path, columns=["context", "question", "answers"]).to_pylist()[first_row:]
-    if missing := {"context", "question", "answers"} - set(rows[0] if rows else ()):
-        raise ValueError(f"{path} has no rows from {first_row} on, or not the columns {', '.join(sorted(missing))}")
+    if missing := [name for name in _COLUMNS if name not in pyarrow.parquet.read_schema(path).names]:
+        raise ValueError(f"{path} has no column {', '.join(missing)}")
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
+    for row in pyarrow.parquet.read_table(path, columns=_COLUMNS).to_pylist()[first_row:]:
         found.setdefault(row["context"], []).append(row)
     if len(found) < at_least:
         raise ValueError(f"{path} has {len(found)} contexts from row {first_row} on, and {at_least} are needed")
