@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet and JSONL files as one table, with our names for its columns."""
+"""Parquet, JSONL and text files as one table, with our names for its columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from ..configuration.nearest_names import check_choice, nearest
 from .columns import is_list, with_our_columns
-from .sources import COLUMNS, FILE_TYPES
+from .sources import COLUMNS, FILE_TYPES, TEXT_FILES
 
 _ID_COLUMNS = ("id", "query_id", "doc_id")
 # What training, evaluation and retrieval read of a table.
@@ -50,8 +50,8 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
         suffix = Path(path).suffix
         check_choice(f"file type of {path}:", suffix, FILE_TYPES)
         try:
-            table = _without_views(pyarrow.parquet.read_table(path)) if suffix == ".parquet" else _read_json(path)
-        except _UNREADABLE as error:
+            table = _read_file(path)
+        except (*_UNREADABLE, UnicodeDecodeError) as error:
             raise ValueError(f"source {source.path!r}: {path} cannot be read: {error}") from error
         tables.append(with_our_columns(table, source))
     return _merged(tables, paths, source)
@@ -68,6 +68,14 @@ def matching_paths(pattern: str, data_dir: str | None = None) -> list[str]:
     if (folder / pattern).is_file():
         return [str(folder / pattern)]
     return sorted(glob.glob(str(Path(glob.escape(str(folder))) / pattern)))
+
+
+def _read_file(path: str) -> pyarrow.Table:
+    """A file as it is; a text file is a row with the column `text`."""
+    suffix = Path(path).suffix
+    if suffix in TEXT_FILES:
+        return pyarrow.table({"text": [Path(path).read_text(encoding="utf-8-sig")]})
+    return _without_views(pyarrow.parquet.read_table(path)) if suffix == ".parquet" else _read_json(path)
 
 
 def _read_json(path: str) -> pyarrow.Table:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a data source, read and checked: Hub data sets, Parquet and JSONL files."""
+"""The rows of a data source, read and checked: Hub data sets, Parquet, JSONL and text files."""
 
 from __future__ import annotations
 

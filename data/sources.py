@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sources of training and evaluation: Hub data sets, local Parquet or JSONL files, and generated documents.
+"""Data sources of training and evaluation: Hub data sets, local Parquet, JSONL or text files, and generated documents.
 
 A source is a mapping such as `{path: qa_squad_train.parquet, tasks: [question_answering], weight: 2}`, or a text, see
 `parse_sources`. Rows have the columns `context` with `question` and `answers`, `context` with `summary`, or `text`.
@@ -22,7 +22,9 @@ from .yaml_text import parse_yaml, read_yaml
 # What a benchmark says of a question beside it, in the names of kvpress.
 BENCHMARK_COLUMNS = ("task", "answer_prefix", "max_new_tokens", "all_classes", "length")
 COLUMNS = ("id", "context", "question", "answers", "summary", "text", *BENCHMARK_COLUMNS)
-FILE_TYPES = (".parquet", ".jsonl", ".json")
+# One text each, in UTF-8.
+TEXT_FILES = (".txt", ".md")
+FILE_TYPES = (".parquet", ".jsonl", ".json", *TEXT_FILES)
 _FIELD_TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("name", "path", "config", "split", "kind", "by", "licence", "hub_id", "title"), (str, "a text")),
     **dict.fromkeys(
@@ -57,8 +59,8 @@ class DataSource:
 
     Args:
         name: a data set on the Hub, or a folder that `datasets` reads as one.
-        path: Parquet or JSONL file, or, where none has this name, a pattern such as `text_*_train.parquet`, relative
-            to `data_dir`.
+        path: Parquet, JSONL or text file, or, where none has this name, a pattern such as `text_*_train.parquet`,
+            relative to `data_dir`.
         generated: documents of `generated.py` instead of a file.
         config: the Hub data set's configuration; of generated documents that are evaluated, "one_hop" or "two_hop":
             only questions that join so many facts.
@@ -243,15 +245,15 @@ def parse_sources(entries: Sequence[str | DataSource | Mapping[str, Any]], split
             found += parse_sources(listed, split)
             continue
         elif isinstance(entry, str):
-            entry = _short_form(entry)
+            entry = short_form(entry)
         if isinstance(entry, Mapping):
             entry = {"split": split, **entry}
         found.append(DataSource.from_mapping(entry, needs_tasks=False))
     return found
 
 
-def _short_form(text: str) -> dict[str, Any]:
-    """The mapping that `[TITLE=]PLACE[#MAX_SAMPLES]` stands for."""
+def short_form(text: str) -> dict[str, Any]:
+    """The mapping that `[TITLE=]PLACE[#MAX_SAMPLES]` stands for, see `parse_sources`."""
     title, _, place = text.rpartition("=")
     counted, _, number = place.rpartition("#")
     found: dict[str, Any] = {"title": title} if title else {}

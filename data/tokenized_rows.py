@@ -36,9 +36,9 @@ class _Tokenized:
         raise NotImplementedError
 
     def _encoded(self, index: int, text: str | Sequence[str]) -> np.ndarray:
-        """Token ids of a text, or of passages with blank lines between them."""
+        """Token ids of a text, none of a blank one, or of passages with blank lines between them."""
         if isinstance(text, str):
-            return np.asarray(encode(self._tokenizer, text), dtype=np.int32)
+            return np.asarray(encode(self._tokenizer, text) if text.strip() else [], dtype=np.int32)
         passages, between = encode_all(self._tokenizer, text), encode(self._tokenizer, DOCUMENT_END)
         self._lengths[index] = [len(passage) for passage in passages]
         ids = [token for passage in passages for token in (*between, *passage)]

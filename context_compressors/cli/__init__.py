@@ -14,6 +14,7 @@ from ..configuration.nearest_names import nearest
 # when its arguments are read.
 _COMMANDS = {
     "train": "train a compressor (or a teacher, or a base model) as a recipe says",
+    "fit": "make a compressor of any language model in minutes, without training it",
     "data": "write a published data set as Parquet in the columns that training and evaluation read",
     "write-targets": "let a language model write from the whole context what a compressor shall learn to write",
     "evaluate": "score a checkpoint beside no context and full context",

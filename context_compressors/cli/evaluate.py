@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
     from ..evaluation.report import EvaluationReport
 
-_SOURCE = "FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated, generated:KIND, or a recipe's source as YAML"
+_SOURCE = (
+    "FILE (.parquet, .jsonl, .txt, .md), HUB_NAME[:CONFIG][@SPLIT], generated, generated:KIND, or a recipe's source "
+    "as YAML"
+)
 _NAMES = "NAME=SOURCE names one, SOURCE#N draws N of its samples, FILE.yaml lists some"
 _EXAMPLES = """
 # Generated documents and a file, at two ratios, ten samples each:

@@ -33,8 +33,8 @@ context-compressors write-targets my-instruct-model --task summarisation --outpu
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help="FILE (.parquet, .jsonl), HUB_NAME[:CONFIG][@SPLIT], generated[:KIND], a recipe's source as YAML, or a "
-        "recipe; of the Hub the split train where none is named",
+        help="FILE (.parquet, .jsonl, .txt, .md), HUB_NAME[:CONFIG][@SPLIT], generated[:KIND], a recipe's source as "
+        "YAML, or a recipe; of the Hub the split train where none is named",
     ),
     argument("--output", required=True, metavar="FILE", help="JSONL file; the teacher and its settings go beside it"),
     argument("--task", default="question_answering", help="question_answering (default) or summarisation"),

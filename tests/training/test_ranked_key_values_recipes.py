@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranked key/values from a reader of full texts: its adapter, scorers fitted to it, and what cannot be."""
 
+import copy
 import json
 import shutil
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from small_recipes import write_recipe
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from context_compressors import ICAEForCausalLM, MeanPoolingForCausalLM, RankedKeyValuesForCausalLM
+from context_compressors import ICAEForCausalLM, MeanPoolingForCausalLM, RankedKeyValuesForCausalLM, cli
 from context_compressors.data.document_ids import TrainingDocuments
 from context_compressors.modeling.compressor.decoder_export import export_decoder
 from context_compressors.modeling.compressor.token_rows import check_together
@@ -184,6 +185,63 @@ def test_a_reader_its_memories_and_fitted_scorers(tmp_path, base_folder):
     )
     assert first < last
     assert len(last) == len(rows)
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}u {{ m.content }} a{% endfor %}"])
+@torch.no_grad()
+def test_fit_makes_a_compressor_of_texts_and_leaves_the_model_as_it_is(tmp_path, base_folder, tokenizer, template):
+    base, out, words = tmp_path / "base", tmp_path / "out", "one two three four five six seven eight nine ten "
+    shutil.copytree(base_folder, base)
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    own.save_pretrained(base)
+    for name, start in (("a.md", ""), ("b.md", "\ufeff"), ("c.txt", ""), ("d.txt", "")):
+        (tmp_path / name).write_text(f"{start}{name} {words * 3}", encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"context": words * 4}) + "\n")
+    data = [f"{tmp_path}/*.md", f"Letters={tmp_path}/c.txt", f"{{path: '{tmp_path}/rows.jsonl', rows: [0, 1]}}"]
+    settings = ["--contexts", "7", "--max-context-tokens", "40", "--ratios", "2", "4", "--chunk-size", "32"]
+    assert cli.main(["fit", str(base), "--data", *data, "--output", str(out), "--dtype", "float32", *settings]) == 0
+    model = RankedKeyValuesForCausalLM.from_pretrained(out)
+    assert (model.config.compression_ratios, model.config.chunk_size, model.config.encoder_lora) == ((2, 4), 32, None)
+    assert model.config.prompt_format == ("plain" if template is None else "chat")
+    ids = torch.arange(5, 25)[None]
+    plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
+    torch.testing.assert_close(model(ids).logits, plain)
+    new = dict(RankedKeyValuesForCausalLM.from_base(base, encoder_lora=None).named_parameters())
+    fitted = {name: p for name, p in model.named_parameters() if "scorers." in name}
+    assert fitted
+    assert not any(parameter.equal(new[name]) for name, parameter in fitted.items())
+    # The very same as the recipe fits to the very same texts.
+    again = tmp_path / "again"
+    main(["ranked_key_values/fit.yaml", *json_fields(yaml.safe_load((out / "recipe.yaml").read_text()), base, again)])
+    other = dict(RankedKeyValuesForCausalLM.from_pretrained(again).named_parameters())
+    assert all(parameter.equal(other[name]) for name, parameter in fitted.items())
+
+
+def json_fields(recipe, base, output):
+    """A recipe that was run, as a command line, with the folders that it does not name."""
+    folders = {"base": str(base), "output_dir": str(output), "data_dir": str(base.parent)}
+    fields = {name: json.dumps(value).strip('"') for name, value in {**recipe, **folders}.items()}
+    return [word for name, value in fields.items() for word in (f"--{name}", value)]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("nothing.md", "there is no file"),
+        ("latin.txt", "latin.txt cannot be read: 'utf-8' codec can't decode byte 0xe9"),
+        ("blank.txt", "rows in a row were shorter than 2"),
+        ("{path: a.md, weigth: 2}", "did you mean 'weight'?"),
+    ],
+)
+def test_fit_refuses_texts_that_are_none(tmp_path, base_folder, monkeypatch, capsys, data, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "a.md").write_text("a b c d e f g h i j")
+    assert cli.main(["fit", str(base_folder), "--data", data, "--output", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.parametrize(

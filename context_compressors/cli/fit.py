@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`context-compressors fit BASE --data SOURCE ... --output FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from .command import argument, command, positive_int
+
+_EXAMPLES = """
+# From your own texts, in the words that are yours:
+context-compressors fit Qwen/Qwen3-0.6B --data 'notes/*.md' reports.jsonl --output my-compressor
+context-compressors ask my-compressor notes/minutes.md --question "What was decided?" --ratio 4
+
+# From any texts of the Hub, for finer and coarser memories:
+context-compressors fit Qwen/Qwen3-0.6B --data Salesforce/wikitext:wikitext-2-raw-v1@train#500 --ratios 4 2 8 32 \\
+    --output my-compressor
+"""
+_RECIPE = "ranked_key_values/fit.yaml"
+
+
+@command(
+    "fit",
+    "Make a compressor of a language model in minutes, without training it: linear maps, one a layer, are fitted to "
+    "what the model attends to when it reads texts again, and rank its keys and values (method ranked_key_values). "
+    "The model itself stays as it is: at ratio 1 its answers are its own. Runs the recipe "
+    "ranked_key_values/fit.yaml, which `train` takes with any other field.",
+    argument("base", help="Hub id or folder of a language model"),
+    argument(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="SOURCE",
+        help="texts, of which some hundred are enough: FILE (.txt, .md, .parquet, .jsonl) or a pattern of files in "
+        "quotes, HUB_NAME[:CONFIG][@SPLIT], generated[:KIND], with #N for N rows of it, or a recipe's source as YAML",
+    ),
+    argument("--output", required=True, metavar="FOLDER", help="the compressor"),
+    argument(
+        "--contexts", type=positive_int, default=100, metavar="N", help="that it is fitted to (default: %(default)s)"
+    ),
+    argument(
+        "--max-context-tokens", type=positive_int, default=1024, metavar="N", help="of each (default: %(default)s)"
+    ),
+    argument(
+        "--ratios",
+        type=positive_int,
+        nargs="+",
+        default=[4, 8, 2, 16],
+        metavar="R",
+        help="what it offers, the default first (default: 4 8 2 16)",
+    ),
+    argument(
+        "--chunk-size",
+        type=positive_int,
+        default=2048,
+        metavar="N",
+        help="tokens that are read and ranked together; the cost of longer documents is linear (default: %(default)s)",
+    ),
+    argument("--gguf-file", metavar="FILE", help="the base is this GGUF file in it"),
+    argument("--dtype", default="bfloat16", help="of the weights (default: %(default)s)"),
+    argument("--seed", type=int, default=1, help="draws the contexts (default: %(default)s)"),
+    examples=_EXAMPLES,
+)
+def main(arguments: argparse.Namespace) -> None:
+    """Run `context-compressors fit`.
+
+    Raises:
+        ValueError, OSError, ImportError: whatever `train` refuses.
+    """
+    from transformers import AutoTokenizer
+
+    from ..data.sources import short_form
+    from ..data.yaml_text import parse_yaml
+    from ..modeling.checkpoint.gguf_files import gguf_tokenizer
+    from ..modeling.checkpoint.pretrained_bases import base_place
+    from ..training.train import main as train
+
+    sources = [
+        parse_yaml(entry, f"the source {entry!r}") if entry.lstrip().startswith("{") else short_form(entry)
+        for entry in arguments.data
+    ]
+    base, file = arguments.base, arguments.gguf_file
+    tokenizer = gguf_tokenizer(base, file) if file else AutoTokenizer.from_pretrained(base_place(base))
+    method = {"compression_ratios": arguments.ratios, "chunk_size": arguments.chunk_size, "encoder_lora": None}
+    fields = {
+        "base": base,
+        "output_dir": arguments.output,
+        "sources": json.dumps([{"tasks": ["reconstruction"], **source} for source in sources]),
+        "method_config": json.dumps(method),
+        "fit_scorers": arguments.contexts,
+        "min_context_tokens": min(64, arguments.max_context_tokens),
+        "max_context_tokens": arguments.max_context_tokens,
+        "max_target_tokens": arguments.max_context_tokens + 1,
+        "dtype": arguments.dtype,
+        "save_dtype": arguments.dtype,
+        "seed": arguments.seed,
+    }
+    if file:
+        fields["base_gguf_file"] = file
+    if tokenizer.chat_template is None:
+        # Documents stand in front of questions, in plain words.
+        fields |= {"prompts": "null", "prompt_format": "plain"}
+    train([_RECIPE, *(word for name, value in fields.items() for word in (f"--{name}", str(value)))])
+    print(f"{arguments.output}: ask it with `context-compressors ask {arguments.output} FILE --question ...`")
