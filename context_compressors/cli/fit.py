@@ -68,23 +68,21 @@ def main(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError, ImportError: whatever `train` refuses.
     """
-    from transformers import AutoTokenizer
-
     from ..data.sources import short_form
     from ..data.yaml_text import parse_yaml
-    from ..modeling.checkpoint.gguf_files import gguf_tokenizer
-    from ..modeling.checkpoint.pretrained_bases import base_place
+    from ..training.arguments import DataArguments, ModelArguments
+    from ..training.loading import load_tokenizer
     from ..training.train import main as train
 
     sources = [
         parse_yaml(entry, f"the source {entry!r}") if entry.lstrip().startswith("{") else short_form(entry)
         for entry in arguments.data
     ]
-    base, file = arguments.base, arguments.gguf_file
-    tokenizer = gguf_tokenizer(base, file) if file else AutoTokenizer.from_pretrained(base_place(base))
+    named = {"base": arguments.base, **({"base_gguf_file": arguments.gguf_file} if arguments.gguf_file else {})}
+    tokenizer = load_tokenizer(ModelArguments(**named), DataArguments(), arguments.seed)
     method = {"compression_ratios": arguments.ratios, "chunk_size": arguments.chunk_size, "encoder_lora": None}
     fields = {
-        "base": base,
+        **named,
         "output_dir": arguments.output,
         "sources": json.dumps([{"tasks": ["reconstruction"], **source} for source in sources]),
         "method_config": json.dumps(method),
@@ -96,8 +94,6 @@ def main(arguments: argparse.Namespace) -> None:
         "save_dtype": arguments.dtype,
         "seed": arguments.seed,
     }
-    if file:
-        fields["base_gguf_file"] = file
     if tokenizer.chat_template is None:
         # Documents stand in front of questions, in plain words.
         fields |= {"prompts": "null", "prompt_format": "plain"}

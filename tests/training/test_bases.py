@@ -9,6 +9,7 @@ import pytest
 from small_recipes import write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from context_compressors import RankedKeyValuesForCausalLM, cli
 from context_compressors.modeling.checkpoint.pretrained_bases import WHEEL_BASES
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.train import main
@@ -87,6 +88,16 @@ def test_a_gguf_file_that_is_not_there_is_refused_with_those_that_are(tiny_gguf_
     recipe = write_recipe(tmp_path, base=str(tiny_gguf_folder), base_gguf_file="other.gguf")
     with pytest.raises(ValueError, match=r"base_gguf_file 'other.gguf' is not in .*, which has \['tiny.gguf'\]"):
         main([recipe])
+
+
+def test_a_compressor_is_fitted_to_a_gguf_file(tiny_gguf_folder, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("it'll 123 " * 9)
+    command = ["fit", str(tiny_gguf_folder), "--data", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out")]
+    command += ["--contexts", "2", "--max-context-tokens", "24", "--dtype", "float32"]
+    assert cli.main([*command, "--gguf-file", "other.gguf"]) == 1
+    assert "which has ['tiny.gguf']" in capsys.readouterr().err
+    assert cli.main([*command, "--gguf-file", "tiny.gguf"]) == 0
+    assert RankedKeyValuesForCausalLM.from_pretrained(tmp_path / "out").config.prompt_format == "chat"
 
 
 def test_a_gguf_file_goes_with_a_base(base_folder, tmp_path):
