@@ -18,6 +18,7 @@ context-compressors fit Qwen/Qwen3-0.6B --data Salesforce/wikitext:wikitext-2-ra
     --output my-compressor
 """
 _RECIPE = "ranked_key_values/fit.yaml"
+_CHUNK_SIZE = 2048
 
 
 @command(
@@ -53,9 +54,9 @@ _RECIPE = "ranked_key_values/fit.yaml"
     argument(
         "--chunk-size",
         type=positive_int,
-        default=2048,
         metavar="N",
-        help="tokens that are read and ranked together; the cost of longer documents is linear (default: %(default)s)",
+        help="tokens that are read and ranked together; the cost of longer documents is linear (default: 2048, or "
+        "half of the base's positions where it has fewer than 4096)",
     ),
     argument("--gguf-file", metavar="FILE", help="the base is this GGUF file in it"),
     argument("--dtype", default="bfloat16", help="of the weights (default: %(default)s)"),
@@ -68,8 +69,12 @@ def main(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError, ImportError: whatever `train` refuses.
     """
+    from transformers import AutoConfig
+
     from ..data.sources import short_form
     from ..data.yaml_text import parse_yaml
+    from ..modeling.checkpoint.gguf_files import gguf_arguments
+    from ..modeling.checkpoint.pretrained_bases import base_place
     from ..training.arguments import DataArguments, ModelArguments
     from ..training.loading import load_tokenizer
     from ..training.train import main as train
@@ -80,7 +85,10 @@ def main(arguments: argparse.Namespace) -> None:
     ]
     named = {"base": arguments.base, **({"base_gguf_file": arguments.gguf_file} if arguments.gguf_file else {})}
     tokenizer = load_tokenizer(ModelArguments(**named), DataArguments(), arguments.seed)
-    method = {"compression_ratios": arguments.ratios, "chunk_size": arguments.chunk_size, "encoder_lora": None}
+    config = AutoConfig.from_pretrained(base_place(arguments.base), **gguf_arguments(arguments.gguf_file))
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2 * _CHUNK_SIZE
+    chunk_size = arguments.chunk_size or min(_CHUNK_SIZE, positions // 2)
+    method = {"compression_ratios": arguments.ratios, "chunk_size": chunk_size, "encoder_lora": None}
     fields = {
         **named,
         "output_dir": arguments.output,

@@ -97,7 +97,9 @@ def test_a_compressor_is_fitted_to_a_gguf_file(tiny_gguf_folder, tmp_path, capsy
     assert cli.main([*command, "--gguf-file", "other.gguf"]) == 1
     assert "which has ['tiny.gguf']" in capsys.readouterr().err
     assert cli.main([*command, "--gguf-file", "tiny.gguf"]) == 0
-    assert RankedKeyValuesForCausalLM.from_pretrained(tmp_path / "out").config.prompt_format == "chat"
+    config = RankedKeyValuesForCausalLM.from_pretrained(tmp_path / "out").config
+    # Chunks of half of its 256 positions.
+    assert (config.prompt_format, config.chunk_size) == ("chat", 128)
 
 
 def test_a_gguf_file_goes_with_a_base(base_folder, tmp_path):
