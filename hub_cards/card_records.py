@@ -38,7 +38,7 @@ class TrainingRecord:
 
     Args:
         data: all data sets; never empty.
-        steps: optimizer steps.
+        steps: optimizer steps; 0 where something is fitted to contexts alone.
         seeds: every seed, one for each run behind the scores.
         hardware: what it was trained on, such as "1 x H200".
         tokens: training tokens.
@@ -61,8 +61,9 @@ class TrainingRecord:
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError("a training record names at least one data set")
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.steps < 0 or not (self.steps or self.context_tokens):
+            # Without a step something is fitted to contexts.
+            raise ValueError(f"steps must be at least 1, or 0 with context_tokens, got {self.steps}")
         if not self.seeds:
             raise ValueError("a training record names its seeds")
         if not self.hardware.strip():

@@ -289,10 +289,12 @@ def _training(record: TrainingRecord) -> str:
         name = f"[{data.name}](https://huggingface.co/datasets/{data.hub_id})" if data.hub_id else data.name
         cells = (cell.replace("|", "\\|") for cell in (name, data.licence, data.note or "all"))
         lines.append(f"| {' | '.join(cells)} |")
-    facts = [f"Steps: {record.steps:,}"]
+    facts = [f"Steps: {record.steps:,}" if record.steps else "Steps: none, fitted to contexts"]
     if record.tokens is not None:
         contexts = f" of text, {record.context_tokens:,} of compressed contexts" if record.context_tokens else ""
         facts.append(f"Tokens: {record.tokens:,}{contexts}")
+    elif record.context_tokens:
+        facts.append(f"Tokens: {record.context_tokens:,} of contexts")
     facts.append(f"Seeds: {', '.join(map(str, record.seeds))}")
     facts.append(f"Hardware: {record.hardware}" + (f", {record.hours:g} hours" if record.hours is not None else ""))
     if record.recipe:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ def check_fits_scorers(trainer: Any) -> None:
 def fit_scorers(trainer: Any, num_contexts: int) -> None:
     """Fit them by least squares as `RankedKeyValuesModel.fit_scorers` does; every process makes the same.
 
-    The documents count as trained on.
+    The documents, their tokens and the time count as those of the training.
 
     Args:
         trainer: of a compressor with scorers.
@@ -39,7 +40,11 @@ def fit_scorers(trainer: Any, num_contexts: int) -> None:
         for index in tqdm(indices, desc="fit scorers", unit="context"):
             batch = collate([dataset[index]])
             trainer.documents.trained.update(batch.get("documents", ()))
-            names = ("context_input_ids", "context_attention_mask")
-            yield tuple(batch[name].to(model.device) for name in names)
+            ids, mask = (batch[name] for name in ("context_input_ids", "context_attention_mask"))
+            if trainer.is_world_process_zero():
+                trainer.run_counts.add(num_context_tokens=int(mask.sum()))
+            yield ids.to(model.device), mask.to(model.device)
 
+    begin = time.perf_counter()
     model.fit_scorers(batches())
+    trainer.run_counts.earlier_seconds += time.perf_counter() - begin

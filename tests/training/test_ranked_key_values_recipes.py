@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from context_compressors import ICAEForCausalLM, MeanPoolingForCausalLM, RankedKeyValuesForCausalLM, cli
 from context_compressors.data.document_ids import TrainingDocuments
+from context_compressors.hub_cards.write_card import write_card
 from context_compressors.modeling.compressor.decoder_export import export_decoder
 from context_compressors.modeling.compressor.token_rows import check_together
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.fit_scorers import fit_scorers
+from context_compressors.training.run_counts import RunCounts
 from context_compressors.training.train import build_trainer, main
 
 LORA = {"rank": 2, "alpha": 8, "dropout": 0.0, "target_modules": "all-linear"}
@@ -211,6 +213,11 @@ def test_fit_makes_a_compressor_of_texts_and_leaves_the_model_as_it_is(tmp_path,
     fitted = {name: p for name, p in model.named_parameters() if "scorers." in name}
     assert fitted
     assert not any(parameter.equal(new[name]) for name, parameter in fitted.items())
+    # Its record and its card say what it was fitted to.
+    summary = json.loads((out / "training_summary.json").read_text())
+    assert (summary["steps"], summary["context_tokens"] > 7 * 20, summary["hours"] > 0) == (0, True, True)
+    card = write_card(out, [], ["little"], model_id="me/fitted").read_text()
+    assert f"- Steps: none, fitted to contexts\n- Tokens: {summary['context_tokens']:,} of contexts\n" in card
     # The very same as the recipe fits to the very same texts.
     again = tmp_path / "again"
     main(["ranked_key_values/fit.yaml", *json_fields(yaml.safe_load((out / "recipe.yaml").read_text()), base, again)])
@@ -261,8 +268,11 @@ def test_scorers_are_fitted_to_examples_from_the_whole_training(num_examples, nu
         train_dataset=range(num_examples),
         data_collator=collate,
         documents=TrainingDocuments(),
+        run_counts=RunCounts(),
+        is_world_process_zero=lambda: True,
     )
     fit_scorers(trainer, num_contexts)
+    assert trainer.run_counts.counts["num_context_tokens"] == len(read)
     assert len(read) == len(set(read)) == min(num_contexts, num_examples)
     assert expected <= set(read)
 
