@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import Trainer, set_seed
 
 from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_recipe, recorded_recipe
@@ -122,8 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def main_of_process(argv: Sequence[str] | None = None) -> int:
+    """`main` of a process that does nothing else: threads of a process group that is left open may abort its end."""
+    status = main(argv)
+    PartialState().destroy_process_group()
+    return status
+
+
 if __name__ == "__main__":
     try:
-        raise SystemExit(main())
+        raise SystemExit(main_of_process())
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error

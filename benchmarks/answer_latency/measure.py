@@ -295,7 +295,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.setting is not None:
-        is_gpu = device_of(arguments).type == "cuda"
+        # Whether this machine has it is asked when something is measured.
+        is_gpu = arguments.device.startswith("cuda") or (arguments.device == "auto" and torch.cuda.is_available())
         parser.set_defaults(**SETTINGS[arguments.setting], **(_GPU_SETTINGS[arguments.setting] if is_gpu else {}))
         arguments = parser.parse_args(argv)
     if arguments.compile and not arguments.static_cache:

@@ -43,6 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or {"-h", "--help"}.intersection(argv):
         build_parser().parse_args(["--help"])
-    from ..training.train import main as train
+    from ..training.train import main_of_process as train
 
     return train(argv)

@@ -278,9 +278,9 @@ def test_a_weight_may_be_written_as_yaml_reads_a_text():
 
 
 def test_unknown_file_types_are_refused(folder):
-    (folder / "notes.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"file type of .*notes.txt"):
-        read_rows(source(path="notes.txt"), str(folder))
+    (folder / "notes.doc").write_text("x")
+    with pytest.raises(ValueError, match=r"file type of .*notes.doc"):
+        read_rows(source(path="notes.doc"), str(folder))
 
 
 def test_empty_sources_are_refused(folder):
