@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from benchmarks.common.tools import tells_errors
+from benchmarks.comparison.page_tables import by_bytes, by_set, interval, main_table, orderings_table, trainings
 from benchmarks.comparison.pictures import draw
 from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table
@@ -103,13 +104,6 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 _BOUNDS = ("no_context", "full_context")
 _NOTHING = {"scores": {"f1": 0.0}}
 _THAN_CUT = {"holds": "above", "does not": "below", "cannot be told": "?", "not run": ""}
-_COSTS = ("questions", "positions", "bytes", "compress, s", "answer, s")
-_SCORES = ("F1", "exact match", "contained", "retention, %")
-_TITLES = {
-    "f1": "F1",
-    "rougeL": "ROUGE-L",
-    "token_accuracy": "token accuracy",
-}
 
 
 def write(results: Mapping[str, Any] | None, folder: Path) -> None:
@@ -157,14 +151,14 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
         for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
             draw(means, kinds, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
             parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
-    parts += ["\n## Is it so?\n", _orderings(results["orderings"], titles)]
+    parts += ["\n## Is it so?\n", orderings_table(results["orderings"], titles)]
     if any(", earlier" in part for part in parts):
         parts.append(
             '\n"Earlier": one of the two has been answered anew since, and of the other the scores of each question '
             "were not kept: the difference is that of the answers before."
         )
     if results["family"]:
-        parts += ["\n## What was trained\n", _trainings(results, titles)]
+        parts += ["\n## What was trained\n", trainings(results, titles)]
     return [*parts, ""]
 
 
@@ -180,11 +174,11 @@ def _all_rows(results: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]
             "Retention: (score - none) / (full - none) by F1, on the questions that a system answered. Reader: "
             f"`{results['reader']}`.\n",
             "### Made once for all questions\n",
-            _main_table([row for row in means if row["system"] not in aware], titles),
+            main_table([row for row in means if row["system"] not in aware], titles),
         ]
         if seeing := [row for row in means if row["system"] in aware]:
-            parts += ["\n### Made anew for each question\n", _main_table(seeing, titles)]
-        parts += ["\n## At equal stored bytes\n", _by_bytes(means, results["against_embeddings"], titles, aware)]
+            parts += ["\n### Made anew for each question\n", main_table(seeing, titles)]
+        parts += ["\n## At equal stored bytes\n", by_bytes(means, results["against_embeddings"], titles, aware)]
     for task, heading in (
         ("question_answering", "By set of questions"),
         ("summarisation", "Summaries"),
@@ -193,7 +187,7 @@ def _all_rows(results: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]
         asked = {name: entry["questions"] for name, entry in settings["sets"].items() if entry["task"] == task}
         rows = [row for row in results["rows"] if row["set"] in asked]
         if rows:
-            parts += [f"\n## {heading}\n", _by_set(rows, asked, titles)]
+            parts += [f"\n## {heading}\n", by_set(rows, asked, titles)]
     return [*parts, ""]
 
 
@@ -272,11 +266,11 @@ def _short(
                 titles[system],
                 _keeps(system, kinds, aware),
                 "" if found.get((system, middle)) is None else _kilobytes(found[system, middle]),
-                *("" if row is None else _interval(row, "f1") for row in at),
+                *("" if row is None else interval(row, "f1") for row in at),
                 told[0] if len(set(told)) == 1 else ", ".join(told),
             ]
         )
-    bounds = [f"{titles[name]}: {_interval(row, 'f1')}. " for (name, _), row in found.items() if name in _BOUNDS]
+    bounds = [f"{titles[name]}: {interval(row, 'f1')}. " for (name, _), row in found.items() if name in _BOUNDS]
     text = (
         f"F1, mean over the sets, the best at {middle}x first, and kB at that ratio. {''.join(bounds)}The last column "
         f"says, at {', '.join(f'{ratio}x' for ratio in ratios)}, whether it is above or below text that is cut to as "
@@ -362,156 +356,6 @@ def _not_found(rows: Sequence[Mapping[str, Any]], trained: Mapping[str, Any], ti
 def _kilobytes(row: Mapping[str, Any]) -> str:
     size = row["costs"].get("memory_bytes")
     return "" if size is None else f"{size / 1000:,.1f}"
-
-
-def _interval(row: Mapping[str, Any], metric: str) -> str:
-    value, ends = row["scores"].get(metric), row["intervals"].get(metric)
-    if value is None:
-        return ""
-    return f"{value:.1f}" + ("" if ends is None or None in ends else f" [{ends[0]:.1f}, {ends[1]:.1f}]")
-
-
-def _ratio(row: Mapping[str, Any]) -> str:
-    return f"{row['ratio']}x" if row["ratio"] > 1 else ""
-
-
-def _number(row: Mapping[str, Any], name: str, digits: int = 0) -> str:
-    value = row["costs"].get(name)
-    return "" if value is None else f"{value:,.{digits}f}"
-
-
-def _main_table(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:
-    lines = [
-        [
-            titles[row["system"]],
-            _ratio(row),
-            row["num_questions"],
-            _number(row, "kept_positions"),
-            _number(row, "memory_bytes"),
-            _number(row, "compress_seconds", 2),
-            _number(row, "answer_seconds", 2),
-            *(_interval(row, metric) for metric in ("f1", "exact_match", "substring_accuracy", "retention")),
-        ]
-        for row in rows
-    ]
-    header = ["system", "ratio", *_COSTS, *_SCORES]
-    known = [place for place, column in enumerate(zip(*lines, strict=True)) if any(cell != "" for cell in column)]
-    return markdown_table([header[place] for place in known], [[line[place] for place in known] for line in lines])
-
-
-def _by_set(rows: Sequence[Mapping[str, Any]], asked: Mapping[str, int], titles: Mapping[str, str]) -> str:
-    """A table with a column for each set, and the number of its questions; a cell has its own if that is another."""
-
-    def cell(row: Mapping[str, Any] | None, number: int) -> str:
-        if row is None:
-            return ""
-        own = "" if row["num_questions"] == number else f", n {row['num_questions']}"
-        return _interval(row, next(iter(row["scores"]))) + own
-
-    found = {(row["system"], row["ratio"], row["set"]): row for row in rows}
-    metrics = {row["set"]: next(iter(row["scores"])) for row in rows}
-    names = [name for name in asked if name in metrics]
-    lines = [
-        [titles[system], _ratio({"ratio": ratio})]
-        + [cell(found.get((system, ratio, name)), asked[name]) for name in names]
-        for system, ratio in dict.fromkeys((row["system"], row["ratio"]) for row in rows)
-    ]
-    columns = [f"{name}, {_TITLES[metrics[name]]}, n {asked[name]}" for name in names]
-    return markdown_table(["system", "ratio", *columns], lines)
-
-
-def _by_bytes(
-    rows: Sequence[Mapping[str, Any]],
-    compared: Sequence[Mapping[str, Any]],
-    titles: Mapping[str, str],
-    aware: set[str],
-) -> str:
-    """What is made once for all questions, from few bytes to many, and keys and values less embeddings."""
-
-    def less(entry: Mapping[str, Any] | None) -> str:
-        return f"{_difference(entry)} ({titles[entry['system']]}, {entry['ratio']}x)" if entry else ""
-
-    found = {(entry["system"], entry["ratio"]): entry for entry in compared}
-    rows = [row for row in rows if row["system"] not in aware and "bytes_per_context_token" in row["costs"]]
-    lines = []
-    for row in sorted(rows, key=lambda row: row["costs"]["bytes_per_context_token"]):
-        of_row = found.get((row["system"], row["ratio"]), {})
-        cells = [_number(row, "bytes_per_context_token", 1), titles[row["system"]], _ratio(row), _interval(row, "f1")]
-        lines.append([*cells, *(less(of_row.get(side)) for side in ("fewer", "more", "positions"))])
-    text = (
-        "Bytes for each token of a context. Of keys and values F1 is put beside that of embeddings, on the same "
-        "questions: the best row of embeddings that stores no more, and of those that store no less the nearest, of "
-        'several the best. What "holds" against the second is better at equal bytes; what "does not" against the '
-        "first is worse; where a cell is empty no embeddings store as much. The last column is at equal positions: "
-        "the best embeddings at the same ratio.\n\n"
-    )
-    less_than = ("less fewer bytes", "less more bytes", "less equal positions")
-    return text + markdown_table(["bytes", "system", "ratio", "F1", *less_than], lines)
-
-
-def _difference(entry: Mapping[str, Any]) -> str:
-    if "difference" not in entry:
-        return entry["verdict"]
-    low, high = entry["interval"]
-    text = f"{entry['verdict']}: {entry['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
-    return text + (", earlier" if entry.get("earlier") else "")
-
-
-def _orderings(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:
-    """Each ordering with its verdict at each ratio: the difference of F1 on the same questions."""
-
-    def name(entry: Mapping[str, Any]) -> str:
-        return f"{titles[entry['first']]} > {titles[entry['second']]}"
-
-    def name_at(entry: Mapping[str, Any], at: Mapping[str, Any]) -> str:
-        first, second = titles[entry["first"]], titles[entry["second"]]
-        return f"{first}, {at['ratio']}x > {second}, {at['second_ratio']}x"
-
-    text = (
-        'Differences of F1 on the same questions, with 95 % intervals. "Holds": the interval is above zero; "does '
-        'not": below; "cannot be told": it holds zero. Each interval stands for itself: of many differences that are '
-        "none, one in twenty is told all the same.\n\n"
-    )
-    run = [entry for entry in orderings if any("difference" in at for at in entry["ratios"])]
-    equal = [entry for entry in run if all(at["ratio"] == at["second_ratio"] for at in entry["ratios"])]
-    lines = [[name(entry), *map(_difference, entry["ratios"])] for entry in equal]
-    text += markdown_table(["ordering", *(f"{at['ratio']}x" for at in equal[0]["ratios"])], lines) if equal else ""
-    others = [entry for entry in run if entry not in equal]
-    lines = [[name_at(entry, at), _difference(at)] for entry in others for at in entry["ratios"]]
-    text += "\n\n" + markdown_table(["at other ratios", "difference"], lines) if lines else ""
-    left = [name(entry) for entry in orderings if entry not in run]
-    return text + (f"\n\nNot run, or not on the same questions: {'; '.join(left)}." if left else "")
-
-
-def _trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
-    budget = results["budget"].get("run", {})
-    lines = [
-        [
-            titles[name],
-            f"{entry['trainable_parameters']:,}",
-            f"{entry['steps']:,}",
-            f"{entry['context_tokens']:,}",
-            *(f"{entry['trials'].get(rate, float('nan')):.3f}" for rate in _rates(results)),
-            f"{entry['learning_rate']:g}" if entry["learning_rate"] else "",
-            "" if entry["loss"] is None else f"{entry['loss']:.3f}",
-            f"{entry['hours']:.2f}",
-            entry["seeds"],
-        ]
-        for name, entry in results["family"].items()
-    ]
-    header = ["method", "trainable", "steps", "context tokens", *(f"trial at {rate}" for rate in _rates(results))]
-    text = (
-        "Trials: the loss on the choosing part at their end, summed over ratios. Loss and hours are "
-        "those of the first seed.\n\n"
-    )
-    if budget:
-        counts = f"{budget['tokens']:,} tokens of contexts and texts, {budget['examples']:,} examples"
-        text = f"The budget is {counts}. {text}"
-    return text + markdown_table([*header, "rate", "last loss", "hours", "seeds"], lines)
-
-
-def _rates(results: Mapping[str, Any]) -> list[str]:
-    return list(dict.fromkeys(rate for entry in results["family"].values() for rate in entry["trials"]))
 
 
 def build_parser() -> argparse.ArgumentParser:
