@@ -68,6 +68,16 @@ def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
     return states if not is_plain or torch.is_autocast_enabled(states.device.type) else states.to(weight.dtype)
 
 
+def head_logits(head: nn.Module, states: Tensor) -> Tensor:
+    """Logits `(..., vocab_size)` of hidden states `(..., hidden_size)`.
+
+    They are multiplied as rows: a slice of states, such as the last ones of each text, torch would multiply by frozen
+    weights text by text, on a CPU in bfloat16 up to a hundred times slower.
+    """
+    logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))
+    return logits.view(*states.shape[:-1], logits.shape[-1])
+
+
 @contextmanager
 def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
     with first, second:

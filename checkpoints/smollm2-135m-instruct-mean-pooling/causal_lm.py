@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_compressor import CompressorConfig
 from .compressed_context import CompressedContext
 from .key_value_memory import num_cached_slots
-from .base_precision import as_head_takes
+from .base_precision import head_logits
 from .cache_name import CACHE, one_cache
 from .packing import left_padded
 from .backbone import CompressorHead
@@ -136,7 +136,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
 
     def text_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits `(batch_size, num_tokens, vocab_size)` of the backbone's last states."""
-        logits = self.lm_head(as_head_takes(self.lm_head, hidden_states))
+        logits = head_logits(self.lm_head, hidden_states)
         cap = getattr(self.config.decoder_config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -14,6 +14,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput
 
 from ..memory.compressed_context import CompressedContext
+from ..parts.base_precision import head_logits
 from ..parts.cache_name import CACHE, one_cache
 from ..parts.packing import left_padded, pack
 from .backbone import CompressorHead
@@ -217,7 +218,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             loss_arguments["shift_labels"] = None if labels is None else labels.contiguous()
             outputs = self._decode(decoder_input_ids, decoder_attention_mask, slots, slot_mask, cache, **decoding)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, keep, :])
+        logits = head_logits(self.lm_head, outputs.last_hidden_state[:, keep, :])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
