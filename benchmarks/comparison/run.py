@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.plan import Comparison, Job, read_json, read_table
+from context_compressors.cli.command import positive_int
 
 ROOT = Path(__file__).parents[2]
 _FROZEN = "COMPARISON_COMMIT"
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="has a virtual environment NAME for each requirements_NAME.txt",
     )
     add("--size", default="small", choices=("small", "full"), help="of budget and sets (default: small)")
-    add("--rounds", nargs="+", type=int, default=[1], metavar="N", help="of the table's systems (default: 1)")
+    add("--rounds", nargs="+", type=positive_int, default=[1], metavar="N", help="of the table's systems (default: 1)")
     add("--seeds", nargs="+", type=int, default=[1], metavar="S", help="of the trainings (default: 1)")
     add(
         "--dtype",
@@ -54,15 +55,15 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("bfloat16", "float32"),
         help="to compute in: float32 where the processor has no avx512_bf16 (default: bfloat16)",
     )
-    add("-n", "--side-by-side", type=int, default=1, metavar="N", help="systems at the same time (default: 1)")
+    add("-n", "--side-by-side", type=positive_int, default=1, metavar="N", help="systems at the same time (default: 1)")
     add("--only", nargs="+", default=[""], metavar="TEXT", help="jobs whose names start with one of these")
     add("--again", action="store_true", help="also what comparison.json has, which is taken from there otherwise")
     instead = parser.add_mutually_exclusive_group().add_argument
     instead("--times", action="store_true", help="only measure seconds, one job at a time: on a machine at rest")
     instead("--page", action="store_true", help="only write the page, also beside another run")
     instead("--list", action="store_true", help="only print the jobs, and which are done")
-    add("--questions", type=int, metavar="N", help="most questions of a set, to try things out")
-    add("--steps", type=int, metavar="N", help="steps of each training, to try things out")
+    add("--questions", type=positive_int, metavar="N", help="most questions of a set, to try things out")
+    add("--steps", type=positive_int, metavar="N", help="steps of each training, to try things out")
     return parser
 
 

@@ -98,6 +98,13 @@ def test_systems_are_done_side_by_side_and_what_a_stop_or_a_failure_left_is_done
     )
 
 
+@pytest.mark.parametrize("option", ["--side-by-side", "--rounds", "--questions", "--steps"])
+def test_counts_below_one_are_refused(script, option: str, capsys):
+    with pytest.raises(SystemExit):
+        script("comparison.run").build_parser().parse_args(["--data", "data", "--output", "out", option, "0"])
+    assert f"argument {option}" in capsys.readouterr().err.replace("-n/", "")
+
+
 def states(systems) -> dict[str, bool]:
     return {job.name: job.is_done() for stage in systems.stages() for jobs in stage for job in jobs}
 
