@@ -19,6 +19,7 @@ _MODULE_OF = {
     "CompressorModel": "modeling.compressor.modeling_compressor",
     "CompressorForCausalLM": "modeling.compressor.causal_lm",
     **{name: "modeling" for names in METHODS.values() for name in names[1:]},
+    "from_base": "modeling",
     "CompressedContext": "modeling.memory.compressed_context",
     "mixed_memory": "modeling.memory.mixed_memory",
     "ContextCompressionQAPipeline": "modeling.compressor.context_compression_qa",

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..configuration.nearest_names import check_choice
 from ..modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ..modeling.memory.memory_quantization import QUANTIZATIONS
+from ..modeling.parts.length_batches import length_batches
 from ..modeling.parts.prompting import restored_ids
 from ..modeling.parts.text_ids import context_start_ids
 from .alternatives import (
@@ -33,6 +34,8 @@ from .tallies import GivenTokens, Tally, empty_tally, note_costs
 
 _IGNORED = -100
 _KEPT_CONTEXTS = 64
+# Pads for each token of a batch.
+_MOST_PADDING = 0.5
 # What a model's own files say, and what the evaluation itself decides.
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 _DECIDED = ("max_new_tokens", "max_length", "min_length", "num_return_sequences", "return_dict_in_generate")
@@ -212,7 +215,8 @@ class Scorer:
     ) -> Iterator[tuple[list[int], dict[int | str | None, Any], float]]:
         """Rows of samples, their memories, and the seconds that each took.
 
-        The longest contexts come first, so that too large a batch fails at once; batches that are `done` are left out.
+        The longest contexts come first, so that too large a batch fails at once, and few together where the next are much
+        shorter; batches that are `done` are left out.
 
         A context's samples are in one batch, or where they are more than a batch takes, in batches that follow one
         another, so that it is compressed once.
@@ -220,14 +224,10 @@ class Scorer:
         rows_of: dict[Any, list[int]] = {}
         for row, sample in enumerate(samples):
             rows_of.setdefault(self._context_key(sample), []).append(row)
-        group: list[list[int]] = []
-        for rows in sorted(rows_of.values(), key=lambda rows: len(samples[rows[0]]), reverse=True):
-            if group and sum(map(len, group)) + len(rows) > batch_size:
-                yield from self._batches_of_group(samples, group, batch_size, done)
-                group = []
-            group.append(rows)
-        if group:
-            yield from self._batches_of_group(samples, group, batch_size, done)
+        contexts = list(rows_of.values())
+        lengths, counts = [len(samples[rows[0]]) for rows in contexts], [len(rows) for rows in contexts]
+        for group in length_batches(lengths, batch_size, most_padding=_MOST_PADDING, counts=counts):
+            yield from self._batches_of_group(samples, [contexts[index] for index in group], batch_size, done)
 
     def _batches_of_group(
         self, samples: Sequence[Sample], group: list[list[int]], batch_size: int, done: Collection[int]

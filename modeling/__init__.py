@@ -2,6 +2,8 @@
 """Models, one per method, and the parts that they share. Importing this registers them with the Auto classes."""
 
 import importlib
+import os
+from typing import Any
 
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -9,6 +11,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from ..configuration.configuration_compressor import QUESTION_ANSWERING
 from ..configuration.methods import METHODS, config_class
+from ..configuration.nearest_names import check_choice
 from .compressor.context_compression_qa import ContextCompressionQAPipeline
 
 for _config_class in map(config_class, METHODS):
@@ -30,6 +33,25 @@ def model_class(method: str, auto_class: str | None = None) -> type[PreTrainedMo
     """
     place = None if auto_class is None else config_class(method).auto_classes()[auto_class]
     return globals()[METHODS[method][2] if place is None else place.split(".")[1]]
+
+
+def from_base(base: str | os.PathLike, *, method: str, **arguments: Any) -> Any:
+    """Start a compressor from a pretrained language model; by the method's name what its class's `from_base` does.
+
+    Args:
+        base: Hub repository or folder of a language model.
+        method: Its name in recipes, such as "mean_pooling" or "snap_kv".
+        arguments: As of [`CompressorPreTrainedModel.from_base`]: fields of the method's configuration, and how the
+            base is loaded.
+
+    Returns:
+        The compressor that generates, in evaluation mode.
+
+    Raises:
+        ValueError: an unknown method; a field, value or base that the method does not take.
+    """
+    check_choice("method", method, METHODS)
+    return model_class(method).from_base(base, **arguments)
 
 
 # For models that are loaded already; a checkpoint's folder brings its own.

@@ -55,7 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("bfloat16", "float32"),
         help="to compute in: float32 where the processor has no avx512_bf16 (default: bfloat16)",
     )
-    add("-n", "--side-by-side", type=positive_int, default=1, metavar="N", help="systems at the same time (default: 1)")
+    add(
+        "-n", "--side-by-side", type=positive_int, default=1, metavar="N", help="systems at the same time (default: 1)"
+    )
     add("--only", nargs="+", default=[""], metavar="TEXT", help="jobs whose names start with one of these")
     add("--again", action="store_true", help="also what comparison.json has, which is taken from there otherwise")
     instead = parser.add_mutually_exclusive_group().add_argument

@@ -128,6 +128,11 @@ class MeanPoolingConfig(CompressorConfig):
         return self.ratio_selector is not None
 
     @property
+    def card_text(self) -> str:
+        """That of semi-dynamic ratios where texts select them."""
+        return "semi_dynamic" if self.selects_ratios else super().card_text
+
+    @property
     def has_encoder(self) -> bool:
         """Whether hidden states are pooled, and not token embeddings."""
         return self.encoder_type == "language_model"

@@ -15,6 +15,7 @@ def length_batches(
     batch_size: int | None = None,
     batch_tokens: int | None = None,
     most_padding: float = math.inf,
+    counts: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Cut rows into batches by length, the longest first: what does not fit is found at once.
 
@@ -23,12 +24,13 @@ def length_batches(
         batch_size: rows in a batch at most.
         batch_tokens: tokens in a batch at most, pads included; a longer row is a batch of its own.
         most_padding: pads in a batch for each token at most, but for 512 pads, which take no time.
+        counts: for how many rows each stands; those of one are never parted, and may alone be more than `batch_size`.
 
     Returns:
         For each batch the indices of its rows, in their order.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    batches = _cut(order, lengths, batch_size, batch_tokens, most_padding)
+    batches = _cut(order, lengths, batch_size, batch_tokens, most_padding, counts)
     return [sorted(batch) for batch in batches]
 
 
@@ -38,18 +40,24 @@ def batches_in_order(lengths: Sequence[int], batch_size: int, most_padding: floa
 
 
 def _cut(
-    order: Iterable[int], lengths: Sequence[int], batch_size: int | None, batch_tokens: int | None, most_padding: float
+    order: Iterable[int],
+    lengths: Sequence[int],
+    batch_size: int | None,
+    batch_tokens: int | None,
+    most_padding: float,
+    counts: Sequence[int] | None = None,
 ) -> list[list[int]]:
     batches: list[list[int]] = []
-    longest = total = 0
+    size = longest = total = 0
     for row in order:
+        count = 1 if counts is None else counts[row]
         if batches:
-            size, longest, total = len(batches[-1]) + 1, max(longest, lengths[row]), total + lengths[row]
+            size, longest, total = size + count, max(longest, lengths[row]), total + count * lengths[row]
             padded = size * longest
             is_full = size > (batch_size or size) or padded > (batch_tokens or padded)
             if not is_full and padded - total <= max(_FREE_PADS, most_padding * total):
                 batches[-1].append(row)
                 continue
         batches.append([row])
-        longest = total = lengths[row]
+        size, longest, total = count, lengths[row], count * lengths[row]
     return batches

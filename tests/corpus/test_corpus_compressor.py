@@ -56,6 +56,17 @@ def test_rows_of_very_unlike_lengths_are_not_padded_to_each_other():
     assert batches_in_order([], 2, 0.5) == []
 
 
+def test_texts_that_stand_for_many_rows_are_not_parted_and_count_as_many():
+    lengths, counts = [100, 90, 3000, 80, 70, 60], [1, 3, 2, 1, 5, 1]
+    assert length_batches(lengths, 4, counts=counts) == [[0, 2], [1, 3], [4], [5]]
+    # 2,900 pads for 6,100 tokens; for one row of 3,000 tokens they were too many.
+    assert length_batches(lengths, 9, most_padding=0.5, counts=counts) == [[0, 2], [1, 3, 4], [5]]
+    assert length_batches(lengths, 9, most_padding=0.5) == [[2], [0, 1, 3, 4, 5]]
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    naive = length_batches([lengths[row] for row in rows], 12)
+    assert length_batches(lengths, 12, counts=counts) == [sorted({rows[i] for i in batch}) for batch in naive]
+
+
 @pytest.mark.slow
 def test_each_row_holds_what_its_text_alone_is_compressed_to(folder, pipe):
     for memory_dtype in ("int8", "float16"):

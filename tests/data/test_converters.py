@@ -130,6 +130,9 @@ FORMS = [
     }]}, {}, QUAC_ROWS),
     ("squad", {"train-v1.1.json": json.dumps({"data": [{"title": "T", "paragraphs": [PARAGRAPH]}], "version": "1.1"})},
      {}, QUAC_ROWS),
+    ("squad_v2", {"dev-v2.0.json": json.dumps({"data": [{"title": "T", "paragraphs": [{**PARAGRAPH, "qas": [
+        {"id": "n", "question": "n", "answers": [], "is_impossible": True}, *PARAGRAPH["qas"]]}]}]})},
+     {"split": "validation"}, QUAC_ROWS),
     ("hotpotqa", {"hotpot_train_v1.1.json": json.dumps([HOPS, HOPS]), "hotpot_dev_distractor_v1.json": "[]"},
      {}, [HOPS_ROW] * 2),
     ("hotpotqa", {"hotpot_dev_distractor_v1.json": json.dumps([HOPS])},

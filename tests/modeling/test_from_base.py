@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from context_compressors import SnapKVForCausalLM, from_base
 from context_compressors.training.losses import logits_function
 
 DOCUMENT = "Once upon a time there was a little dog named Tim. Tim liked to play with a red ball in the park."
@@ -84,6 +85,19 @@ def test_a_pretrained_base_compresses_saves_and_loads(method_case, pretrained_ba
     assert loaded.generate(**question, memory=memory, **GREEDY).equal(generated)
     assert loaded.generation_config.to_dict() == model.generation_config.to_dict()
     assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == base.config.tie_word_embeddings
+
+
+@torch.no_grad()
+def test_a_method_is_started_by_its_name(tiny_base_config, tmp_path):
+    AutoModelForCausalLM.from_config(tiny_base_config()).save_pretrained(tmp_path)
+    model = from_base(tmp_path, method="snap_kv", window_size=4)
+    assert (type(model), model.config.window_size, model.training) == (SnapKVForCausalLM, 4, False)
+    same, ids = SnapKVForCausalLM.from_base(tmp_path, window_size=4), torch.arange(5, 25)[None]
+    memory = model.compress(ids, ratio=2)
+    assert memory.num_slots.tolist() == [10]
+    assert model(ids[:, :3], memory=memory).logits.equal(same(ids[:, :3], memory=same.compress(ids, ratio=2)).logits)
+    with pytest.raises(ValueError, match="unknown method 'snapkv'; did you mean 'snap_kv'"):
+        from_base(tmp_path, method="snapkv")
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_training_data_are_those_of_tables_4_and_8_and_the_long_stage_of_a_3(tmp
         "abisee/cnn_dailymail": 198_732, "knkarthick/dialogsum": 12_452, "knkarthick/samsum": 14_730,
         "EdinburghNLP/xsum": 185_760, "google/boolq": 9_427, "ucinlp/drop": 76_751, "hotpotqa/hotpot_qa": 90_327,
         "deepmind/narrativeqa": 28_299, "qiaojin/PubMedQA": 211_218, "quac_train.parquet": 81_391,
-        "textmachinelab/quail": 10_246, "ehovy/race": 87_749, "rajpurkar/squad": 86_821, "sggetao/PwC": 241_563,
+        "textmachinelab/quail": 10_246, "ehovy/race": 87_749, "rajpurkar/squad_v2": 86_821, "sggetao/PwC": 241_563,
     }  # fmt: skip
     table_8 = {
         "FiscalNote/billsum": 5_000, "hotpotqa/hotpot_qa": 5_000, "kmfoda/booksum": 4_055,
@@ -69,10 +69,12 @@ def test_training_data_are_those_of_tables_4_and_8_and_the_long_stage_of_a_3(tmp
     files += [f"mean_pooling/long_context/{name}.yaml" for name in ("stage", "data")]
     _, data, args = parse_recipe([*files, *own])
     sources = data.parsed_sources()
-    long = {source.label: source.weight for source in sources if source.max_samples is None}
-    assert long == table_8
+    long, kept = sources[: len(table_8)], sources[len(table_8) :]
+    assert {source.label: source.weight for source in long} == table_8
     assert sum(table_8.values()) == 23_025
-    kept = [source for source in sources if source.max_samples is not None]
+    assert {source.label for source in long if source.max_samples == 5_000} == {
+        name for name, number in table_8.items() if number == 5_000
+    }
     assert {source.label for source in kept} == table_4.keys()
     assert {(source.max_samples, source.weight) for source in kept} == {(2_000, 2_000)}
     # Hotpot's gold paragraphs are the short set, all ten the long one.
