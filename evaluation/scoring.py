@@ -215,8 +215,8 @@ class Scorer:
     ) -> Iterator[tuple[list[int], dict[int | str | None, Any], float]]:
         """Rows of samples, their memories, and the seconds that each took.
 
-        The longest contexts come first, so that too large a batch fails at once, and few together where the next are much
-        shorter; batches that are `done` are left out.
+        The longest contexts come first, so that too large a batch fails at once, and few together where the next are
+        much shorter; batches that are `done` are left out.
 
         A context's samples are in one batch, or where they are more than a batch takes, in batches that follow one
         another, so that it is compressed once.
