@@ -25,7 +25,7 @@ from context_compressors.reporting.tables import markdown_table
 HERE = Path(__file__).parent
 _HEAD = """# Which compressor, at which ratio, and is it better than cutting the text?
 
-Every method of the family and what people would use instead, on one base, SmolLM2-135M-Instruct, and on the same
+Methods of the family and what people would use instead, on one base, SmolLM2-135M-Instruct, and on the same
 questions. One reader, that base trained to answer from the full text, reads for all that is not trained. The family is
 trained from the reader with one budget: the same examples in the same order, prompts, ratios by step and about as many
 trainable parameters. `page.py` writes this page, its tables from `comparison.json`.

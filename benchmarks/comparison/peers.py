@@ -73,6 +73,31 @@ class TextSystem:
         return greedy(self.reader, DynamicCache(), row, 0, question)
 
 
+class SelfInformation(TextSystem):
+    """The tokens that the base expects least.
+
+    Args:
+        reader: reads what is left, and answers.
+        tokenizer: the reader's.
+        base: folder of the model that expects them.
+    """
+
+    def __init__(self, reader: Any, tokenizer: Any, base: str):
+        from context_compressors import from_base
+
+        super().__init__("self_information", reader, tokenizer)
+        # Of no method but the base in it.
+        self.base = from_base(base, method="streaming_llm", dtype=reader.dtype)
+
+    def kept_ids(self, question: Question, budget: int) -> list[int]:
+        from context_compressors.evaluation.alternatives import informative_context, self_information
+
+        start = question["head_ids"][0]
+        return informative_context(
+            question["context_ids"], self_information(self.base, start, question["context_ids"]), budget
+        )
+
+
 class LLMLingua(TextSystem):
     """LLMLingua and LongLLMLingua, with the base as their small model.
 
@@ -226,6 +251,8 @@ def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     reader = AutoModelForCausalLM.from_pretrained(arguments.reader, dtype=getattr(torch, arguments.dtype)).eval()
     if name.removesuffix(_AWARE) in _PRESSES:
         return Press(name, reader)
+    if name == "self_information":
+        return SelfInformation(reader, tokenizer, arguments.base)
     if name.endswith("llmlingua"):
         return LLMLingua(name, reader, tokenizer, arguments.base)
     return TextSystem(name, reader, tokenizer)

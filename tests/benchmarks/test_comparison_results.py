@@ -61,6 +61,19 @@ def test_peers_answer_as_generate_does_and_go_on_where_they_stopped(script, base
     output.write_text("".join(whole[:2]) + whole[2][:20])
     peers.main(["--system", "cut", "--ratios", "1", "4", "--output", str(output), *options])
     assert answers_of(output) == found
+    peers.main(
+        ["--system", "self_information", "--ratios", "1", "4", "--output", str(tmp_path / "own.jsonl"), *options]
+    )
+    whole, quarter, *_ = answers_of(tmp_path / "own.jsonl")
+    assert whole == found[0]
+    assert quarter["kept_positions"] == found[1]["kept_positions"]
+    states = [*question["head_ids"][:1], *question["context_ids"]]
+    logits = model(torch.tensor([states])).logits[0, :-1].log_softmax(-1)
+    nll = -logits[range(len(states) - 1), states[1:]]
+    kept = sorted(nll.topk(quarter["kept_positions"]).indices.tolist())
+    assert quarter["memory_bytes"] == len(
+        tokenizer.decode([question["context_ids"][place] for place in kept]).encode()
+    )
     peers.main(["--system", "no_context", "--ratios", "0", "--output", str(tmp_path / "none.jsonl"), *options])
     assert [line["kept_positions"] for line in answers_of(tmp_path / "none.jsonl")] == [0, 0]
 
