@@ -104,8 +104,10 @@ def config_of(name: str) -> PreTrainedConfig:
     """
     if name in _SHAPES or not ("/" in name or Path(name).is_dir()):
         return named_config(name)
+    from ..modeling.checkpoint.pretrained_bases import base_place
+
     try:
-        return _auto_config().from_pretrained(name)
+        return _auto_config().from_pretrained(base_place(name))
     except (OSError, ValueError) as error:
         raise ValueError(f"there is no model configuration in {name!r}: {error}") from error
 

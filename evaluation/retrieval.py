@@ -95,21 +95,24 @@ def _padded(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 class Rankings:
     """The best documents of every query, from scores of one part of a corpus after the other.
 
-    Documents of one score stay in the order of the corpus.
+    Documents of one score stay in the order of the corpus. A document with a query's own id is the query itself, as in
+    ArguAna and Quora, and is left out, as BEIR does.
 
     Args:
-        num_queries: how many queries there are.
+        query_ids: of the queries.
         top_k: documents that are kept for each.
     """
 
-    def __init__(self, num_queries: int, top_k: int = TOP_K):
-        self._top_k = top_k
-        self._scores = torch.empty(num_queries, 0)
-        self._ids = np.empty((num_queries, 0), dtype=object)
+    def __init__(self, query_ids: Sequence[str], top_k: int = TOP_K):
+        self._query_ids, self._top_k = np.array(query_ids, dtype=object), top_k
+        self._scores = torch.empty(len(query_ids), 0)
+        self._ids = np.empty((len(query_ids), 0), dtype=object)
 
     def add(self, ids: Sequence[str], scores: Tensor) -> None:
         """Take in documents by their ids, with scores `(num_queries, num_documents)`."""
         new_ids = np.broadcast_to(np.array(ids, dtype=object), scores.shape)
+        is_query = torch.from_numpy(np.equal(new_ids, self._query_ids[:, None]).astype(bool))
+        scores = scores.masked_fill(is_query, -torch.inf)
         joined, places = torch.cat([self._scores, scores], dim=1).sort(dim=1, descending=True, stable=True)
         all_ids = np.concatenate([self._ids, new_ids], axis=1)
         self._scores = joined[:, : self._top_k]
@@ -117,7 +120,8 @@ class Rankings:
 
     def documents(self) -> list[list[str]]:
         """For each query the ids of its documents, the best first."""
-        return self._ids.tolist()
+        rows = zip(self._query_ids, self._ids.tolist(), strict=True)
+        return [[document for document in ids if document != query_id] for query_id, ids in rows]
 
 
 def ndcg(ranking: Sequence[str], grades: Mapping[str, float], top_k: int = 10) -> float:
@@ -192,7 +196,7 @@ def evaluate_retrieval(
     side = _Side(model, TextEncoder(tokenizer, max_query_tokens), ratio, batch_size)
     queries = side.vectors(judged.queries)
     documents = _Side(model, TextEncoder(tokenizer, max_document_tokens), ratio, batch_size)
-    rankings = Rankings(len(queries))
+    rankings = Rankings(judged.query_ids)
     with tqdm(unit="document", desc=f"ratio {ratio}", disable=not progress) as bar:
         for chunk in _chunks(judged.documents()):
             scores = score_texts(queries, documents.vectors([text for _, text in chunk]), model.device)
@@ -247,7 +251,7 @@ def evaluate_bm25(judged: JudgedQueries) -> dict[str, Any]:
     ids, texts = zip(*judged.documents(), strict=True)
     index = bm25s.BM25()
     index.index(bm25s.tokenize(list(texts), stopwords="en", show_progress=False), show_progress=False)
-    rankings = Rankings(len(judged.queries))
+    rankings = Rankings(judged.query_ids)
     queries = bm25s.tokenize(judged.queries, stopwords="en", show_progress=False, return_ids=False)
     known = [[word for word in query if word in index.vocab_dict] for query in queries]
     nothing = np.zeros(len(ids), dtype=np.float32)

@@ -258,7 +258,7 @@ def interval_tables(rows: Mapping[str, Any] | None) -> str:
 
     if rows is None:
         return _MISSING
-    ratios = [int(name.partition("=")[2]) for name in rows if name.startswith("ratio=")]
+    ratios = sorted(int(name.partition("=")[2]) for name in rows if name.startswith("ratio="))
     body = []
     for kind, title in (("ratio", "its slots"), ("cut", "cut text"), ("bm25", "BM25's sentences")):
         found = [rows[f"{kind}={ratio}"] for ratio in ratios]

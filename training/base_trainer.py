@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class BaseTrainer(OptimizerChoice):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.add_callback(RunCounts())
-        self.documents = TrainingDocuments()
+        self.documents, self._has_warned = TrainingDocuments(), False
         half = {p.dtype for p in self.model.parameters() if p.requires_grad and p.dtype.itemsize == 2}
         # DeepSpeed has float32 copies of its own.
         if half and not self.is_deepspeed_enabled:
@@ -66,7 +67,7 @@ class BaseTrainer(OptimizerChoice):
         ids, cut = inputs.get("example_ids"), inputs.get("num_cut", ())
         contexts, memory = inputs.get("context_attention_mask"), inputs.get("memory")
         contexts = contexts if memory is None else memory.num_context_tokens
-        self.documents.trained.update(inputs.get("documents", ()))
+        self._note_documents(self.documents.trained, inputs, self.documents.chose)
         self.run_counts.add(
             num_cut_tokens=sum(cut),
             num_cut_examples=sum(tokens > 0 for tokens in cut),
@@ -82,8 +83,18 @@ class BaseTrainer(OptimizerChoice):
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """One forward pass of an evaluation, whose documents are noted as those that choose."""
-        self.documents.chose.update(inputs.get("documents", ()))
+        self._note_documents(self.documents.chose, inputs, self.documents.trained)
         return super().prediction_step(model, without_metadata(inputs), *args, **kwargs)
+
+    def _note_documents(self, noted: set[str], inputs: Mapping[str, Any], others: set[str]) -> None:
+        documents = inputs.get("documents", ())
+        noted.update(documents)
+        if not self._has_warned and not others.isdisjoint(documents):
+            self._has_warned = True
+            logger.warning(
+                "documents of eval_sources are trained on, too: what is chosen by their losses is chosen by what the "
+                "model has learned by heart"
+            )
 
     def gather_documents(self) -> None:
         """Put together what all processes have read; every process has to call this."""

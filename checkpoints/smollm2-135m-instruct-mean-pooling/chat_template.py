@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .text_ids import encode, prefix_ids, words_ids
 
@@ -46,24 +46,24 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], promp
     """
     if prompt_format == "plain":
         return PromptIds([], [encode(tokenizer, prompt) for prompt in prompts], tokenizer.eos_token_id)
-    messages = []
+    messages: list[dict[str, str | None]] = []
     for prompt in prompts:
-        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": ""}]
+        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": None}]
     return chat_ids(tokenizer, messages)
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> PromptIds:
-    """A conversation in the chat template, cut where the document and the empty messages of the assistant stand."""
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str | None]]) -> PromptIds:
+    """A conversation in the chat template, cut where the document and the answers that are `None` stand."""
     if tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template, and the prompt format is 'chat': ask an instruct model")
     document, answer = _MARK.format("document"), _MARK.format("answer")
     contents: list[str] = []
-    filled: list[dict[str, str]] = []
+    filled: list[dict[str, Any]] = []
     for message in messages:
-        content, mark = message["content"], _MARK.format(len(contents))
+        content, mark = message["content"] or "", _MARK.format(len(contents))
         if message["role"] == "user" and not any(document in other["content"] for other in filled):
             mark, content = document + mark, DOCUMENT_END + content
-        elif message["role"] == "assistant" and not content:
+        elif message["content"] is None:
             mark = answer
         contents.append(content)
         filled.append({**message, "content": mark})

@@ -131,8 +131,6 @@ class ContextCompressionQAPipeline(Pipeline):
         if (question is None) == (messages is None):
             raise ValueError("give either `question` or `messages`")
         batch_size = self._checked_batch_size(kwargs.pop("batch_size", None))
-        if messages is not None and kwargs.get("prompt") is not None:
-            raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
         inputs = {
             "question": question,
             "messages": messages,
@@ -328,6 +326,8 @@ class ContextCompressionQAPipeline(Pipeline):
             questions, asks_one = _listed("question", question)
             check_texts("question", questions)
             return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
+        if prompt is not None:
+            raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
         conversations, _ = _listed("messages", messages)
         asks_one = isinstance(conversations[0], Mapping)
         if asks_one:

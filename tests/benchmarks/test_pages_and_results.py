@@ -79,12 +79,11 @@ def test_results_are_rounded_to_four_digits_and_written_whole(tmp_path: Path):
 
 def test_the_scripts_print_tables_of_their_result_files(script):
     further = {"answer_latency": ["new_tokens"], "encoder_cost": ["length"]}
-    for name in ("answer_latency", "compression_overhead", "decal", "encoder_cost", "forgetting", "sinkhorn"):
-        for path in (BENCHMARKS / name).glob("retrieval.json" if name == "decal" else "*.json"):
+    for name in ("answer_latency", "compression_overhead", "encoder_cost", "forgetting", "sinkhorn"):
+        for path in (BENCHMARKS / name).glob("*.json"):
             content = json.loads(path.read_text(encoding="utf-8"))
             settings = [content["settings"][setting] for setting in further.get(name, [])]
-            module = script("decal.retrieval" if name == "decal" else f"{name}.measure")
-            assert module.table(content["rows"], *settings).count("\n") > len(content["rows"]), path
+            assert script(f"{name}.measure").table(content["rows"], *settings).count("\n") > len(content["rows"]), path
 
 
 def test_the_page_on_overhead_has_the_times_of_its_result_files(script):

@@ -68,11 +68,21 @@ def test_the_best_of_a_stream_are_the_best_of_all_with_ties_in_the_corpus_order(
     rng = random.Random(0)
     scores = torch.tensor([[rng.randrange(6) for _ in range(20)] for _ in range(3)], dtype=torch.float32)
     ids = [f"d{place}" for place in range(20)]
-    rankings = Rankings(3, top_k=7)
+    rankings = Rankings(["a", "b", "c"], top_k=7)
     for start in range(0, 20, chunk):
         rankings.add(ids[start : start + chunk], scores[:, start : start + chunk])
     orders = [sorted(range(20), key=lambda place: -row[place])[:7] for row in scores.tolist()]
     assert rankings.documents() == [[ids[place] for place in order] for order in orders]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+@pytest.mark.parametrize("top_k", [2, 5])
+def test_a_query_that_is_a_document_of_the_corpus_is_not_its_own_answer(chunk, top_k):
+    ids, scores = ["a", "b", "c", "d", "e"], torch.tensor([[9.0, 1, 4, 3, 2], [5, 8, 7, 6, 1]])
+    rankings = Rankings(["a", "x"], top_k=top_k)
+    for start in range(0, 5, chunk):
+        rankings.add(ids[start : start + chunk], scores[:, start : start + chunk])
+    assert rankings.documents() == [["c", "d", "e", "b"][:top_k], ["b", "c", "d", "a", "e"][:top_k]]
 
 
 @torch.no_grad()

@@ -87,6 +87,16 @@ def test_with_the_documents_words_as_slots_all_logits_are_the_plain_models(metho
     torch.testing.assert_close(found, torch.cat([before, wanted[head + len(words) - 1 :]]), atol=1e-5, rtol=0)
 
 
+def test_an_empty_answer_is_a_message_like_any_other(method_cases, tokenizer):
+    model = chat_model(method_cases, tokenizer)
+    turns = [("user", "who?"), ("assistant", ""), ("user", "when?"), ("assistant", "ten"), ("user", "where?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    ids, words = message_ids(model.config, tokenizer, messages), encode(tokenizer, DOCUMENT)
+    whole = templated(tokenizer, messages)
+    place = next(i for i in range(len(whole)) if whole[i : i + len(words)] == words)
+    assert ids == [*whole[:place], *whole[place + len(words) :]]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_batch_have_the_plain_models_logits(method_cases, tokenizer, side):
     model = chat_model(method_cases, tokenizer)
@@ -244,6 +254,9 @@ def test_a_pipeline_is_asked_by_question_or_by_messages(method_cases, tokenizer)
         pipe("Who?", messages=ONE_TURN, context=DOCUMENT)
     with pytest.raises(ValueError, match="`prompt` is what a `question` stands in"):
         pipe(messages=ONE_TURN, context=DOCUMENT, prompt="{question}")
+    model, fields = pipe.model, {"tokenizer": tokenizer, "device": "cpu"}
+    with pytest.raises(ValueError, match="`prompt` is what a `question` stands in"):
+        ContextCompressionQAPipeline(model=model, prompt="{question}", **fields)(messages=ONE_TURN, context=DOCUMENT)
 
 
 @pytest.mark.slow

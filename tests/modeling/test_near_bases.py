@@ -155,6 +155,25 @@ def test_a_base_with_one_kind_of_weights_of_another_model_is_refused(light, loca
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_layer_of_another_model_is_refused_though_it_is_not_in_the_sample(
+    method_cases, local_hub, tiny_base_config, tmp_path, dtype
+):
+    method = method_cases["mean_pooling"].method
+    model = AutoModelForCausalLM.from_config(tiny_base_config(num_hidden_layers=12)).bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    light = method.causal_lm_class.from_base(tmp_path / "base", hub_id="me/deep", **method.easy)
+    light.save_pretrained(tmp_path / "light")
+    before = sample(model, torch.bfloat16)
+    for parameter in model.model.layers[1].mlp.parameters():
+        parameter.copy_(torch.randn_like(parameter))
+    assert sample(model, torch.bfloat16).equal(before)
+    model.to(dtype).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="other weights"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model=tmp_path / "other")
+
+
+@torch.no_grad()
 def test_samples_of_earlier_versions_are_read(light, local_hub, tmp_path, warnings):
     model, config = base_model(local_hub), json.loads((light / "config.json").read_text())
     entry = config["external_weights"]["decoder"]

@@ -28,6 +28,22 @@ def write_texts(path, first, last):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("first", "shared"), [(2, 1), (3, 0)])
+def test_documents_that_train_and_choose_are_warned_of_once(tmp_path, base_folder, caplog, first, shared):
+    fields = {
+        "sources": [{"path": write_texts(tmp_path / "train.jsonl", 0, 3), "tasks": ["question_answering"]}],
+        "eval_sources": [{"path": write_texts(tmp_path / "choose.jsonl", first, 5), "tasks": ["question_answering"]}],
+        "data_dir": str(tmp_path),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "method_config": {"compression_ratios": [2]},
+        "max_steps": 6,
+    }
+    main([write_recipe(tmp_path, base=str(base_folder), **fields)])
+    assert caplog.text.count("documents of eval_sources are trained on, too") == shared
+
+
+@pytest.mark.slow
 def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(tmp_path, base_folder, capsys):
     tasks = ["question_answering", "continuation"]
     fields = {

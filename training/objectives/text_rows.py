@@ -79,7 +79,7 @@ class TextRows:
         if learned[-1]["role"] != "assistant":
             raise ValueError(f"the last message must be the assistant's, whose answer is learned, got {learned[-1]!r}")
         answers = [message["content"] for message in learned if message["role"] == "assistant"]
-        asked = [*given, *({**m, "content": ""} if m["role"] == "assistant" else m for m in learned)]
+        asked = [*given, *({**m, "content": None} if m["role"] == "assistant" else m for m in learned)]
         if self._config.prompt_format == "chat":
             prompts, space = chat_ids(self._tokenizer, asked), ""
         elif [message["role"] for message in asked] == ["user", "assistant"]:
