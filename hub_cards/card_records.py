@@ -105,6 +105,9 @@ class Score:
         interval: 95 % interval of `value`.
         alternatives: what else was tried at the same number of decoder positions -> its score, such as "cut text".
         reached_ratio: context tokens a slot, where the ratio is "auto".
+        retention: (value - no_context) / (full_context - no_context) of the task's main metric, in percent.
+        slots: of a document, on average.
+        memory_bytes: of a document's memory, on average.
     """
 
     task: str
@@ -118,6 +121,9 @@ class Score:
     interval: tuple[float, float] | None = None
     alternatives: Mapping[str, float] = field(default_factory=dict)
     reached_ratio: float | None = None
+    retention: float | None = None
+    slots: float | None = None
+    memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if self.task not in TASK_NAMES:

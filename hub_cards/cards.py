@@ -233,7 +233,7 @@ def _number(value: float | None, interval: tuple[float, float] | None = None) ->
 
 
 def score_table(scores: Sequence[Score]) -> str:
-    """A Markdown table of scores, each beside no context, what else was tried, and full context.
+    """A Markdown table of scores, each beside no context, what else was tried, and full context; and what memories hold.
 
     Args:
         scores: the rows, in order.
@@ -241,9 +241,15 @@ def score_table(scores: Sequence[Score]) -> str:
     if not scores:
         return NOT_MEASURED
     others = list(dict.fromkeys(name for score in scores for name in score.alternatives))
-    columns = ["task", "data", "metric", "ratio", "no context", "compressed", *others, "full context"]
+    costs = {
+        "retention, %": [None if score.retention is None else f"{score.retention:.0f}" for score in scores],
+        "slots": [None if score.slots is None else f"{score.slots:,.0f}" for score in scores],
+        "kB": [None if score.memory_bytes is None else f"{score.memory_bytes / 1000:,.0f}" for score in scores],
+    }
+    costs = {name: cells for name, cells in costs.items() if any(cells)}
+    columns = ["task", "data", "metric", "ratio", "no context", "compressed", *others, "full context", *costs]
     lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * 3 + ['---:'] * (len(columns) - 3))} |"]
-    for score in scores:
+    for place, score in enumerate(scores):
         # A model that does not compress reads the whole context.
         compressed, full = (score.value, score.full_context) if score.ratio is not None else (None, score.value)
         beside = [_number(score.alternatives.get(name)) for name in others]
@@ -256,6 +262,7 @@ def score_table(scores: Sequence[Score]) -> str:
             _number(compressed, score.interval),
             *beside,
             _number(full),
+            *(cells[place] or "–" for cells in costs.values()),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -33,7 +33,12 @@ logger = logging.getLogger(__name__)
 
 # Metric -> how the card calls it, per task: the main ones.
 _METRICS = {
-    "question_answering": {BENCHMARK_SCORE: "the benchmark's own score", "exact_match": "exact match", "f1": "F1"},
+    "question_answering": {
+        BENCHMARK_SCORE: "the benchmark's own score",
+        "exact_match": "exact match",
+        "f1": "F1",
+        "substring_accuracy": "contained",
+    },
     "summarisation": {"rouge1": "ROUGE-1", "rougeL": "ROUGE-L"},
     "reconstruction": {"token_accuracy": "token accuracy", "bleu": "BLEU"},
     "continuation": {"perplexity": "perplexity"},
@@ -307,19 +312,24 @@ def _scores(report: EvaluationReport, compresses: bool) -> list[Score]:
                         score = Score(task, dataset, label, ratio, value, none, full if compresses else None, split)
                         found = {name: row.get(f"{kind}={ratio}") for kind, name in _ALTERNATIVES.items()}
                         beside = {name: number for name, number in found.items() if number is not None}
-                        interval = _interval(report, dataset, task, condition, metric)
                         reached = report.reached_ratio(task, dataset) if ratio == "auto" else None
-                        scores.append(replace(score, interval=interval, alternatives=beside, reached_ratio=reached))
+                        own = _of_one_row(report, dataset, task, condition, metric)
+                        scores.append(replace(score, alternatives=beside, reached_ratio=reached, **own))
     return scores
 
 
-def _interval(
-    report: EvaluationReport, dataset: str, task: str, condition: str, metric: str
-) -> tuple[float, float] | None:
-    """The interval over documents of a score that one row alone has."""
+def _of_one_row(report: EvaluationReport, dataset: str, task: str, condition: str, metric: str) -> dict[str, Any]:
+    """Of a score that one row alone has its interval over documents, what is retained, and what a memory holds."""
     rows = [row for row in report.rows if (row.dataset, row.task, row.condition) == (dataset, task, condition)]
-    low, high = (rows[0].intervals if len(rows) == 1 else {}).get(metric, (math.nan, math.nan))
-    return None if math.isnan(low) else (low, high)
+    if len(rows) != 1:
+        return {}
+    low, high = rows[0].intervals.get(metric, (math.nan, math.nan))
+    costs = {name: rows[0].costs.get(name) for name in ("slots", "memory_bytes")}
+    return {
+        "interval": None if math.isnan(low) else (low, high),
+        "retention": rows[0].retention if metric == report.main_metric(task) else None,
+        **{name: cost or None for name, cost in costs.items()},
+    }
 
 
 def _score(report: EvaluationReport, dataset: str, task: str, condition: str, metric: str) -> float | None:

@@ -124,6 +124,20 @@ def test_alternatives_at_the_same_positions_have_columns_of_their_own():
     assert table[3].endswith("| 4 | 7.00 | 17.00 | – | 50.00 |")
 
 
+def test_what_memories_hold_stands_behind_the_scores_that_say_so():
+    bounds = (7.0, 50.0, None)
+    scores = [
+        Score(
+            "question_answering", "squad", "F1", 2, 27.0, *bounds, retention=46.5, slots=84.4, memory_bytes=1_956_000.0
+        ),
+        Score("question_answering", "squad", "exact match", 2, 17.0, *bounds, slots=84.4),
+    ]
+    table = score_table(scores).splitlines()
+    assert table[0].endswith("| compressed | full context | retention, % | slots | kB |")
+    assert table[2].endswith("| 27.00 | 50.00 | 46 | 84 | 1,956 |")
+    assert table[3].endswith("| 17.00 | 50.00 | – | 84 | – |")
+
+
 def test_scores_without_bounds_are_shown_as_dashes():
     row = score_table([Score("reconstruction", "OpenStax", "BLEU", 4, 12.0)]).splitlines()[-1]
     assert row == "| Reconstruction | OpenStax (test) | BLEU | 4 | – | 12.00 | – |"
