@@ -233,7 +233,7 @@ def _number(value: float | None, interval: tuple[float, float] | None = None) ->
 
 
 def score_table(scores: Sequence[Score]) -> str:
-    """A Markdown table of scores, each beside no context, what else was tried, and full context; and what memories hold.
+    """A Markdown table of scores, beside no context, what else was tried and full context, with what memories hold.
 
     Args:
         scores: the rows, in order.
