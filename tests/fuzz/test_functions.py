@@ -147,7 +147,7 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Allowed]]] = {
 def test_every_public_function_on_tensors_and_numbers_is_fuzzed():
     """The others take models, memories, data and files."""
     public = {name for name in package.__all__ if name.islower() and not name.startswith("_")}
-    others = {"analyse_slots", "evaluate_model", "pretrained_base", "add_task_tokens", "write_card"}
+    others = {"analyse_slots", "evaluate_model", "pretrained_base", "from_base", "add_task_tokens", "write_card"}
     others |= {"mixed_memory", "model_card", "language_model_card", "retrieval_card"}
     assert public - others == FUNCTIONS.keys()
 

@@ -81,6 +81,7 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
     assert path == root / "compressor" / "README.md"
     rows = {tuple(row[:4]): row[4:] for row in table_rows(path.read_text())}
     metrics = [(QA, "generated (test)", "exact match", "exact_match"), (QA, "generated (test)", "F1", "f1")]
+    metrics += [(QA, "generated (test)", "contained", "substring_accuracy")]
     metrics += [(RECONSTRUCTION, "tales", "token accuracy", "token_accuracy")]
     metrics += [(CONTINUATION, "generated (test)", "perplexity", "perplexity")]
     for task, dataset, shown, metric in metrics:
@@ -88,14 +89,17 @@ def test_a_compressors_card_holds_every_score_beside_its_bounds(root: Path, repo
             conditions = ("no_context", f"ratio={ratio}", "full_context")
             expected = [report.score(dataset.split()[0], task, name, metric) for name in conditions]
             task_name = task.replace("_", " ").capitalize()
-            found = rows[task_name, dataset, shown, str(ratio)]
+            *found, retention, slots, kilobytes = rows[task_name, dataset, shown, str(ratio)]
             assert [cell.partition(" [")[0] for cell in found] == [f"{value:.2f}" for value in expected]
             place = (dataset.split()[0], task, conditions[1])
             [row] = [row for row in report.rows if (row.dataset, row.task, row.condition) == place]
+            is_main = metric == report.main_metric(task) and row.retention is not None
+            assert retention == (f"{row.retention:.0f}" if is_main else "–")
+            assert (slots, kilobytes) == (f"{row.costs['slots']:.0f}", f"{row.costs['memory_bytes'] / 1000:.0f}")
             low, high = row.intervals[metric]
             assert found[1].endswith(f" [{low:.2f}, {high:.2f}]") or math.isnan(low)
-    # Questions on one data set, both others on two; questions have two main metrics, and there are two ratios.
-    assert sum(key[3:] in (("2",), ("4",)) for key in rows) == 2 * (2 + 2 + 2)
+    # Questions on one data set, both others on two; questions have three metrics, and there are two ratios.
+    assert sum(key[3:] in (("2",), ("4",)) for key in rows) == 2 * (3 + 2 + 2)
 
 
 @pytest.mark.slow
