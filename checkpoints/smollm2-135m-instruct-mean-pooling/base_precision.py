@@ -69,10 +69,14 @@ def as_head_takes(head: nn.Module, states: Tensor) -> Tensor:
 
 
 def head_logits(head: nn.Module, states: Tensor) -> Tensor:
-    """Logits `(..., vocab_size)` of hidden states `(..., hidden_size)`.
+    """Logits `(..., vocab_size)` of hidden states.
 
     They are multiplied as rows: a slice of states, such as the last ones of each text, torch would multiply by frozen
-    weights text by text, on a CPU in bfloat16 up to a hundred times slower.
+    weights text by text, which on a CPU in bfloat16 takes many times as long.
+
+    Args:
+        head: the LM head.
+        states: `(..., hidden_size)`.
     """
     logits = head(as_head_takes(head, states.reshape(-1, states.shape[-1])))
     return logits.view(*states.shape[:-1], logits.shape[-1])

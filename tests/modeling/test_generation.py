@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from context_compressors.modeling.parts.base_precision import head_logits
 from context_compressors.modeling.parts.cache_name import CACHE
 
 NEW_TOKENS = 6
@@ -333,3 +334,19 @@ def test_a_chats_opening_that_chunks_would_split_is_read_as_in_one_pass(method_c
         chunks = model.generate(rows, **given, return_dict_in_generate=True, prefill_chunk_size=size)
         assert chunks.sequences.equal(whole.sequences), size
         torch.testing.assert_close(chunks.logits[0], whole.logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_of_a_slice_are_multiplied_as_rows(rows, dtype):
+    head, seen = torch.nn.Linear(8, 20, bias=False, dtype=dtype), []
+    head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    states = torch.randn(rows, 6, 8, requires_grad=True)
+    logits = head_logits(head, states[:, -2:])
+    assert (seen[0].dim(), seen[0].is_contiguous(), seen[0].dtype, logits.shape) == (2, True, dtype, (rows, 2, 20))
+    twin = states.detach().clone().requires_grad_()
+    expected = torch.nn.functional.linear(twin[:, -2:].to(dtype), head.weight)
+    torch.testing.assert_close(logits, expected)
+    for loss in (logits.float().square().sum(), expected.float().square().sum()):
+        loss.backward()
+    torch.testing.assert_close(states.grad, twin.grad)
