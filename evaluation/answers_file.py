@@ -5,9 +5,15 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Protocol
 
-from .report import EvaluationReport
 from .rows import SampleAnswers
+
+
+class HasAnswers(Protocol):
+    """A report, or a grid of needles."""
+
+    answers: list[SampleAnswers]
 
 
 class AnswersFile:
@@ -28,8 +34,8 @@ class AnswersFile:
         if missing := set(done) - {_key(line, self.path) for line in self._kept}:
             raise ValueError(f"{path} does not have the answers of {sorted(missing)}, which are not scored again")
 
-    def write_new(self, report: EvaluationReport) -> None:
-        """Append the answers that came since the last call."""
+    def write_new(self, report: HasAnswers) -> None:
+        """Append the answers of a report or grid that came since the last call."""
         if self._num_written is None:
             self._num_written = 0
             self.path.parent.mkdir(parents=True, exist_ok=True)

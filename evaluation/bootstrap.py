@@ -114,12 +114,34 @@ def resampled_scores(
     return {name: s.of_sums(part) for (name, s), part in zip(statistics.items(), parts, strict=True)}
 
 
-def interval_of_mean(mean: float, intervals: Sequence[Sequence[float]]) -> tuple[float, float]:
+def in_own_order(scores: np.ndarray, name: str, seed: int = 0) -> np.ndarray:
+    """Resampled scores of a data set in an order that its name and the seed draw.
+
+    `resampled_scores` draws the same places of all data sets with as many documents. In orders of their own, resamples
+    of several data sets are independent, so that they may be averaged one by one; those of one data set stay paired.
+
+    Args:
+        scores: `(num_resamples,)`.
+        name: the data set's.
+        seed: any whole number from 0 on.
+    """
+    return np.random.default_rng([seed, *name.encode()]).permutation(scores)
+
+
+def interval_of_mean(
+    mean: float, intervals: Sequence[Sequence[float]], weights: Sequence[float] | None = None
+) -> tuple[float, float]:
     """Both ends of a mean's interval, from those of its parts as independent ones.
 
-    Half its width is the root of the summed squares of theirs, divided by their number; NaN where one has none.
+    Half its width is the root of the summed squares of theirs, each times its part's weight; NaN where one has none.
+
+    Args:
+        mean: what lies in the middle.
+        intervals: of each part both ends.
+        weights: of each part; one divided by their number when `None`.
     """
-    half = math.hypot(*((high - low) / 2 for low, high in intervals)) / len(intervals)
+    weights = weights or [1 / len(intervals)] * len(intervals)
+    half = math.hypot(*(weight * (high - low) / 2 for weight, (low, high) in zip(weights, intervals, strict=True)))
     return mean - half, mean + half
 
 

@@ -3,14 +3,12 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..configuration.nearest_names import nearest
 
-RUN_METRIC, BENCHMARK_METRIC = "loss", "reconstruction_loss"
 _STATE, _SUMMARY = "trainer_state.json", "training_summary.json"
 
 
@@ -78,70 +76,45 @@ def speed_ups(curves: Sequence[Curve], loss: float) -> dict[str, float | None]:
     return {name: None if first is None or own is None else first / own for name, own in steps.items()}
 
 
-def default_metric(sources: Sequence[str]) -> str:
-    """What is drawn of sources unless another value is asked for: "loss" of runs, "reconstruction_loss" of benchmarks.
-
-    Raises:
-        ValueError: no such file, or runs and benchmarks together.
-    """
-    metrics = {source: _metric_of(_content(_log_file(_split(source)[1]))) for source in sources}
-    if len(set(metrics.values())) > 1:
-        raise ValueError(f"runs and benchmarks have no value in common by default: give --metric, got {metrics}")
-    return metrics[sources[0]]
-
-
-def read_curves(source: str, metric: str | None = None) -> list[Curve]:
-    """Read the curves of a run, or of all rows of a small-scale benchmark.
+def read_curves(sources: Sequence[str], metric: str = "loss") -> list[Curve]:
+    """Read the curves of runs.
 
     Args:
-        source: `trainer_state.json`, `training_summary.json`, a result file of `benchmarks/small_scale/measure.py`, or
-            a run's folder (its last state is taken), whose name the run has; `NAME=` in front gives it another name,
-            and is put in front of the names of the rows.
-        metric: a value of the log's entries; that of `default_metric` when `None`.
+        sources: `trainer_state.json`, `training_summary.json`, or a run's folder (the state that reaches furthest is
+            taken), whose name the run has; `NAME=` in front gives it another name, and runs that are given one name
+            are the seeds of one curve.
+        metric: a value of the logs' entries.
 
     Returns:
-        One curve, or one for each method, settings and ratios of the benchmark, with all its seeds.
+        One curve for each name, in the order of the sources.
 
     Raises:
-        ValueError: no such file, one that holds no log, or a log without the metric.
+        ValueError: no such file, one that holds no log, a log without the metric, two runs of one name that was not
+            given to them, or seeds that were logged at different steps.
     """
-    name, given = _split(source)
-    path = _log_file(given)
-    content = _content(path)
-    try:
-        if "runs" in content:
-            logs: dict[str, list[Any]] = {}
-            for run in content["runs"]:
-                row = f"{run['name']}, ratio {' '.join(map(str, run['ratios']))}"
-                logs.setdefault(f"{name}: {row}" if name else row, []).append(run["log"])
-        else:
-            # A summary's log is its last entries only.
-            log = content["log_history"] if "log_history" in content else content["log"]
-            folder = given if given.is_dir() else path.parent
-            logs = {name or folder.resolve().name: [log]}
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} has no training log: {error!r}") from error
-    return [_curve(label, seeds, metric or _metric_of(content), path) for label, seeds in logs.items()]
+    logs: dict[str, list[dict[int, float]]] = {}
+    for source in sources:
+        given, place = _split(source)
+        path = _log_file(place)
+        name = given or (place if place.is_dir() else path.parent).resolve().name
+        if name in logs and not given:
+            raise ValueError(
+                f"two runs have the name {name!r}: give names as NAME=SOURCE, one name to seeds of one run"
+            )
+        logs.setdefault(name, []).append(_values(path, metric))
+    curves = []
+    for name, seeds in logs.items():
+        steps = {tuple(values) for values in seeds}
+        if len(steps) > 1:
+            raise ValueError(f"the seeds of {name!r} were logged at different steps")
+        curves.append(Curve(name, steps.pop(), tuple(tuple(values.values()) for values in seeds)))
+    return curves
 
 
 def _split(source: str) -> tuple[str, Path]:
     """Name, which may be empty, and place of `[NAME=]PLACE`."""
     name, _, place = source.rpartition("=")
     return name, Path(place).expanduser()
-
-
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} has no training log: {error!r}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} has no training log: it holds a {type(content).__name__}, not fields and values")
-    return content
-
-
-def _metric_of(content: Mapping[str, Any]) -> str:
-    return BENCHMARK_METRIC if "runs" in content else RUN_METRIC
 
 
 def _log_file(path: Path) -> Path:
@@ -155,15 +128,19 @@ def _log_file(path: Path) -> Path:
     raise ValueError(f"{path} is no file, and no folder with {_STATE} or {_SUMMARY}")
 
 
-def _curve(name: str, logs: Sequence[Sequence[Mapping[str, Any]]], metric: str, path: Path) -> Curve:
-    entries = [[entry for entry in log if metric in entry] for log in logs]
-    if not all(entries):
-        known = sorted({key for log in logs for entry in log for key in entry} - {"step", "epoch"})
-        raise ValueError(f"{path}: {name!r} has no {metric!r} in its log{nearest(metric, known)}")
-    steps = {tuple(entry["step"] for entry in seed) for seed in entries}
-    if len(steps) > 1:
-        raise ValueError(f"{path}: the seeds of {name!r} were logged at different steps")
-    return Curve(name, steps.pop(), tuple(tuple(float(entry[metric]) for entry in seed) for seed in entries))
+def _values(path: Path, metric: str) -> dict[int, float]:
+    """Step -> value of a log."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        # A summary's log is its last entries only.
+        log = content["log_history"] if "log_history" in content else content["log"]
+        values = {entry["step"]: float(entry[metric]) for entry in log if metric in entry}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has no training log: {error!r}") from error
+    if not values:
+        known = sorted({key for entry in log for key in entry} - {"step", "epoch"})
+        raise ValueError(f"{path} has no {metric!r} in its log{nearest(metric, known)}")
+    return values
 
 
 def table(curves: Sequence[Curve], loss: float) -> str:

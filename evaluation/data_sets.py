@@ -88,7 +88,8 @@ def data_set_name(source: DataSource) -> str:
 
 def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> list[EvaluationDataset]:
     table = read_rows(source if source.streaming else replace(source, max_samples=None), data_dir, seed)
-    wanted = table.select([name for name in COLUMNS if name in table.column_names])
+    # The documents that rows are windows of, by which it is known whether they trained.
+    wanted = table.select([name for name in (*COLUMNS, "source_texts") if name in table.column_names])
     max_samples = None if source.streaming and source.rows is None else source.max_samples
 
     def data_set(name: str, rows: pyarrow.Table) -> EvaluationDataset:

@@ -22,7 +22,7 @@ from .context_limits import context_limit, lowest_ratio, within_encoder_tokens
 from .held_out import add_record, check_held_out, shared_documents
 from .progress_file import ProgressFile
 from .report import EvaluationReport
-from .results import add_results, samples_digest
+from .results import add_resamples, add_results, samples_digest
 from .rows import FULL_CONTEXT, NO_CONTEXT, alternative_condition, ratio_condition
 from .samples import EvaluationDataset, Sample, SampleBuilder
 from .scoring import Condition, Scorer
@@ -249,8 +249,7 @@ def _take_over(
     moved = {row.dataset for row in earlier.rows if domains.get(row.dataset, row.domain) != row.domain}
     differing += [f"the domain of {name}" for name in sorted(moved)]
     differing += [name for name, digest in mine["samples"].items() if samples.get(name, digest) != digest]
-    if differing:
-        raise ValueError(f"the report to resume from is of another evaluation; it differs in {', '.join(differing)}")
+    check_is_same(differing)
     report.settings |= {name: theirs.get(name, {}) | mine[name] for name in ("samples", "left_out")}
     for name, ids in earlier.documents.items():
         both = {*ids.split(), *report.documents.get(name, "").split()}
@@ -259,8 +258,17 @@ def _take_over(
     for name, record in records.items():
         if record is not None:
             report.held_out[name]["shared"] = shared_documents(report.documents, record)
-    for row in earlier.rows:
-        report.add(row)
+    report.take_over(earlier)
+
+
+def check_is_same(differing: Sequence[str]) -> None:
+    """Raise `ValueError` where an earlier report differs in anything.
+
+    Args:
+        differing: names of what differs.
+    """
+    if differing:
+        raise ValueError(f"the report to resume from is of another evaluation; it differs in {', '.join(differing)}")
 
 
 def _score_all(
@@ -273,14 +281,17 @@ def _score_all(
     file: ProgressFile | None = None,
 ) -> None:
     done = {(row.dataset, row.task) for row in report.rows}
-    work = [(dataset, task, samples) for dataset, task, samples in work if (dataset.name, task) not in done]
-    total = sum(len(samples) for *_, samples in work)
+    total = sum(len(samples) for dataset, task, samples in work if (dataset.name, task) not in done)
     with tqdm(total=total, desc="evaluate", unit="sample", disable=not progress) as bar:
         for dataset, task, samples in work:
             bar.set_postfix_str(f"{dataset.name}, {task}")
             digest = f"{dataset.name}, {task}, {samples_digest(samples)}"
             known = {} if file is None else file.rows(digest)
-            bar.update(len(known))
+            is_done = (dataset.name, task) in done
+            # Without what its samples got, nothing more is known of it than its rows.
+            if is_done and len(known) < len(samples):
+                continue
+            bar.update(0 if is_done else len(known))
 
             def note(rows: list[int], tallies: Mapping[str, Tally], digest: str = digest) -> None:
                 if file is not None:
@@ -298,8 +309,11 @@ def _score_all(
                 settings.answer_perplexity,
                 known,
             )
-            resampling = (settings.seed, settings.num_resamples, scorer.bert_scorer)
-            add_results(report, dataset, task, samples, tallies, *resampling)
+            resampling = (settings.seed, settings.num_resamples)
+            if is_done:
+                add_resamples(report, dataset, task, samples, tallies, *resampling)
+                continue
+            add_results(report, dataset, task, samples, tallies, *resampling, scorer.bert_scorer)
             on_result(report)
 
 

@@ -2,7 +2,7 @@
 """What is reported shares no document with what trained a checkpoint or chose it."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from ..data.document_ids import TrainingDocuments
 from .samples import EvaluationDataset, Sample
@@ -10,6 +10,23 @@ from .samples import EvaluationDataset, Sample
 _SHOWN = 3
 # How much is known of what a model has seen, from the least on.
 _RECORDS = ("none", "in part", "whole")
+
+
+class HasSources(Protocol):
+    """A sample, or whatever else has a name and the ids of the documents that it is from, see `document_id`."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def source_ids(self) -> tuple[str, ...]: ...
+
+
+class Sources(NamedTuple):
+    """What is reported by its name alone, such as a query, and the ids of its documents."""
+
+    id: str
+    source_ids: tuple[str, ...]
 
 
 def add_record(
@@ -32,6 +49,29 @@ def check_held_out(
 
     Args:
         work: data set, task and samples.
+        records, allow_shared: as in `check_sources`.
+
+    Returns:
+        As `check_sources`.
+
+    Raises:
+        ValueError: as `check_sources`.
+    """
+    of_data_sets: dict[str, list[Sample]] = {}
+    for dataset, _, samples in work:
+        of_data_sets.setdefault(dataset.name, []).extend(samples)
+    return check_sources(of_data_sets, records, allow_shared)
+
+
+def check_sources(
+    of_data_sets: Mapping[str, Sequence[HasSources]],
+    records: Mapping[str, TrainingDocuments | None],
+    allow_shared: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Compare documents with what models have seen.
+
+    Args:
+        of_data_sets: data set -> samples, or what else is reported, with the ids of their documents.
         records: what each model has seen, by its name; `None` where it has no record.
         allow_shared: also score documents that a model has seen, and say so.
 
@@ -44,9 +84,6 @@ def check_held_out(
     """
     found: dict[str, dict[str, Any]] = {}
     faults = []
-    of_data_sets: dict[str, list[Sample]] = {}
-    for dataset, _, samples_of_task in work:
-        of_data_sets.setdefault(dataset.name, []).extend(samples_of_task)
     for model, record in records.items():
         if record is None:
             found[model] = {"record": "none"}

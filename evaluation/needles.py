@@ -26,7 +26,7 @@ from ..reporting.tables import markdown_table
 from .evaluate import evaluate_model
 from .report import EvaluationReport
 from .report_tables import held_out_lines
-from .rows import ordered_conditions
+from .rows import EvaluationRow, SampleAnswers, ordered_conditions
 from .running_text import hidden_in_text
 from .samples import EvaluationDataset
 from .settings import EvaluationSettings
@@ -35,6 +35,7 @@ KINDS = ("numbers", "names", "dates")
 LENGTHS = (256, 512, 1024, 2048, 4096)
 METRICS = ("substring_accuracy", "exact_match")
 NUM_NEEDLES = 102
+_TASK = "question_answering"
 # Standard deviations that hold 95 % of a normal distribution.
 _WIDTH = 1.959964
 
@@ -192,6 +193,10 @@ class NeedleCell:
     interval: tuple[float, float]
 
 
+# What a grid and a report have in common, and a grid's file holds beside its cells.
+_SAVED = ("bounds", "num_parameters", "settings", "environment", "held_out", "documents")
+
+
 @dataclass
 class NeedleGrid:
     """Accuracy by length, condition and kind of needle.
@@ -202,6 +207,10 @@ class NeedleGrid:
         settings: options of the evaluation.
         environment: hardware and versions.
         held_out: what the models have seen of the texts, see `check_held_out`.
+        documents: "256 tokens" and so on -> the ids of the texts that contexts are from, see `document_id`.
+        bounds: where "no_context" and "full_context" come from: "teacher" or "own_decoder".
+        num_parameters: the model's parameters; `None` where they are not known.
+        answers: what every needle got; kept out of the grid's file.
     """
 
     model: str
@@ -209,18 +218,45 @@ class NeedleGrid:
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     held_out: dict[str, dict[str, Any]] = field(default_factory=dict)
+    documents: dict[str, str] = field(default_factory=dict, repr=False)
+    bounds: str = "own_decoder"
+    num_parameters: int | None = None
+    answers: list[SampleAnswers] = field(default_factory=list, repr=False)
 
     @classmethod
-    def from_report(cls, report: EvaluationReport) -> NeedleGrid:
-        """Count what an evaluation of `needle_examples` found; its data sets are called "256 tokens" and so on."""
-        cells = []
+    def from_report(cls, report: EvaluationReport, earlier: NeedleGrid | None = None) -> NeedleGrid:
+        """Count what an evaluation of `needle_examples` found; its data sets are called "256 tokens" and so on.
+
+        Args:
+            report: with the answers of all lengths but those of `earlier`.
+            earlier: a grid of the same evaluation, whose cells are taken over.
+        """
+        cells = [] if earlier is None else list(earlier.cells)
         for name in dict.fromkeys(sample.dataset for sample in report.answers):
             samples = [sample for sample in report.answers if sample.dataset == name]
             for condition in samples[0].scores:
                 for kind in ("all", *KINDS):
                     scored = [s.scores[condition] for s in samples if kind in ("all", s.id.partition("/")[0])]
                     cells += _cells(int(name.partition(" ")[0]), condition, kind, scored)
-        return cls(report.model, cells, report.settings, report.environment, report.held_out)
+        fields = {name: getattr(report, name) for name in (*_SAVED, "answers")}
+        return cls(report.model, cells, **fields)
+
+    def as_report(self) -> EvaluationReport:
+        """The grid as a report that an evaluation may resume from: a row for each length and condition."""
+        rows = [
+            EvaluationRow(
+                f"{cell.length} tokens",
+                "out",
+                _TASK,
+                cell.condition,
+                {name: self.cell(cell.length, cell.condition, "all", name).accuracy for name in METRICS},
+                cell.number,
+                self.settings.get("seed", 0),
+            )
+            for cell in self.cells
+            if (cell.kind, cell.metric) == ("all", METRICS[0])
+        ]
+        return EvaluationReport(self.model, rows=rows, **{name: getattr(self, name) for name in _SAVED})
 
     def lengths(self) -> list[int]:
         """Lengths, ascending."""
@@ -242,9 +278,7 @@ class NeedleGrid:
         """Write the grid as a JSON file, folders included, and return its path."""
         content = {
             "model": self.model,
-            "settings": self.settings,
-            "environment": self.environment,
-            "held_out": self.held_out,
+            **{name: getattr(self, name) for name in _SAVED},
             "cells": [asdict(cell) for cell in self.cells],
         }
         return write_results(content, path)
@@ -255,8 +289,9 @@ class NeedleGrid:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             cells = [NeedleCell(**{**cell, "interval": tuple(cell["interval"])}) for cell in content["cells"]]
-            held_out = content.get("held_out", {})
-            return cls(content["model"], cells, content["settings"], content["environment"], held_out)
+            fields = {name: content[name] for name in ("settings", "environment")}
+            # Files of earlier versions lack some.
+            return cls(content["model"], cells, **fields | {name: content[name] for name in _SAVED if name in content})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a grid of needles: {error}") from error
 
@@ -311,6 +346,7 @@ def evaluate_needles(
     model_name: str | None = None,
     progress: bool = True,
     notes: Mapping[str, Any] | None = None,
+    resume_from: NeedleGrid | None = None,
     progress_file: str | Path | None = None,
     on_result: Callable[[NeedleGrid], Any] = lambda grid: None,
 ) -> NeedleGrid:
@@ -324,10 +360,12 @@ def evaluate_needles(
         num_needles: needles of each length, a third of them of each kind.
         settings: options, see `EvaluationSettings`; the task is always question answering.
         teacher, model_name, progress, notes, progress_file: as in `evaluate_model`; one file has all lengths.
+        resume_from: a grid of the same evaluation, whose lengths are taken over and not asked again; lengths may be
+            added to it.
         on_result: called with the grid so far after each length.
 
     Returns:
-        The grid.
+        The grid, and what every needle got that was asked now.
 
     Raises:
         ValueError: fewer needles than kinds, lengths that are not different, a context that the model has no positions
@@ -337,7 +375,7 @@ def evaluate_needles(
         raise ValueError(f"num_needles must be at least {len(KINDS)}, one for each of {KINDS}, got {num_needles}")
     if not lengths or len(set(lengths)) < len(lengths):
         raise ValueError(f"lengths must be one or more different numbers of tokens, got {list(lengths)}")
-    settings = replace(settings or EvaluationSettings(), tasks=("question_answering",), max_samples=None)
+    settings = replace(settings or EvaluationSettings(), tasks=(_TASK,), max_samples=None)
     datasets = [
         EvaluationDataset(
             f"{length} tokens", needle_examples(texts, tokenizer, length, num_needles, settings.seed), "out"
@@ -353,7 +391,8 @@ def evaluate_needles(
         model_name=model_name,
         progress=progress,
         notes={**(notes or {}), "num_needles": num_needles},
+        resume_from=None if resume_from is None else resume_from.as_report(),
         progress_file=progress_file,
-        on_result=lambda report: on_result(NeedleGrid.from_report(report)),
+        on_result=lambda report: on_result(NeedleGrid.from_report(report, resume_from)),
     )
-    return NeedleGrid.from_report(report)
+    return NeedleGrid.from_report(report, resume_from)

@@ -4,21 +4,27 @@
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..reporting.environment import environment
 from ..reporting.result_files import write_results
+from .average_intervals import AverageIntervals
 from .benchmark_metrics import BENCHMARK_SCORE
-from .bootstrap import helps, interval_of_mean
+from .bootstrap import helps
 from .metrics import teacher_normalized
 from .rows import (
     DOMAINS,
     FULL_CONTEXT,
+    MAIN_METRICS,
     NO_CONTEXT,
     EvaluationRow,
     SampleAnswers,
+    number_of,
     ordered_conditions,
     plain_json,
     ratio_condition,
@@ -27,15 +33,11 @@ from .rows import (
 )
 
 BOUNDS = ("teacher", "own_decoder")
-# One metric per task stands for it where there is room for only one, in tables of averages and in plots; a benchmark's
-# own score comes first.
-MAIN_METRICS = {
-    "question_answering": "f1",
-    "summarisation": "rougeL",
-    "reconstruction": "token_accuracy",
-    "continuation": "perplexity",
-}
 _FORMAT_VERSION = 1
+# Where the intervals of averages come from.
+RESAMPLES, OF_DATA_SETS = "resamples", "intervals of the data sets"
+# Of averages in a file, what holds no numbers.
+_IN_WORDS = ("metric", "intervals_from", "undefined_datasets")
 
 
 @dataclass
@@ -46,6 +48,12 @@ class EvaluationReport:
     large data set weighs no more than a small one. Teacher-normalised scores are taken **per data set and then
     averaged**, which differs from normalising the macro average; data sets where full context and no context score the
     same have no normalised score and are left out of its average (`undefined_datasets` names them).
+
+    Averages have 95 % intervals, see `AverageIntervals`. A report's file has those of its tasks' main metrics.
+
+    Attributes:
+        resamples: (data set, task, condition, seed, metric) -> resampled scores of a main metric, `(num_resamples,)`;
+            kept out of the report's file, which has the intervals that they give.
 
     Args:
         model: name of the model (a Hub id or a folder's last part).
@@ -71,6 +79,11 @@ class EvaluationReport:
     answers: list[SampleAnswers] = field(default_factory=list, repr=False)
     held_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     documents: dict[str, str] = field(default_factory=dict, repr=False)
+    resamples: dict[tuple[str, str, str, int, str], np.ndarray] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    # Task -> its averages in the file that the report was read from, until it gets another row.
+    _of_file: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.bounds not in BOUNDS:
@@ -84,6 +97,14 @@ class EvaluationReport:
         if any(row.key == other.key for other in self.rows):
             raise ValueError(f"the report has a row for (dataset, task, condition, seed) = {row.key} already")
         self.rows.append(row)
+        self._of_file.pop(row.task, None)
+
+    def take_over(self, earlier: "EvaluationReport") -> None:
+        """Append an earlier report's rows, with what is known of their resamples; raises `ValueError` as `add`."""
+        for row in earlier.rows:
+            self.add(row)
+        self.resamples |= earlier.resamples
+        self._of_file |= earlier._of_file
 
     def tasks(self) -> list[str]:
         """Tasks in the order of their first row."""
@@ -140,22 +161,15 @@ class EvaluationReport:
     def macro_average_interval(
         self, task: str, metric: str, domain: str | None = None
     ) -> dict[str, tuple[float, float]]:
-        """Condition -> 95 % interval of `macro_average`, see `interval_of_mean`.
+        """Condition -> 95 % interval of `macro_average`.
 
         Conditions are left out where a data set has no interval, or more than one seed.
         """
-        averages, found = self.macro_average(task, metric, domain), {}
+        name = "macro_average_interval" if domain is None else f"{domain}_domain_interval"
+        if name in (saved := self._averages_of_file(task, metric)):
+            return saved[name]
         datasets = self.datasets(task, domain)
-        for condition, average in averages.items():
-            ends = [
-                row.intervals.get(metric, (math.nan, math.nan))
-                for row in self.rows
-                if (row.task, row.condition) == (task, condition) and row.dataset in datasets
-            ]
-            interval = interval_of_mean(average, ends)
-            if len(ends) == len(datasets) and math.isfinite(interval[0]):
-                found[condition] = interval
-        return found
+        return self._intervals(task, metric).of_scores(self.macro_average(task, metric, domain), datasets)
 
     def teacher_normalized(self, task: str, metric: str, domain: str | None = None) -> dict[str, float]:
         """Condition -> teacher-normalised score per data set, then averaged (NaN where no data set defines it).
@@ -207,21 +221,65 @@ class EvaluationReport:
         }
 
     def averages(self, task: str, metric: str) -> dict[str, Any]:
-        """All averages of a metric: macro, teacher-normalised, both per domain, and the gap where there are two."""
+        """All averages of a metric, each with its 95 % intervals, where there are any, under its name and `_interval`.
+
+        Returns:
+            By condition: `macro_average`; `teacher_normalized_per_dataset_then_averaged` where there are both bounds,
+            with `undefined_datasets`; `in_domain`, `out_domain` and `domain_gap` where there are two domains. Of
+            several data sets also, by condition and alternative, their mean `differences`, and `intervals_from`: where
+            intervals come from, the "resamples" or the "intervals of the data sets".
+
+        Raises:
+            ValueError: a data set lacks a condition or the metric.
+        """
+        if saved := self._averages_of_file(task, metric):
+            return {name: values for name, values in saved.items() if name != "metric"}
         domains = [domain for domain in DOMAINS if self.datasets(task, domain)]
-        result: dict[str, Any] = {"macro_average": self.macro_average(task, metric)}
-        if intervals := self.macro_average_interval(task, metric):
-            result["macro_average_interval"] = intervals
+        intervals, datasets = self._intervals(task, metric), self.datasets(task)
+        result: dict[str, Any] = {}
+
+        def note(name: str, values: dict[str, float], ends: dict[str, tuple[float, float]]) -> None:
+            result[name] = values
+            if ends:
+                result[f"{name}_interval"] = ends
+
+        note("macro_average", self.macro_average(task, metric), self.macro_average_interval(task, metric))
         if {NO_CONTEXT, FULL_CONTEXT} <= set(self.conditions(task)):
-            result["teacher_normalized_per_dataset_then_averaged"] = self.teacher_normalized(task, metric)
-            result["undefined_datasets"] = self.undefined_datasets(task, metric)
+            normalized, undefined = self.teacher_normalized(task, metric), self.undefined_datasets(task, metric)
+            inside, outside = ([n for n in self.datasets(task, domain) if n not in undefined] for domain in DOMAINS)
+            name = "teacher_normalized_per_dataset_then_averaged"
+            note(name, normalized, intervals.of_normalized(normalized, [*inside, *outside]))
+            result["undefined_datasets"] = undefined
             if len(domains) == 2:
-                result["domain_gap"] = {
-                    ratio_condition(ratio): gap for ratio, gap in self.domain_gap(task, metric).items()
-                }
+                gap = {ratio_condition(ratio): gap for ratio, gap in self.domain_gap(task, metric).items()}
+                known = inside and outside
+                note("domain_gap", gap, intervals.of_normalized(gap, inside, outside) if known else {})
         for domain in domains if len(domains) == 2 else ():
-            result[f"{domain}_domain"] = self.macro_average(task, metric, domain)
+            ends = self.macro_average_interval(task, metric, domain)
+            note(f"{domain}_domain", self.macro_average(task, metric, domain), ends)
+        if len(datasets) > 1:
+            result["differences"] = intervals.mean_differences(datasets)
+            result["intervals_from"] = RESAMPLES if intervals.of_resamples else OF_DATA_SETS
         return result
+
+    def _averages_of_file(self, task: str, metric: str) -> dict[str, Any]:
+        """What the report's file said, where nothing came to it since."""
+        saved = self._of_file.get(task, {})
+        return saved if saved.get("metric") == metric else {}
+
+    def _intervals(self, task: str, metric: str) -> AverageIntervals:
+        return AverageIntervals([row for row in self.rows if row.task == task], self.resamples, metric)
+
+    def _all_averages(self) -> dict[str, dict[str, Any]]:
+        """Task -> averages of its main metric, of tasks with several data sets that can be averaged."""
+        found = {}
+        for task in self.tasks():
+            # Where a data set lacks a condition, there are none.
+            with suppress(ValueError):
+                if len(self.datasets(task)) > 1 and self.metric_names(task):
+                    metric = self.main_metric(task)
+                    found[task] = {"metric": metric, **self.averages(task, metric)}
+        return found
 
     def _datasets_to_average(self, task: str, domain: str | None) -> list[str]:
         if domain is not None and domain not in DOMAINS:
@@ -254,6 +312,7 @@ class EvaluationReport:
             "held_out": self.held_out,
             "documents": self.documents,
             "rows": [asdict(row) for row in self.rows],
+            "averages": self._all_averages(),
         }
         return plain_json(content)
 
@@ -271,6 +330,17 @@ class EvaluationReport:
             rows = [row_from(row) for row in content["rows"]]
             names = ("model", "bounds", "num_parameters", "settings", "environment")
             later = {name: content.get(name, {}) for name in ("held_out", "documents")}
-            return cls(rows=rows, **{name: content[name] for name in names}, **later)
+            report = cls(rows=rows, **{name: content[name] for name in names}, **later)
+            report._of_file = _read_averages("", content.get("averages", {}))
+            return report
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not an evaluation report: {error}") from error
+
+
+def _read_averages(name: str, value: Any) -> Any:
+    """Averages as JSON holds them, as numbers."""
+    if name in _IN_WORDS:
+        return value
+    if isinstance(value, dict):
+        return {key: _read_averages(key, item) for key, item in value.items()}
+    return tuple(map(number_of, value)) if isinstance(value, list) else number_of(value)

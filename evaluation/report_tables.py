@@ -7,9 +7,9 @@ from typing import Any
 
 from ..reporting.tables import markdown_table
 from .answer_kinds import ANSWER_KINDS
-from .benchmark_metrics import BENCHMARK_SCORE
+from .average_intervals import main_metric_of
 from .bootstrap import verdict
-from .report import MAIN_METRICS, EvaluationReport
+from .report import OF_DATA_SETS, EvaluationReport
 from .rows import RETENTION, EvaluationRow
 
 # Name in the rows -> title in tables.
@@ -63,7 +63,7 @@ def _kinds_table(report: EvaluationReport, task: str) -> str | None:
     body = []
     for row in rows:
         found = [row.by_kind.get(kind, {}) for kind in kinds]
-        cells = [_text(kind.get(_main_metric(row))) + _brackets(kind.get("interval")) for kind in found]
+        cells = [_text(kind.get(main_metric_of(row))) + _brackets(kind.get("interval")) for kind in found]
         cells = [f"{cell}, {kind['num_samples']}" if kind else "-" for cell, kind in zip(cells, found, strict=True)]
         body.append([_titled(row, rows), row.seed, row.condition, *cells])
     title = f"{_main_metrics(rows)} by kind of answer, and how many questions ask for one"
@@ -84,31 +84,30 @@ def _differences_table(report: EvaluationReport, task: str) -> str | None:
     ]
     if not body:
         return None
+    metric = report.main_metric(task)
+    for condition, others in report.averages(task, metric).get("differences", {}).items():
+        for other, found in others.items():
+            cells = [_text(found["difference"]) + _brackets(found["interval"]), verdict(found["interval"], metric)]
+            body.append(["mean over data sets", "-", condition, other, "-", "-", *cells])
     title = f"{_main_metrics(rows)}: slots less text at the same number of positions, on the same questions"
     header = ["data set", "seed", "slots", "text", "samples", "documents", "difference", "slots are"]
     return f"{title}\n\n" + markdown_table(header, body)
 
 
-def _main_metric(row: EvaluationRow) -> str:
-    """What a row's differences, kinds and retention are of."""
-    return BENCHMARK_SCORE if BENCHMARK_SCORE in row.metrics else MAIN_METRICS[row.task]
-
-
 def _main_metrics(rows: Sequence[EvaluationRow]) -> str:
-    return " and ".join(dict.fromkeys(map(_main_metric, rows)))
+    return " and ".join(dict.fromkeys(map(main_metric_of, rows)))
 
 
 def _titled(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> str:
     """A row's data set, with its metric where other rows have another one."""
-    several = len({_main_metric(other) for other in rows}) > 1
-    return f"{row.dataset}, {_main_metric(row)}" if several else row.dataset
+    several = len({main_metric_of(other) for other in rows}) > 1
+    return f"{row.dataset}, {main_metric_of(row)}" if several else row.dataset
 
 
 def _averages_table(report: EvaluationReport, task: str) -> str:
     metric = report.main_metric(task)
     averages = report.averages(task, metric)
     undefined = averages.pop("undefined_datasets", [])
-    intervals = averages.pop("macro_average_interval", {})
     titles = {
         "macro_average": "all data sets",
         "teacher_normalized_per_dataset_then_averaged": "teacher-normalised",
@@ -116,16 +115,18 @@ def _averages_table(report: EvaluationReport, task: str) -> str:
         "out_domain": "out-of-domain",
         "domain_gap": "gap (teacher-normalised)",
     }
+    shown = [name for name in averages if name in titles]
+    ends = {name: averages.get(f"{name}_interval", {}) for name in shown}
     body = [
-        [condition, *(_text(values.get(condition)) for values in averages.values())]
+        [condition, *(_text(averages[name].get(condition)) + _brackets(ends[name].get(condition)) for name in shown)]
         for condition in report.conditions(task)
     ]
-    for cells in body:
-        cells[1] += _brackets(intervals.get(cells[0]))
     lines = [f"Averages of {metric}; teacher-normalised scores are taken per data set, then averaged."]
+    if averages.get("intervals_from") == OF_DATA_SETS and any(ends.values()):
+        lines.append("Their intervals are made of those of the data sets, as of independent ones.")
     if undefined:
         lines.append(f"Without a teacher-normalised score (the full context does not help): {', '.join(undefined)}.")
-    return "\n".join([*lines, "", markdown_table(["condition", *(titles[name] for name in averages)], body)])
+    return "\n".join([*lines, "", markdown_table(["condition", *(titles[name] for name in shown)], body)])
 
 
 def reservations(report: EvaluationReport) -> list[str]:

@@ -10,10 +10,18 @@ import numpy as np
 from .answer_kinds import ANSWER_KINDS, answer_kind
 from .benchmark_metrics import BENCHMARK_SCORE
 from .bert_score import BertScorer
-from .bootstrap import Statistic, helps, percentile_interval, resampled_scores
+from .bootstrap import Statistic, helps, in_own_order, percentile_interval, resampled_scores
 from .metrics import teacher_normalized
-from .report import MAIN_METRICS, EvaluationReport
-from .rows import FULL_CONTEXT, NO_CONTEXT, RETENTION, EvaluationRow, SampleAnswers, alternative_condition
+from .report import EvaluationReport
+from .rows import (
+    FULL_CONTEXT,
+    MAIN_METRICS,
+    NO_CONTEXT,
+    RETENTION,
+    EvaluationRow,
+    SampleAnswers,
+    alternative_condition,
+)
 from .samples import EvaluationDataset, Sample
 from .settings import ALTERNATIVES, NUM_RESAMPLES
 from .tallies import Tally
@@ -58,6 +66,7 @@ def add_results(
     for name, metrics in statistics.items():
         flat |= {(name, f"{main}/{kind}"): _only(metrics[main], rows) for kind, rows in kinds.items()}
     resampled = resampled_scores(flat, documents, num_resamples, seed)
+    _keep_resamples(report, dataset, task, seed, resampled)
     num_documents = len(set(documents))
 
     def interval(scores: np.ndarray, num_documents: int = num_documents) -> tuple[float, float]:
@@ -110,6 +119,38 @@ def add_results(
             )
         )
     report.answers += _answers(dataset.name, task, samples, tallies, statistics)
+
+
+def add_resamples(
+    report: EvaluationReport,
+    dataset: EvaluationDataset,
+    task: str,
+    samples: Sequence[Sample],
+    tallies: Mapping[str, Tally],
+    seed: int = 0,
+    num_resamples: int = NUM_RESAMPLES,
+) -> None:
+    """Add what the averages' intervals are made of, of a data set and task whose rows a report has already.
+
+    Args:
+        report, dataset, task, samples, tallies, seed, num_resamples: as in `add_results`.
+    """
+    statistics = {(name, metric): s for name, tally in tallies.items() for metric, s in tally.statistics(task).items()}
+    main = {key: s for key, s in statistics.items() if key[1] in (BENCHMARK_SCORE, MAIN_METRICS[task])}
+    documents = [sample.document for sample in samples]
+    _keep_resamples(report, dataset, task, seed, resampled_scores(main, documents, num_resamples, seed))
+
+
+def _keep_resamples(
+    report: EvaluationReport,
+    dataset: EvaluationDataset,
+    task: str,
+    seed: int,
+    resampled: Mapping[tuple[str, str], np.ndarray],
+) -> None:
+    for (name, metric), scores in resampled.items():
+        if metric in (BENCHMARK_SCORE, MAIN_METRICS[task]):
+            report.resamples[dataset.name, task, name, seed, metric] = in_own_order(scores, dataset.name, seed)
 
 
 def _rows_of_kinds(samples: Sequence[Sample]) -> dict[str, list[int]]:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -16,11 +19,13 @@ from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieva
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.document_ids import document_id
 from ..data.retrieval_sources import JudgedQueries, TextEncoder
 from ..modeling.parts.late_interaction import chamfer
 from ..modeling.parts.text_ids import text_tokenizer
 from ..reporting.tables import markdown_table
 from .bootstrap import mean_statistic, percentile_interval, resampled_scores
+from .held_out import Sources
 
 TextVectors = list[Tensor]
 # Documents of each query that are kept, and those that are scored at once.
@@ -242,6 +247,37 @@ class _Side:
 def _chunks(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
     stream = iter(documents)
     return iter(lambda: list(islice(stream, CHUNK_SIZE)), [])
+
+
+def judged_documents(judged: JudgedQueries) -> tuple[list[Sources], str]:
+    """What an evaluation reports on, from one reading of the corpus.
+
+    Returns:
+        Each query with the ids of the documents that answer it, as far as the corpus has them; and sixteen hexadecimal
+        digits that two evaluations have in common when queries, grades and corpus are the same.
+    """
+    digest = hashlib.sha256(repr((judged.query_ids, judged.queries, judged.grades)).encode())
+    relevant = {key for grades in judged.grades for key in grades}
+    found = {}
+    for key, text in judged.documents():
+        digest.update(repr((key, text)).encode())
+        if key in relevant:
+            found[key] = document_id(text)
+    answers = [tuple(found[key] for key in grades if key in found) for grades in judged.grades]
+    return [Sources(*pair) for pair in zip(judged.query_ids, answers, strict=True)], digest.hexdigest()[:16]
+
+
+def read_retrieval(path: str | Path) -> dict[str, Any]:
+    """Read a result file of `evaluate-retrieval`; raises `ValueError` for any other file."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content["settings"], dict):
+            raise TypeError(f"settings must be a mapping, got {content['settings']!r}")
+        for row in content["rows"]:
+            row["model"], row["document_ratio"], row["ndcg_at_10"]
+        return content
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a result file of `evaluate-retrieval`: {error!r}") from error
 
 
 def evaluate_bm25(judged: JudgedQueries) -> dict[str, Any]:

@@ -11,6 +11,14 @@ DOMAINS = ("in", "out")
 NO_CONTEXT = "no_context"
 FULL_CONTEXT = "full_context"
 RETENTION = "retention"
+# One metric per task stands for it where there is room for only one, in tables of averages and in plots; a benchmark's
+# own score comes first.
+MAIN_METRICS = {
+    "question_answering": "f1",
+    "summarisation": "rougeL",
+    "reconstruction": "token_accuracy",
+    "continuation": "perplexity",
+}
 
 
 def ratio_condition(ratio: int | str) -> str:

@@ -2,6 +2,7 @@
 """Checkpoints in the repository: those for everybody in checkpoints/, and the small trained ones for tests."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -23,6 +24,8 @@ SMALL = ROOT / "tests" / "checkpoints"
 PUBLISHED = ROOT / "checkpoints"
 FOLDERS = sorted(path for path in PUBLISHED.glob("*") if path.is_dir())
 MIB = 2**20
+# As reports have them: the ids of a data set's documents, with spaces between them.
+DOCUMENT_IDS = re.compile(r'"[0-9a-f]{12}(?: [0-9a-f]{12})*"')
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -68,23 +71,51 @@ def test_the_cards_code_answers(folder: Path, smollm2_base: Path, tmp_path: Path
     assert "1974" in names["answer"]
 
 
+def reports_in(content: object) -> list[dict]:
+    """What names documents in a result file, however deep: a report, a grid of needles, rankings."""
+    if isinstance(content, list):
+        return [report for entry in content for report in reports_in(entry)]
+    if not isinstance(content, dict):
+        return []
+    documents = content.get("documents")
+    if isinstance(documents, dict) and all(isinstance(ids, str) for ids in documents.values()):
+        return [content]
+    return [report for entry in content.values() for report in reports_in(entry)]
+
+
+def test_reports_are_found_wherever_a_file_names_documents():
+    report = {"model": "m", "held_out": {}, "documents": {"squad": "0123456789ab 0123456789ac"}}
+    assert reports_in({"runs": [{"documents": 5, "report": report}], "settings": {"documents": 3}}) == [report]
+    assert DOCUMENT_IDS.findall(json.dumps(report)) == ['"0123456789ab 0123456789ac"']
+    assert not DOCUMENT_IDS.findall('{"weights": "51d9bc0a7cef0934", "hours": "012345678901.5"}')
+
+
 def test_what_trains_chooses_and_is_reported_of_a_committed_checkpoint_shares_no_document():
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "benchmarks").rglob("*.json"))
-    reports = [
-        content for content in found if isinstance(content, dict) and {"held_out", "documents"} <= content.keys()
-    ]
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "benchmarks").rglob("*.json"))}
+    found = {path: reports_in(json.loads(text)) for path, text in texts.items() if DOCUMENT_IDS.search(text)}
+    # No file names documents elsewhere.
+    for path, text in texts.items():
+        named = {ids for report in found.get(path, []) for ids in report["documents"].values()}
+        assert {ids.strip('"') for ids in DOCUMENT_IDS.findall(text)} <= named, path.name
+    reports = [report for of_file in found.values() for report in of_file]
     assert {folder.name for folder in FOLDERS} <= {report["model"] for report in reports}
-    for folder in (*FOLDERS, *sorted(SMALL.iterdir())):
-        record = TrainingDocuments.of(folder)
-        assert record is None or not record.trained & record.chose, folder.name
-        for report in (report for report in reports if report["model"] == folder.name):
-            reported = {name for ids in report["documents"].values() for name in ids.split()}
-            said = report["held_out"][folder.name]
-            assert len(reported) > 0, folder.name
-            assert said.get("shared", {}) == {}, folder.name
+    folders = {folder.name: folder for folder in (*FOLDERS, *sorted(SMALL.iterdir()))}
+    records = {name: TrainingDocuments.of(folder) for name, folder in folders.items()}
+    for name, record in records.items():
+        assert record is None or not record.trained & record.chose, name
+    for report in reports:
+        reported = {name for ids in report["documents"].values() for name in ids.split()}
+        assert len(reported) > 0, report["model"]
+        assert report["model"] in report["held_out"]
+        # Also of models that are not in the repository, by what was found when they were scored.
+        for name, said in report["held_out"].items():
+            assert said.get("shared", {}) == {}, name
+            if name not in records:
+                continue
+            record = records[name]
             # One that was trained before there were records says that it has none.
-            assert (record is None) == (said["record"] == "none"), folder.name
-            assert record is None or not (record.trained | record.chose) & reported, folder.name
+            assert (record is None) == (said["record"] == "none"), name
+            assert record is None or not (record.trained | record.chose) & reported, name
 
 
 def test_what_is_tracked_takes_at_most_40_mib():

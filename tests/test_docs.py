@@ -105,7 +105,14 @@ def test_the_page_on_published_data_sets_runs(tmp_path: Path, monkeypatch: pytes
 def test_the_page_on_evaluation_runs(workplace: Path):
     _, outputs = pages.run_page(DOCS / "evaluate.md")
     assert [printed for _, printed in outputs] == [block.content for block, _ in outputs]
-    for name in ("results.json", "answers.jsonl", "needles.json", "needles.png", "analysis/slot_analysis.json"):
+    for name in (
+        "results.json",
+        "answers.jsonl",
+        "needles.json",
+        "needles.jsonl",
+        "needles.png",
+        "analysis/slot_analysis.json",
+    ):
         assert (workplace / name).is_file(), name
     assert list((workplace / "plots").glob("*.png"))
 

@@ -8,14 +8,12 @@ PRETRAINED is a folder of models that span_corruption.py has trained, with steps
 given. Those with a name of their own are tuned as they are. Three start from its T5 baseline: `ccproxy_2x` and
 `autoencoding_2x` (DeCAL 2x) learn autoencoding and continuation first, in a share of the pretraining's steps
 (--text-steps), and `fine_tune_only_2x` compresses from its first question on. The T5 baseline reads its context whole:
-it is the bound. Models write at most 16 tokens of an answer: enough for those of generated documents in letters, but
-for --data train PRETRAINED over words, with `span_corruption.py --data --tokenizer`.
+it is the bound. Models write at most 16 tokens of an answer, enough for generated documents in letters.
 
-All models see the same questions in the same order, on windows that hold the answer: of generated documents, SQuAD and
-NarrativeQA summaries, and without --data of generated documents alone. They are tested on documents that are not in
-training: exact match and F1 of what they write, and the perplexity of the right answer's tokens, EOS included, which
-tells models apart that hardly answer yet. As in the paper the question stands in front of its context in the encoder;
-without context it stands there alone.
+All models see the same questions about generated documents in the same order, and are tested on other documents: exact
+match and F1 of what they write, and the perplexity of the right answer's tokens, EOS included, which tells models
+apart that hardly answer yet. As in the paper the question stands in front of its context in the encoder; without
+context it stands there alone.
 
 Every finished (model, seed) is a run in the result file and is not done again; runs of another budget are refused
 there. Scores are means over seeds, with the standard deviation.
@@ -25,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,13 +30,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from benchmarks.common.data import prepare
-from benchmarks.common.runs import add_run, cell, do_runs, mean_and_std, read_runs
 from benchmarks.common.tools import positive_int
+from benchmarks.decal.runs import add_run, cell, do_runs, mean_and_std, read_runs
 from benchmarks.decal.span_corruption import add_optimizer_arguments, train
 from context_compressors import DeCALForConditionalGeneration
 from context_compressors.configuration.nearest_names import check_choice
 from context_compressors.data.task_tokens import task_start_ids
+from context_compressors.evaluation.data_sets import load_datasets
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.rows import NO_CONTEXT
 from context_compressors.evaluation.samples import EvaluationDataset
@@ -67,6 +64,7 @@ METRICS = ("answer_perplexity", "exact_match", "f1")
 # As in the paper: a question stands in front of its context, and is compressed with it.
 _QUESTION_PLACEMENT = "encoder"
 _DATA_SEED = 0
+_TEST_DOCUMENTS = 100
 _BUDGET = (
     "steps",
     "text_steps",
@@ -86,7 +84,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("pretrained", metavar="PRETRAINED", help="folder that span_corruption.py --save has written")
-    add("--data", metavar="FOLDER", help="folder with the data files (default: generated documents alone)")
     add("--models", nargs="+", default=list(MODELS), metavar="NAME", help=f"among {', '.join(MODELS)}")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="S", help="default: 0 1 2")
     add("--steps", type=positive_int, default=1000, metavar="N", help="of fine-tuning (default: 1000)")
@@ -100,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=positive_int, default=32, metavar="B", help="contexts in a step (default: 32)")
     add("--context-tokens", type=positive_int, default=48, metavar="N", help="longest context (default: 48)")
     add_optimizer_arguments(parser, learning_rate=1e-3)
-    add("--test-questions", type=positive_int, default=200, metavar="N", help="per data set (default: 200)")
+    add("--test-questions", type=positive_int, default=200, metavar="N", help="most (default: 200)")
     add("--output", default=str(RESULTS), metavar="FILE", help="where the JSON goes")
     return parser
 
@@ -129,22 +126,12 @@ def load(name: str, folder: Path) -> PreTrainedModel:
 
 
 def examples(
-    sources: Sequence[Mapping[str, Any]],
-    tasks: Sequence[str],
-    arguments: argparse.Namespace,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+    tasks: Sequence[str], arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
 ) -> CompressionDataset:
-    """Training examples of some tasks, the same for every model and seed; sources that have none are left out."""
-    kept = []
-    for source in sources:
-        asked = [task for task in tasks if task in source["tasks"]]
-        if asked:
-            kept.append({**source, "tasks": asked})
+    """Training examples of some tasks, the same for every model and seed."""
     return CompressionDataset(
         DataArguments(
-            sources=kept,
-            data_dir=str(folder),
+            sources=[{"generated": True, "tasks": tasks, "weight": 1}],
             max_context_tokens=arguments.context_tokens,
             min_context_tokens=min(16, arguments.context_tokens),
             max_target_tokens=arguments.context_tokens + 1,
@@ -162,8 +149,6 @@ def fine_tune(
     model: PreTrainedModel,
     arguments: argparse.Namespace,
     tokenizer: PreTrainedTokenizerBase,
-    sources: Sequence[Mapping[str, Any]],
-    folder: Path,
     seed: int,
 ) -> dict[str, Any]:
     """Train a model on questions, and on its text before that where it learns some; time and last loss by stage."""
@@ -179,7 +164,7 @@ def fine_tune(
     outcome = {}
     for stage, (tasks, steps) in stages.items():
         budget = argparse.Namespace(**{**vars(arguments), "steps": steps})
-        data = examples(sources, tasks, budget, tokenizer, folder)
+        data = examples(tasks, budget, tokenizer)
         outcome[stage] = train(model, budget, tokenizer, data, collator, seed, "compression")
     return outcome
 
@@ -232,7 +217,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Do what is not in the result file yet; returns its content.
 
     Raises:
-        ValueError: an unknown model, a missing checkpoint or data file, or runs of another budget.
+        ValueError: an unknown model, a missing checkpoint, or runs of another budget.
     """
     for name in arguments.models:
         check_choice("model", name, MODELS)
@@ -242,26 +227,29 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         for folder in checkpoints.values():
             load(name, folder)
     budget = {name: getattr(arguments, name) for name in _BUDGET}
-    budget |= {"data": "generated" if arguments.data is None else "generated and real text"}
-    results = read_runs(output, "decal_fine_tuning", budget)
-    with tempfile.TemporaryDirectory() as work:
-        tokenizer = AutoTokenizer.from_pretrained(_source(arguments.models[0], checkpoints[arguments.seeds[0]]))
-        sources, tests = prepare(arguments.data, tokenizer, arguments.context_tokens, Path(work))
-        tests = [test for test in tests if "question_answering" in test.tasks()]
-        for seed, folder in checkpoints.items():
-            for name in arguments.models:
-                finished = [run for run in results["runs"] if (run["model"], run["seed"]) == (name, seed)]
-                if finished:
-                    _check_same_start(name, folder, finished[0], output)
-                    continue
-                print(f"{name}, seed {seed}", flush=True)
-                set_seed(seed)
-                model = load(name, folder)
-                run: dict[str, Any] = {"model": name, "seed": seed, "pretrained": _fingerprint(name, folder)}
-                run["training"] = fine_tune(name, model, arguments, tokenizer, sources, Path(work), seed)
-                run["rows"] = evaluate(model, arguments, tokenizer, tests)
-                add_run(results, run)
-                write_results(results, output)
+    results = read_runs(output, "decal_fine_tuning", {**budget, "data": "generated"})
+    tokenizer = AutoTokenizer.from_pretrained(_source(arguments.models[0], checkpoints[arguments.seeds[0]]))
+    tests = load_datasets(
+        ["generated"],
+        tokenizer,
+        seed=_DATA_SEED,
+        num_documents=_TEST_DOCUMENTS,
+        document_tokens=arguments.context_tokens,
+    )
+    for seed, folder in checkpoints.items():
+        for name in arguments.models:
+            finished = [run for run in results["runs"] if (run["model"], run["seed"]) == (name, seed)]
+            if finished:
+                _check_same_start(name, folder, finished[0], output)
+                continue
+            print(f"{name}, seed {seed}", flush=True)
+            set_seed(seed)
+            model = load(name, folder)
+            run: dict[str, Any] = {"model": name, "seed": seed, "pretrained": _fingerprint(name, folder)}
+            run["training"] = fine_tune(name, model, arguments, tokenizer, seed)
+            run["rows"] = evaluate(model, arguments, tokenizer, tests)
+            add_run(results, run)
+            write_results(results, output)
     return results
 
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from benchmarks.common.runs import add_run, cell, check_kept, do_runs, mean_and_std, read_runs
 from benchmarks.common.tools import positive_int
+from benchmarks.decal.runs import add_run, cell, check_kept, do_runs, mean_and_std, read_runs
 from context_compressors import DeCALForConditionalGeneration
 from context_compressors.configuration.nearest_names import check_choice
 from context_compressors.data.sources import DataSource

@@ -96,7 +96,7 @@ def _read(values: Sequence[str]) -> dict[tuple[str, str], dict[str, list[list[Sa
 def main_metric(systems: dict[str, list[list[SampleAnswers]]], task: str) -> str:
     """What a task is compared by: the benchmarks' own score where all samples have it."""
     from ..evaluation.benchmark_metrics import BENCHMARK_SCORE
-    from ..evaluation.report import MAIN_METRICS
+    from ..evaluation.rows import MAIN_METRICS
 
     samples = [sample for runs in systems.values() for run in runs for sample in run]
     is_benchmark = all(BENCHMARK_SCORE in metrics for sample in samples for metrics in sample.scores.values())

@@ -14,6 +14,7 @@ from ..data.prompts import TASKS
 from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, NUM_RESAMPLES, WRITTEN_TASKS, EvaluationSettings
 from .command import (
     ALLOW_TRAINED_DOCUMENTS,
+    KEEP_ANSWERS,
     LOADING,
     MERGE_ADAPTERS,
     PROMPT_FORMAT,
@@ -26,6 +27,7 @@ from .command import (
     positive_int_or_auto,
 )
 from .loading import merge_adapters, set_ratio_scale
+from .resuming import earlier_results, progress_path, say_if_done
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,11 +182,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     from ..modeling.checkpoint.pretrained_bases import base_place
 
     settings = settings_from_arguments(arguments)
-    earlier = None
-    if arguments.resume:
-        if not arguments.output:
-            raise ValueError("--resume goes on with the report in --output: name it")
-        earlier = EvaluationReport.load(arguments.output) if Path(arguments.output).exists() else None
+    earlier = earlier_results(arguments, EvaluationReport.load)
     for path in arguments.compare_with:
         EvaluationReport.load(path)
     records: dict[str, TrainingDocuments | None] = {}
@@ -193,9 +191,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
             raise ValueError(f"{path} does not say which documents it scored, as reports of earlier versions do not")
         chose = set(" ".join(documents.values()).split())
         add_record(records, f"{model_label(arguments.model)}, by {Path(path).name}", TrainingDocuments(chose=chose))
-    progress_file = f"{arguments.output}.progress" if arguments.output else None
-    if progress_file is not None and not arguments.resume:
-        Path(progress_file).unlink(missing_ok=True)
+    progress_file = progress_path(arguments)
     place = base_place(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     datasets = [
@@ -382,7 +378,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         action="store_true",
         help="go on where an evaluation with this --output stopped, inside a data set, too",
     ),
-    argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL"),
+    KEEP_ANSWERS,
     argument("--plots", metavar="FOLDER", help="write pictures of the report"),
     argument("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size"),
     argument("--seed", type=int, default=0, help="draws samples, windows, documents and resamples (default: 0)"),
@@ -409,5 +405,6 @@ def main(arguments: argparse.Namespace) -> None:
         others = [EvaluationReport.load(path) for path in arguments.compare_with]
         paths = write_plots(report, arguments.plots, others)
     print(report_markdown(report))
+    say_if_done(arguments, not report.answers)
     for path in [*filter(None, [arguments.output, arguments.keep_answers]), *paths]:
         print(f"wrote {path}")

@@ -7,6 +7,7 @@ import argparse
 
 from .command import (
     ALLOW_TRAINED_DOCUMENTS,
+    KEEP_ANSWERS,
     LOADING,
     MERGE_ADAPTERS,
     PROMPT_FORMAT,
@@ -18,6 +19,7 @@ from .command import (
     positive_int,
     positive_int_or_auto,
 )
+from .resuming import earlier_results, progress_path, say_if_done
 
 _EXAMPLES = """
 # 102 facts in running text, at 256 to 4,096 tokens and every ratio of the checkpoint:
@@ -26,6 +28,11 @@ context-compressors evaluate-needles my-compressor --text books.parquet --output
 # Two lengths and two ratios, beside a reader of the full text:
 context-compressors evaluate-needles my-compressor --text books.parquet --lengths 512 1024 --ratios 4 8 \\
     --teacher reader-lora --teacher-base my-base
+
+# Two compressors, needle by needle:
+context-compressors evaluate-needles ours --text books.parquet --output ours.json --keep-answers ours.jsonl
+context-compressors evaluate-needles theirs --text books.parquet --output theirs.json --keep-answers theirs.jsonl
+context-compressors compare ours.jsonl theirs.jsonl --metric substring_accuracy
 """
 
 
@@ -61,6 +68,7 @@ context-compressors evaluate-needles my-compressor --text books.parquet --length
         action="store_true",
         help="go on where a command with this --output stopped, inside a length, too",
     ),
+    KEEP_ANSWERS,
     argument("--plot", metavar="PNG", help="draw heat maps"),
     argument("--seed", type=int, default=0, help="draws facts, texts and places (default: 0)"),
     *LOADING,
@@ -72,10 +80,9 @@ def main(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError, ImportError: see `evaluate_needles`, `load_model` and `load_datasets`.
     """
-    from pathlib import Path
-
     from transformers import AutoTokenizer
 
+    from ..evaluation.answers_file import AnswersFile
     from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import model_label
     from ..evaluation.needles import LENGTHS, NUM_NEEDLES, NeedleGrid, evaluate_needles
@@ -84,11 +91,8 @@ def main(arguments: argparse.Namespace) -> None:
     from ..modeling.checkpoint.pretrained_bases import base_place
     from .loading import load_model, merge_adapters
 
-    if arguments.resume and not arguments.output:
-        raise ValueError("--resume goes on with the grid in --output: name it")
-    progress_file = f"{arguments.output}.progress" if arguments.output else None
-    if progress_file is not None and not arguments.resume:
-        Path(progress_file).unlink(missing_ok=True)
+    earlier = earlier_results(arguments, NeedleGrid.load)
+    progress_file = progress_path(arguments)
     place = base_place(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     rows = [row for data in load_datasets([arguments.text], tokenizer, seed=arguments.seed) for row in data.examples]
@@ -109,7 +113,13 @@ def main(arguments: argparse.Namespace) -> None:
         allow_trained_documents=arguments.allow_trained_documents,
     )
 
+    done = {(row.dataset, row.task) for row in earlier.as_report().rows} if earlier is not None else set()
+    answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None
+
     def write(grid: NeedleGrid) -> None:
+        # Answers first: what the grid has, it has answers for.
+        if answers is not None:
+            answers.write_new(grid)
         if arguments.output:
             grid.save(arguments.output)
 
@@ -123,12 +133,15 @@ def main(arguments: argparse.Namespace) -> None:
         teacher=teacher,
         model_name=model_label(arguments.model),
         notes={"teacher": arguments.teacher and model_label(arguments.teacher)},
+        resume_from=earlier,
         progress_file=progress_file,
         on_result=write,
     )
-    written = [arguments.output] if arguments.output else []
+    write(grid)
+    written = [path for path in (arguments.output, arguments.keep_answers) if path]
     if arguments.plot:
         written.append(plot_needles(grid, arguments.plot))
     print(grid.to_markdown())
+    say_if_done(arguments, not grid.answers)
     for path in written:
         print(f"wrote {path}")

@@ -5,9 +5,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .command import DEVICE, DTYPE, argument, command, positive_int
+from .command import ALLOW_TRAINED_DOCUMENTS, DEVICE, DTYPE, argument, command, positive_int
+from .resuming import earlier_results, say_if_done
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..data.retrieval_sources import JudgedQueries
+
+_LENGTHS = ("max_query_tokens", "max_document_tokens", "batch_size")
 _EXAMPLES = """
 # nDCG@10 on the test queries of a folder from BEIR, at every ratio of the checkpoint, beside BM25:
 context-compressors evaluate-retrieval my-retriever scifact --bm25 --output scifact.json
@@ -29,7 +37,13 @@ context-compressors evaluate-retrieval my-retriever msmarco --split dev --ratios
     argument("--max-query-tokens", type=positive_int, default=64, metavar="N", help="(default: 64)"),
     argument("--max-document-tokens", type=positive_int, default=512, metavar="N", help="(default: 512)"),
     argument("--batch-size", type=positive_int, default=32, metavar="B", help="texts in one pass (default: 32)"),
-    argument("--output", metavar="FILE", help="write the rows as JSON"),
+    ALLOW_TRAINED_DOCUMENTS,
+    argument("--output", metavar="FILE", help="write the rows as JSON, anew after each"),
+    argument(
+        "--resume",
+        action="store_true",
+        help="go on where a command with this --output stopped, with the ratios that are left",
+    ),
     DEVICE,
     DTYPE,
     examples=_EXAMPLES,
@@ -38,34 +52,80 @@ def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors evaluate-retrieval`.
 
     Raises:
-        ValueError, OSError: a folder that is none of BEIR's form, or a checkpoint of no retriever.
+        ValueError, OSError: a folder that is none of BEIR's form, a checkpoint of no retriever, documents that trained
+            it or chose it, or an `--output` to resume from that is of another evaluation.
     """
     from transformers import AutoTokenizer
 
     from ..data.retrieval_sources import JudgedQueries, RetrievalSource
-    from ..evaluation.evaluate import model_label
-    from ..evaluation.retrieval import evaluate_bm25, evaluate_retrieval, retrieval_table
-    from ..reporting.environment import environment
+    from ..evaluation.report_tables import held_out_lines
+    from ..evaluation.retrieval import evaluate_bm25, evaluate_retrieval, read_retrieval, retrieval_table
     from ..reporting.result_files import write_results
     from .loading import load_retriever
 
+    earlier = earlier_results(arguments, read_retrieval)
     judged = JudgedQueries(RetrievalSource.from_folder(arguments.data, arguments.split))
     model = load_retriever(arguments.model, arguments.dtype, arguments.device)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    names = ("max_query_tokens", "max_document_tokens", "batch_size")
-    settings = {name: getattr(arguments, name) for name in names}
-    rows = [evaluate_bm25(judged)] if arguments.bm25 else []
-    for ratio in arguments.ratios or model.config.compression_ratios:
-        row = evaluate_retrieval(model, tokenizer, judged, ratio, **settings, progress=True)
-        rows.append({"model": model_label(arguments.model), **row})
-    print(retrieval_table(rows))
+    content = _content(arguments, judged, model, earlier)
+    rows: list[dict[str, Any]] = content["rows"]
+    done = {row["document_ratio"] for row in rows}
+    # BM25 stands first, and has no ratio.
+    wanted = [*([None] if arguments.bm25 else []), *(arguments.ratios or model.config.compression_ratios)]
+    left = [ratio for ratio in wanted if ratio not in done]
+    for ratio in left:
+        if ratio is None:
+            rows.insert(0, evaluate_bm25(judged))
+        else:
+            lengths = {key: getattr(arguments, key) for key in _LENGTHS}
+            row = evaluate_retrieval(model, tokenizer, judged, ratio, **lengths, progress=True)
+            rows.append({"model": content["model"], **row})
+        if arguments.output:
+            write_results(content, arguments.output)
+    print("\n".join([*held_out_lines(content["held_out"]), "", retrieval_table(rows)]))
+    say_if_done(arguments, not left)
     if arguments.output:
-        collection = f"{Path(arguments.data).resolve().name}, {arguments.split}"
-        content = {
-            "format_version": 2,
-            "settings": {"collection": collection, **settings, "dtype": str(model.dtype)},
-            "device": model.device.type,
-            "environment": environment(),
-            "rows": rows,
-        }
-        print(f"wrote {write_results(content, arguments.output)}")
+        print(f"wrote {arguments.output}")
+
+
+def _content(
+    arguments: argparse.Namespace, judged: JudgedQueries, model: PreTrainedModel, earlier: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A result file with the rows of an earlier one.
+
+    Raises:
+        ValueError: documents that trained the model or chose it, or the earlier file is of another evaluation.
+    """
+    from ..data.document_ids import TrainingDocuments
+    from ..evaluation.evaluate import check_is_same, model_label
+    from ..evaluation.held_out import check_sources
+    from ..evaluation.retrieval import judged_documents
+    from ..modeling.checkpoint.fingerprints import fingerprint
+    from ..reporting.environment import environment
+
+    collection = f"{Path(arguments.data).resolve().name}, {arguments.split}"
+    queries, digest = judged_documents(judged)
+    name = model_label(arguments.model)
+    records = {name: TrainingDocuments.of(arguments.model, on_hub=True)}
+    content = {
+        "format_version": 2,
+        "model": name,
+        "settings": {
+            "collection": collection,
+            **{key: getattr(arguments, key) for key in (*_LENGTHS, "allow_trained_documents")},
+            "dtype": str(model.dtype),
+            "weights": fingerprint(model),
+            "samples": digest,
+        },
+        "device": model.device.type,
+        "environment": environment(),
+        "held_out": check_sources({collection: queries}, records, arguments.allow_trained_documents),
+        "documents": {collection: " ".join(sorted({id_ for query in queries for id_ in query.source_ids}))},
+        "rows": [],
+    }
+    if earlier is not None:
+        differing = [key for key in ("model", "device") if content[key] != earlier.get(key)]
+        differing += [key for key, value in content["settings"].items() if value != earlier["settings"].get(key)]
+        check_is_same(differing)
+        content["rows"] = earlier["rows"]
+    return content

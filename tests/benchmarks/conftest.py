@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tests of the benchmarks import a benchmark, and what the small-scale ones are tried on."""
+"""How the tests of the benchmarks import a benchmark."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -7,8 +7,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from byte_tokenizers import byte_tokenizer, tiny_llama
@@ -51,28 +49,4 @@ def base(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("base")
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data files that the small-scale benchmark reads, each with a few rows."""
-    folder = tmp_path_factory.mktemp("data")
-    for name, count in (
-        ("qa_squad_train", 8),
-        ("qa_squad_dev", 4),
-        ("qa_narrativeqa_valid", 24),
-    ):
-        rows = [
-            {
-                "context": f"The mill of {name} {i} stands by the river. It was built by Nora Zill {i}.",
-                "question": f"Who built mill {i}?",
-                "answers": [f"Nora Zill {i}"],
-            }
-            for i in range(count)
-        ]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
-    for name in ("text_openstax_train", "text_openstax_valid"):
-        rows = [{"text": f"Cells of kind {i} in {name} divide. " * 20} for i in range(4)]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
     return folder

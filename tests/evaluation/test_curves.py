@@ -2,14 +2,11 @@
 """Training curves on made-up logs, with exact numbers."""
 
 import json
-import shlex
-from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
 from context_compressors import cli
-from context_compressors.cli.curves import _EXAMPLES
 from context_compressors.evaluation.curves import Curve, common_loss, read_curves, speed_ups, table
 from context_compressors.evaluation.plots import plot_curves
 
@@ -66,38 +63,35 @@ def test_the_table_shows_what_was_never_reached():
 def test_curves_come_from_states_summaries_and_folders(tmp_path):
     state = write(tmp_path / "a" / "trainer_state.json", {"log_history": log([2.0, 1.0], "loss")})
     summary = write(tmp_path / "b" / "training_summary.json", {"steps": 20, "log": log([3.0, 2.5], "loss")})
-    assert read_curves(state) == [Curve("a", (10, 20), ((2.0, 1.0),))]
-    assert read_curves(f"name={summary}") == [Curve("name", (10, 20), ((3.0, 2.5),))]
-    assert read_curves(f"x={tmp_path / 'a'}") == [Curve("x", (10, 20), ((2.0, 1.0),))]
+    assert read_curves([state]) == [Curve("a", (10, 20), ((2.0, 1.0),))]
+    assert read_curves([f"name={summary}"]) == [Curve("name", (10, 20), ((3.0, 2.5),))]
+    assert read_curves([f"x={tmp_path / 'a'}"]) == [Curve("x", (10, 20), ((2.0, 1.0),))]
     # In a run's folder, the checkpoint that came furthest; a summary has the end of the log only.
     for step in (20, 100):
         losses = [1.0] * (step // 10)
         write(tmp_path / "b" / f"checkpoint-{step}" / "trainer_state.json", {"log_history": log(losses, "loss")})
-    (curve,) = read_curves(str(tmp_path / "b"))
+    (curve,) = read_curves([str(tmp_path / "b")])
     assert (curve.name, curve.steps[-1]) == ("b", 100)
     other = write(tmp_path / "c" / "trainer_state.json", {"log_history": log([2.0, 1.5], "eval_loss")})
-    assert read_curves(other, "eval_loss") == [Curve("c", (10, 20), ((2.0, 1.5),))]
+    assert read_curves([other], "eval_loss") == [Curve("c", (10, 20), ((2.0, 1.5),))]
 
 
-def small_scale(tmp_path):
-    def run(name, seed, losses):
-        return {"name": name, "ratios": [5], "seed": seed, "log": log(losses)}
-
-    runs = [run("icae", 0, [4.0, 3.0]), run("icae", 1, [2.0, 2.0])]
-    runs.append(run("icae, position_layout=enhanced", 0, [2.0, 1.0]))
-    return write(tmp_path / "small_scale.json", {"benchmark": "small_scale", "runs": runs})
+def run(folder, losses):
+    return write(folder / "trainer_state.json", {"log_history": log(losses, "loss")})
 
 
-def test_rows_of_the_small_scale_benchmark_have_a_value_for_each_seed(tmp_path):
-    file = small_scale(tmp_path)
-    assert read_curves(file) == [
-        Curve("icae, ratio 5", (10, 20), ((4.0, 3.0), (2.0, 2.0))),
-        Curve("icae, position_layout=enhanced, ratio 5", (10, 20), ((2.0, 1.0),)),
+def test_runs_that_are_given_one_name_are_seeds_of_one_curve(tmp_path):
+    first, second = run(tmp_path / "1", [4.0, 3.0]), run(tmp_path / "2", [2.0, 2.0])
+    other = run(tmp_path / "3", [2.0, 1.0])
+    assert read_curves([f"icae={first}", other, f"icae={second}"]) == [
+        Curve("icae", (10, 20), ((4.0, 3.0), (2.0, 2.0))),
+        Curve("3", (10, 20), ((2.0, 1.0),)),
     ]
-    assert [curve.name for curve in read_curves(f"muon={file}")] == [
-        "muon: icae, ratio 5",
-        "muon: icae, position_layout=enhanced, ratio 5",
-    ]
+    longer = run(tmp_path / "4", [2.0, 2.0, 1.0])
+    with pytest.raises(ValueError, match="the seeds of 'icae' were logged at different steps"):
+        read_curves([f"icae={first}", f"icae={longer}"])
+    with pytest.raises(ValueError, match="two runs have the name '1': give names as NAME=SOURCE"):
+        read_curves([first, first])
 
 
 @pytest.mark.parametrize(
@@ -109,23 +103,16 @@ def test_rows_of_the_small_scale_benchmark_have_a_value_for_each_seed(tmp_path):
         ),
         ({"rows": []}, "has no training log: KeyError"),
         ([], "has no training log"),
-        (
-            {
-                "runs": [{"name": "a", "ratios": [4], "log": log([1.0])}] * 1
-                + [{"name": "a", "ratios": [4], "log": log([1.0, 2.0])}]
-            },
-            "'a, ratio 4' were logged at different steps",
-        ),
     ],
 )
 def test_files_without_such_a_log_are_refused(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
-        read_curves(write(tmp_path / "state.json", content))
+        read_curves([write(tmp_path / "state.json", content)])
 
 
 def test_a_place_without_a_log_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is no file, and no folder with trainer_state.json or training_summary"):
-        read_curves(str(tmp_path))
+        read_curves([str(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -167,19 +154,6 @@ def test_the_picture_has_every_run_its_range_and_where_it_reaches_the_loss(tmp_p
         plot_curves([], "loss", path, 0.5)
 
 
-def test_command_draws_chosen_runs_in_order(tmp_path, capsys):
-    file, output = small_scale(tmp_path), tmp_path / "curves.png"
-    runs = ["icae, ratio 5", "icae, position_layout=enhanced, ratio 5"]
-    assert cli.main(["curves", file, "--output", str(output), "--runs", *runs, "--loss", "2.5"]) == 0
-    out = capsys.readouterr().out
-    assert output.read_bytes().startswith(b"\x89PNG")
-    # 3.0 at step 10 and 2.5 at step 20, against 2.0 at step 10.
-    assert "steps to 2.5" in out
-    assert "| 2.00" in out
-    assert cli.main(["curves", file, "--output", str(output), "--runs", runs[1]]) == 0
-    assert "icae, ratio 5" not in capsys.readouterr().out
-
-
 def test_command_draws_the_losses_of_two_runs_by_the_names_of_their_folders(tmp_path, capsys):
     for name, losses in (("slow", [4.0, 3.0]), ("fast", [3.0, 2.0])):
         write(tmp_path / name / "checkpoint-20" / "trainer_state.json", {"log_history": log(losses, "loss")})
@@ -189,30 +163,6 @@ def test_command_draws_the_losses_of_two_runs_by_the_names_of_their_folders(tmp_
     lines = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
     assert [(line[1], line[6]) for line in lines[2:4]] == [("slow", "20"), ("fast", "10")]
     assert output.is_file()
-
-
-def test_command_wants_a_metric_for_runs_beside_benchmarks(tmp_path, capsys):
-    run = write(tmp_path / "run" / "trainer_state.json", {"log_history": log([2.0])})
-    argv = ["curves", run, small_scale(tmp_path), "--output", str(tmp_path / "curves.png")]
-    assert cli.main(argv) == 1
-    assert "give --metric" in capsys.readouterr().err
-    assert cli.main([*argv, "--metric", "reconstruction_loss"]) == 0
-
-
-def test_command_refuses_unknown_and_doubled_runs(tmp_path, capsys):
-    file, output = small_scale(tmp_path), tmp_path / "curves.png"
-    assert cli.main(["curves", file, "--output", str(output), "--runs", "icae, ratio 6"]) == 1
-    assert "unknown run 'icae, ratio 6'; did you mean 'icae, ratio 5'?" in capsys.readouterr().err
-    assert cli.main(["curves", file, file, "--output", str(output)]) == 1
-    assert "two runs have one name" in capsys.readouterr().err
-    assert not output.exists()
-
-
-def test_the_rows_that_the_help_names_are_in_the_benchmarks_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    lines = _EXAMPLES.replace("\\\n", "").splitlines()
-    commands = [shlex.split(line) for line in lines if "benchmarks/" in line and not line.startswith("#")]
-    assert commands
-    for _, *argv in commands:
-        argv[argv.index("--output") + 1] = str(tmp_path / "curves.png")
-        assert cli.main(argv) == 0
+    assert cli.main([*argv[:-1], str(tmp_path / "new.png"), "--metric", "accuracy"]) == 1
+    assert "has no 'accuracy' in its log" in capsys.readouterr().err
+    assert not (tmp_path / "new.png").exists()

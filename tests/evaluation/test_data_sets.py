@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode
 
+from context_compressors.data.document_ids import document_id
 from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource, parse_sources
 from context_compressors.evaluation.data_sets import load_datasets
@@ -100,6 +101,16 @@ def test_data_sets_are_read_as_they_are_published_by_training_and_evaluation(tok
         (sample,) = SampleBuilder(tokenizer, None, LIMITS, 8, 4).build(data, task)
         assert sample.references == (expected if task == QA else [expected]), name
         assert sample.id == next((row[key] for key in ("id", "qid", "question_id", "_id") if key in row), "0"), name
+
+
+def test_windows_count_as_the_documents_that_they_name(tokenizer, tmp_path):
+    whole = "The harbour of Sandvik has a lighthouse, two cranes and eleven boats."
+    windows = [{"id": str(start), "text": whole[start : start + 20], "source_texts": [whole]} for start in (0, 20)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(windows), tmp_path / "windows.parquet")
+    (data,) = load_datasets(["windows.parquet"], tokenizer, data_dir=str(tmp_path))
+    samples = SampleBuilder(tokenizer, None, LIMITS, 32, 4).build(data, RECONSTRUCTION)
+    assert [sample.source_ids for sample in samples] == [(document_id(whole),)] * 2
+    assert [sample.document for sample in samples] == [0, 1]
 
 
 def test_rows_are_kept_by_value_and_each_value_gets_a_data_set(tokenizer, mrqa):

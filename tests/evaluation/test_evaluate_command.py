@@ -144,7 +144,13 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
     content = json.loads(output.read_text())
     assert content["rows"][:5] == json.loads(before)["rows"]
     assert len(content["rows"]) == 10
-    capsys.readouterr()
+    # The first set's resamples are gone.
+    assert content["averages"][QA]["intervals_from"] == "intervals of the data sets"
+    assert "is done" not in capsys.readouterr().out
+    before = output.read_text()
+    assert main(more) == 0
+    assert f"{output} is done: nothing was left to score" in capsys.readouterr().out
+    assert output.read_text() == before
 
     assert main([*argv, "--data", "a=qa_rows.parquet#2", "--seed", "9"]) == 1
     assert "error: the report to resume from is of another evaluation; it differs in seed" in capsys.readouterr().err
@@ -156,7 +162,7 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
     assert main([*fresh, "--chosen-by", str(output)]) == 1
     assert "2 of 2 documents of 'a' chose tiny-compressor, by results.json (samples" in capsys.readouterr().err
     assert main([argv[0], "--data", "generated", "--resume"]) == 1
-    assert "--resume goes on with the report in --output: name it" in capsys.readouterr().err
+    assert "--resume goes on with what is in --output: name it" in capsys.readouterr().err
 
 
 @pytest.mark.slow

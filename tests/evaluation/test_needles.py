@@ -4,15 +4,17 @@
 import json
 import random
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from naive_twin import encode
 
+from context_compressors import cli
 from context_compressors.cli.evaluate_needles import main
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.synthetic_documents import generate_document, split_of
 from context_compressors.evaluation import needles
+from context_compressors.evaluation.answers_file import read_answers
 from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import substring_accuracy
 from context_compressors.evaluation.needles import (
@@ -23,11 +25,13 @@ from context_compressors.evaluation.needles import (
     needle_examples,
     wilson_interval,
 )
+from context_compressors.evaluation.paired import paired_difference
 from context_compressors.evaluation.plots import plot_needles
 from context_compressors.evaluation.progress_file import ProgressFile
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.rows import SampleAnswers
 from context_compressors.evaluation.samples import EvaluationDataset
+from context_compressors.evaluation.scoring import Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.reporting.result_files import rounded
 
@@ -156,7 +160,8 @@ def test_cells_count_each_kind_apart(grid):
 
 def test_a_grid_is_saved_printed_and_drawn(grid, tmp_path):
     loaded = NeedleGrid.load(grid.save(tmp_path / "new" / "grid.json"))
-    assert rounded(asdict(loaded)) == rounded(asdict(grid))
+    assert not loaded.answers
+    assert rounded(asdict(loaded)) == rounded(asdict(replace(grid, answers=[])))
     table = grid.to_markdown()
     assert "## Answer contained in the output: names (2 a cell)" in table
     assert "| 256    | 100 [51, 100] | 50 [15, 85] |" in table
@@ -164,6 +169,15 @@ def test_a_grid_is_saved_printed_and_drawn(grid, tmp_path):
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(ValueError, match=r"other\.json is not a grid of needles"):
         NeedleGrid.load(tmp_path / "other.json")
+
+
+def test_a_grid_of_an_earlier_version_is_read(grid, tmp_path):
+    content = json.loads(grid.save(tmp_path / "grid.json").read_text())
+    for name in ("bounds", "num_parameters", "documents", "held_out"):
+        del content[name]
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    old = NeedleGrid.load(tmp_path / "old.json")
+    assert (old.cell(256, "ratio=4").accuracy, old.documents, old.num_parameters) == (50, {}, None)
 
 
 @pytest.mark.slow
@@ -223,7 +237,7 @@ def test_command_writes_table_file_and_picture(folders, tmp_path, capsys):
     output, plot = tmp_path / "needles.json", tmp_path / "needles.png"
     argv = [str(folders / "tiny-compressor"), "--text", str(tmp_path / "books.jsonl"), "--device", "cpu"]
     argv += ["--lengths", "100", "--needles", "3", "--max-new-tokens", "2", "--teacher", str(folders / "teacher")]
-    with pytest.raises(ValueError, match="--resume goes on with the grid in --output: name it"):
+    with pytest.raises(ValueError, match="--resume goes on with what is in --output: name it"):
         main([*argv, "--resume"])
     output.with_name("needles.json.progress").write_text("of another run")
     assert main([*argv, "--output", str(output), "--plot", str(plot)]) == 0
@@ -236,6 +250,63 @@ def test_command_writes_table_file_and_picture(folders, tmp_path, capsys):
     assert "Whether tiny-compressor was trained on these documents is unknown" in printed
     assert f"wrote {plot}" in printed
     assert plot.exists()
+
+
+def test_a_grid_keeps_its_answers_and_documents_and_says_when_it_is_done(folders, tmp_path, capsys, monkeypatch):
+    (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    output, answers = tmp_path / "needles.json", tmp_path / "needles.jsonl"
+    shared = ["--text", str(tmp_path / "books.jsonl"), "--device", "cpu", "--needles", "3", "--max-new-tokens", "2"]
+    argv = [str(folders / "tiny-compressor"), *shared, "--ratios", "2", "--output", str(output)]
+    argv += ["--keep-answers", str(answers), "--lengths", "100"]
+    assert main(argv) == 0
+    grid, kept = NeedleGrid.load(output), read_answers(answers)
+    ids = set(grid.documents["100 tokens"].split())
+    assert ids
+    assert ids <= {document_id(text) for text in TEXTS}
+    assert [sample.id for sample in kept] == ["numbers/0", "names/1", "dates/2"]
+    assert all(sample.answers.keys() == sample.scores.keys() == set(grid.conditions()) for sample in kept)
+    right = sum(sample.scores["ratio=2"]["substring_accuracy"] > 0 for sample in kept)
+    assert grid.cell(100, "ratio=2").accuracy == pytest.approx(100 * right / 3, rel=1e-3)
+
+    written, kept_write = [], Scorer._write
+    monkeypatch.setattr(Scorer, "_write", lambda self, *given: written.append(given) or kept_write(self, *given))
+    before = output.read_text(), answers.read_text()
+    capsys.readouterr()
+    assert main([*argv, "--resume"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{output} is done: nothing was left to score" in printed
+    assert "# Needles: tiny-compressor" in printed
+    assert not written
+    assert (output.read_text(), answers.read_text()) == before
+    # Lengths may be added, and are the only ones that are asked.
+    assert main([*argv, "160", "--resume"]) == 0
+    assert "is done" not in capsys.readouterr().out
+    more = NeedleGrid.load(output)
+    assert more.lengths() == [100, 160]
+    assert more.cells[: len(grid.cells)] == grid.cells
+    assert more.documents.keys() == {"100 tokens", "160 tokens"}
+    assert len(written) == len(grid.conditions())
+    assert [sample.dataset for sample in read_answers(answers)] == ["100 tokens"] * 3 + ["160 tokens"] * 3
+    for other, message in (("--seed", "it differs in seed"), ("--batch-size", "it differs in batch_size")):
+        with pytest.raises(ValueError, match=f"is of another evaluation; {message}"):
+            main([*argv, other, "5", "--resume"])
+    answers.write_text("")
+    with pytest.raises(ValueError, match=r"does not have the answers of \[\('100 tokens', 'question_answering'\)"):
+        main([*argv, "--resume"])
+
+
+def test_two_grids_are_paired_needle_by_needle(folders, tmp_path, capsys):
+    (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    files = [tmp_path / f"{name}.jsonl" for name in ("ours", "theirs")]
+    shared = ["--text", str(tmp_path / "books.jsonl"), "--device", "cpu", "--needles", "6", "--max-new-tokens", "2"]
+    for file, model in zip(files, ("tiny-compressor", "teacher"), strict=True):
+        assert main([str(folders / model), *shared, "--lengths", "100", "--keep-answers", str(file)]) == 0
+    ours, theirs = map(read_answers, files)
+    found = paired_difference(ours, theirs, "substring_accuracy", "full_context")
+    assert (found.num_samples, found.num_documents) == (6, 6)
+    capsys.readouterr()
+    assert cli.main(["compare", *map(str, files), "--metric", "substring_accuracy"]) == 0
+    assert "| 100 tokens | substring_accuracy | ours full_context | theirs full_context |" in capsys.readouterr().out
 
 
 def test_text_that_a_model_was_trained_on_hides_no_needle_unless_that_is_said(folders, tmp_path, capsys):

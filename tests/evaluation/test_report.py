@@ -160,7 +160,7 @@ def test_file_gives_the_same_report_back(tmp_path):
         report.add(row("openstax", condition, task="continuation", perplexity=score))
     path = report.save(tmp_path / "new" / "report.json")
     loaded = EvaluationReport.load(path)
-    assert loaded.to_dict() == report.to_dict()
+    assert loaded.to_dict() == rounded(report.to_dict())
     assert math.isnan(loaded.score("openstax", "continuation", "ratio=4", "perplexity"))
     assert loaded.score("openstax", "continuation", "no_context", "perplexity") == math.inf
 
@@ -210,6 +210,7 @@ def test_the_interval_of_an_average_is_that_of_independent_data_sets():
 
 def test_a_file_without_intervals_is_read_as_well(tmp_path):
     content = report_of(PAPER_F1).to_dict()
+    del content["averages"]
     for values in content["rows"]:
         for name in ("intervals", "retention", "costs", "num_documents"):
             del values[name]

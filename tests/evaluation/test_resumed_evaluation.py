@@ -39,8 +39,9 @@ def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
         if len(report.rows) == 6:
             raise KeyboardInterrupt
 
+    path = tmp_path / "report.json.progress"
     with pytest.raises(KeyboardInterrupt):
-        evaluate_model(model, tokenizer, datasets, settings, progress=False, on_result=stop)
+        evaluate_model(model, tokenizer, datasets, settings, progress=False, on_result=stop, progress_file=path)
     earlier = EvaluationReport.load(tmp_path / "report.json")
     assert [(row.dataset, row.task) for row in earlier.rows[::3]] == [("qa", QA), ("qa", RECONSTRUCTION)]
     scored = []
@@ -51,10 +52,18 @@ def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
         settings,
         progress=False,
         resume_from=earlier,
+        progress_file=path,
         on_result=lambda report: scored.append((report.rows[-1].dataset, report.rows[-1].task)),
     )
     assert scored == [("text", RECONSTRUCTION)]
     assert comparable(again) == comparable(whole)
+    assert again.averages(RECONSTRUCTION, "token_accuracy")["intervals_from"] == "resamples"
+    # A finished one is taken over as it is.
+    done = evaluate_model(
+        *(model, tokenizer, datasets, settings), progress=False, resume_from=EvaluationReport.load(again.save(path))
+    )
+    assert not done.answers
+    assert comparable(done) == comparable(whole)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from context_compressors import DeCALConfig, DeCALForRetrieval, cli
+from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalCollection, RetrievalSource, TextEncoder
 from context_compressors.evaluation import retrieval
 from context_compressors.evaluation.retrieval import (
@@ -16,6 +17,7 @@ from context_compressors.evaluation.retrieval import (
     encode_texts,
     evaluate_bm25,
     evaluate_retrieval,
+    judged_documents,
     ndcg,
     recall,
     score_texts,
@@ -134,11 +136,107 @@ def test_a_corpus_in_parts_has_the_scores_of_one_in_memory(retriever, tokenizer,
     assert evaluate_bm25(judged)["ndcg_at_10"] > 80
 
 
-def test_the_command_ranks_a_folder_at_every_ratio(retriever, tokenizer, beir, tmp_path, capsys):
+@pytest.fixture
+def saved(retriever, tokenizer, tmp_path):
     retriever.save_pretrained(tmp_path / "retriever")
     tokenizer.save_pretrained(tmp_path / "retriever")
+    return tmp_path / "retriever"
+
+
+def test_what_is_reported_are_the_documents_that_answer(beir):
+    judged = JudgedQueries(RetrievalSource.from_folder(beir))
+    texts = dict(judged.documents())
+    queries, digest = judged_documents(judged)
+    assert queries == [
+        ("2020-01-00", (document_id(texts["000"]), document_id(texts["001"]))),
+        ("2020-01-05", (document_id(texts["005"]),)),
+    ]
+    assert judged_documents(judged) == (queries, digest)
+    with (beir / "corpus.jsonl").open("a") as file:
+        file.write(json.dumps({"_id": "9", "text": "One more."}) + "\n")
+    more, another = judged_documents(judged)
+    assert (more, another == digest) == (queries, False)
+
+
+def test_a_ranking_goes_on_with_the_ratios_that_are_left(saved, beir, tmp_path, capsys, monkeypatch):
+    output, ranked = tmp_path / "scores.json", []
+
+    def counted(model, tokenizer, judged, ratio, **options):
+        ranked.append(ratio)
+        if ratio == 4 and not may_end:
+            raise KeyboardInterrupt
+        return evaluate_retrieval(model, tokenizer, judged, ratio, **options)
+
+    monkeypatch.setattr(retrieval, "evaluate_retrieval", counted)
+    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--output", str(output)]
+    may_end = False
+    assert cli.main(argv) == 130
+    assert [row["document_ratio"] for row in json.loads(output.read_text())["rows"]] == [2]
+    may_end = True
+    assert cli.main([*argv, "--resume"]) == 0
+    assert ranked == [2, 4, 4]
+    assert "is done" not in capsys.readouterr().out
+    # More is added to what is there.
+    assert cli.main([*argv, "--resume", "--bm25"]) == 0
+    content = json.loads(output.read_text())
+    assert [row["document_ratio"] for row in content["rows"]] == [None, 2, 4]
+    assert ranked == [2, 4, 4]
+    capsys.readouterr()
+    before = output.read_text()
+    assert cli.main([*argv, "--resume", "--bm25"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{output} is done: nothing was left to score" in printed
+    assert "| retriever | 4 " in printed
+    assert (output.read_text(), ranked) == (before, [2, 4, 4])
+    assert cli.main([*argv, "--bm25"]) == 0
+    whole = json.loads(output.read_text())
+    assert whole["rows"] == content["rows"]
+    assert ranked == [2, 4, 4, 2, 4]
+
+    def refused(*more):
+        capsys.readouterr()
+        assert cli.main([*argv, "--resume", *more]) == 1
+        return capsys.readouterr().err
+
+    assert "is of another evaluation; it differs in batch_size" in refused("--batch-size", "3")
+    with (beir / "corpus.jsonl").open("a") as file:
+        file.write(json.dumps({"_id": "9", "text": "One more."}) + "\n")
+    assert "is of another evaluation; it differs in samples" in refused()
+    output.write_text('{"rows": []}')
+    assert "scores.json is not a result file of `evaluate-retrieval`" in refused()
+    assert cli.main([*argv[:-2], "--resume"]) == 1
+    assert "--resume goes on with what is in --output: name it" in capsys.readouterr().err
+
+
+def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(saved, beir, tmp_path, capsys):
     output = tmp_path / "scores.json"
-    argv = ["evaluate-retrieval", str(tmp_path / "retriever"), str(beir), "--device", "cpu"]
+    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--ratios", "2", "--output", str(output)]
+    texts = dict(JudgedQueries(RetrievalSource.from_folder(beir)).documents())
+    assert cli.main(argv) == 0
+    assert "Whether retriever was trained on these documents is unknown" in capsys.readouterr().out
+    # What answers no query may have trained it.
+    TrainingDocuments(trained={document_id(texts["007"])}).save(saved)
+    assert cli.main(argv) == 0
+    assert "Held out: no document here is among the 1 that trained retriever" in capsys.readouterr().out
+    content = json.loads(output.read_text())
+    assert content["held_out"]["retriever"] == {"record": "whole", "trained": 1, "chose": 0, "shared": {}}
+    assert set(content["documents"]["animals, test"].split()) == {
+        document_id(texts[key]) for key in ("000", "001", "005")
+    }
+    TrainingDocuments(trained={document_id(texts["001"])}, chose={document_id(texts["005"])}).save(saved)
+    assert cli.main(argv) == 1
+    told = capsys.readouterr().err
+    assert "1 of 3 documents of 'animals, test' trained retriever (samples 2020-01-00)" in told
+    assert "1 of 3 documents of 'animals, test' chose retriever (samples 2020-01-05)" in told
+    assert cli.main([*argv, "--allow-trained-documents"]) == 0
+    assert "**Not held out**: among the 1 that trained retriever" in capsys.readouterr().out
+    shared = json.loads(output.read_text())["held_out"]["retriever"]["shared"]
+    assert shared == {"animals, test": {"trained": 1, "chose": 1}}
+
+
+def test_the_command_ranks_a_folder_at_every_ratio(saved, beir, tmp_path, capsys):
+    output = tmp_path / "scores.json"
+    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu"]
     assert cli.main([*argv, "--bm25", "--output", str(output)]) == 0
     content = json.loads(output.read_text())
     assert [(row["model"], row["document_ratio"]) for row in content["rows"]] == [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks that train share: a result file that grows run by run, means over seeds, and the command's frame."""
+"""What the trainings share: a result file that grows run by run, means over seeds, and the command's frame."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ from context_compressors.reporting.environment import environment
 from context_compressors.reporting.result_files import rounded
 
 
-def read_runs(
-    path: Path,
-    benchmark: str,
-    budget: Mapping[str, Any],
-    key: Callable[[Mapping[str, Any]], Any] = lambda run: (run["model"], run["seed"]),
-) -> dict[str, Any]:
+def read_runs(path: Path, benchmark: str, budget: Mapping[str, Any]) -> dict[str, Any]:
     """The result file, or an empty one.
 
     Args:
         path: the file.
         benchmark: its name.
         budget: what all runs have in common.
-        key: what a run is known by.
 
     Raises:
         ValueError: it is no result file of this benchmark, or its runs had another budget.
@@ -38,7 +32,7 @@ def read_runs(
         return {**empty, "runs": []}
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        known, finished = results["budget"], [key(run) for run in results["runs"]]
+        known, finished = results["budget"], [(run["model"], run["seed"]) for run in results["runs"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a result file of this benchmark: {error!r}") from error
     names = dict.fromkeys([*known, *budget])

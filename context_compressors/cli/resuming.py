@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that go on with what an earlier one has written to `--output`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+Results = TypeVar("Results")
+
+
+def earlier_results(arguments: argparse.Namespace, read: Callable[[str], Results]) -> Results | None:
+    """What `--output` holds, with `--resume`; `None` without it, or where there is no such file yet.
+
+    Args:
+        arguments: with `output` and `resume`.
+        read: reads such a file.
+
+    Raises:
+        ValueError: `--resume` without `--output`, or whatever `read` refuses.
+    """
+    if not arguments.resume:
+        return None
+    if not arguments.output:
+        raise ValueError("--resume goes on with what is in --output: name it")
+    return read(arguments.output) if Path(arguments.output).exists() else None
+
+
+def progress_path(arguments: argparse.Namespace) -> str | None:
+    """Where what has been scored so far is kept beside `--output`; without `--resume` it is deleted.
+
+    Args:
+        arguments: with `output` and `resume`.
+    """
+    if not arguments.output:
+        return None
+    path = Path(f"{arguments.output}.progress")
+    if not arguments.resume:
+        path.unlink(missing_ok=True)
+    return str(path)
+
+
+def say_if_done(arguments: argparse.Namespace, is_done: bool) -> None:
+    """Print that `--resume` found nothing left to score.
+
+    Args:
+        arguments: with `output` and `resume`.
+        is_done: whether nothing was scored.
+    """
+    if arguments.resume and is_done:
+        print(f"{arguments.output} is done: nothing was left to score")
