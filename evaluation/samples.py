@@ -372,7 +372,13 @@ def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
     rows: dict[str, int] = {}
     for row, text in enumerate(texts):
         rows.setdefault(text, row)
-    return [{"text": text, "id": _id(dataset.examples[row], row)} for text, row in rows.items()]
+    found = []
+    for text, row in rows.items():
+        example = dataset.examples[row]
+        # Of a window the documents that it is from.
+        sources = {"source_texts": example["source_texts"]} if "source_texts" in example else {}
+        found.append({"text": text, "id": _id(example, row), **sources})
+    return found
 
 
 def _id(example: Mapping[str, Any], row: int) -> str:

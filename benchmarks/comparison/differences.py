@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.comparison.scores import Scores, averaged_sets, values_of, whole
+from benchmarks.comparison.scores import Scores, averaged_sets, parsed_ratio, values_of, whole
 from context_compressors.evaluation.bootstrap import percentile_interval
 from context_compressors.evaluation.paired import resampled_means
 
@@ -44,7 +44,7 @@ def ordering(
 ) -> dict[str, Any]:
     """Whether the first system's F1 is above the second's, at each ratio, or at those that the names end in ("=4")."""
     (first, _, ratio), (second, _, other) = (side.partition("=") for side in pair)
-    ratios = [(int(ratio), int(other))] if ratio else [(ratio, ratio) for ratio in table["ratios"]]
+    ratios = [(parsed_ratio(ratio), parsed_ratio(other))] if ratio else [(ratio, ratio) for ratio in table["ratios"]]
     found = [
         {
             "ratio": one,
@@ -57,8 +57,8 @@ def ordering(
 
 
 def _paired(
-    first: tuple[str, int],
-    second: tuple[str, int],
+    first: tuple[str, int | str],
+    second: tuple[str, int | str],
     scores: Scores,
     questions: Any,
     table: Mapping[str, Any],

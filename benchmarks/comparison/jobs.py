@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,16 @@ def train_trial(comparison: Comparison, name: str, seed: int, rate: float) -> No
 
     trainer.add_callback(Stop())
     trainer.train(resume_from_checkpoint=latest_checkpoint(str(folder)))
-    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    write_json({"steps": steps, "eval_loss": losses[-1]}, folder / "trial.json")
+    log = trainer.state.log_history
+    losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+    found = {"steps": steps, "eval_loss": losses[-1], "losses": training_losses(log)}
+    write_json(found, folder / "trial.json")
+
+
+def training_losses(log: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Steps with the cross-entropy of a target token behind the slots, whatever else a method's loss has."""
+    values = ((entry["step"], name, value) for entry in log for name, value in entry.items())
+    return [(step, value) for step, name, value in values if re.fullmatch(r"loss_ratio_\d+", name)]
 
 
 def train_run(comparison: Comparison, name: str, seed: int) -> None:
@@ -100,9 +109,7 @@ def make_untrained(comparison: Comparison, name: str, seed: int) -> None:
     """A checkpoint of a method that trains nothing, on the reader, or whose scorers are fitted without a step."""
     entry, folder = comparison.table["family"][name], comparison.checkpoint(name, seed)
     if contexts := entry.get("fit_scorers"):
-        # To contexts of all lengths and kinds.
-        options = {"max_steps": -1, "num_train_epochs": 0, "task_schedule": "null", "length_schedule": "null"}
-        train(comparison.training_command(name, seed, 0.0, folder, fit_scorers=contexts, **options))
+        _train_no_step(comparison, name, seed, folder, fit_scorers=contexts)
         return
     changes, ratios = entry.get("changes", {}), comparison.table["ratios"]
     model = model_class(name).from_base(comparison.start, dtype="bfloat16", compression_ratios=ratios, **changes)
@@ -110,6 +117,21 @@ def make_untrained(comparison: Comparison, name: str, seed: int) -> None:
     record_prompts(model.config, tokenizer, DataArguments(prompts="chat", prompt_format="chat"))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def make_timed(comparison: Comparison, name: str) -> None:
+    """A checkpoint whose seconds are those of a trained one: of the method's sizes, before any training."""
+    seed = comparison.arguments.seeds[0]
+    if comparison.trains(name) or "fit_scorers" in comparison.table["family"][name]:
+        _train_no_step(comparison, name, seed, comparison.timed_checkpoint(name))
+    else:
+        make_untrained(comparison, name, seed)
+
+
+def _train_no_step(comparison: Comparison, name: str, seed: int, folder: Path, **options: Any) -> None:
+    """A training of no steps, which fits and saves, on contexts of all lengths and kinds."""
+    options |= {"max_steps": -1, "num_train_epochs": 0, "task_schedule": "null", "length_schedule": "null"}
+    train(comparison.training_command(name, seed, 0.0, folder, **options))
 
 
 def write_page(comparison: Comparison) -> None:

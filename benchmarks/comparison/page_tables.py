@@ -25,8 +25,8 @@ def interval(row: Mapping[str, Any], metric: str) -> str:
     return f"{value:.1f}" + ("" if ends is None or None in ends else f" [{ends[0]:.1f}, {ends[1]:.1f}]")
 
 
-def _ratio(row: Mapping[str, Any]) -> str:
-    return f"{row['ratio']}x" if row["ratio"] > 1 else ""
+def _ratio(ratio: int | str) -> str:
+    return ratio if isinstance(ratio, str) else f"{ratio}x" if ratio > 1 else ""
 
 
 def _number(row: Mapping[str, Any], name: str, digits: int = 0) -> str:
@@ -39,7 +39,7 @@ def main_table(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> 
     lines = [
         [
             titles[row["system"]],
-            _ratio(row),
+            _ratio(row["ratio"]),
             row["num_questions"],
             _number(row, "kept_positions"),
             _number(row, "memory_bytes"),
@@ -67,8 +67,7 @@ def by_set(rows: Sequence[Mapping[str, Any]], asked: Mapping[str, int], titles: 
     metrics = {row["set"]: next(iter(row["scores"])) for row in rows}
     names = [name for name in asked if name in metrics]
     lines = [
-        [titles[system], _ratio({"ratio": ratio})]
-        + [cell(found.get((system, ratio, name)), asked[name]) for name in names]
+        [titles[system], _ratio(ratio)] + [cell(found.get((system, ratio, name)), asked[name]) for name in names]
         for system, ratio in dict.fromkeys((row["system"], row["ratio"]) for row in rows)
     ]
     columns = [f"{name}, {_TITLES[metrics[name]]}, n {asked[name]}" for name in names]
@@ -84,14 +83,15 @@ def by_bytes(
     """What is made once for all questions, from few bytes to many, and keys and values less embeddings."""
 
     def less(entry: Mapping[str, Any] | None) -> str:
-        return f"{_difference(entry)} ({titles[entry['system']]}, {entry['ratio']}x)" if entry else ""
+        return f"{_difference(entry)} ({titles[entry['system']]}, {_ratio(entry['ratio'])})" if entry else ""
 
     found = {(entry["system"], entry["ratio"]): entry for entry in compared}
     rows = [row for row in rows if row["system"] not in aware and "bytes_per_context_token" in row["costs"]]
     lines = []
     for row in sorted(rows, key=lambda row: row["costs"]["bytes_per_context_token"]):
         of_row = found.get((row["system"], row["ratio"]), {})
-        cells = [_number(row, "bytes_per_context_token", 1), titles[row["system"]], _ratio(row), interval(row, "f1")]
+        cells = [_number(row, "bytes_per_context_token", 1), titles[row["system"]], _ratio(row["ratio"])]
+        cells.append(interval(row, "f1"))
         lines.append([*cells, *(less(of_row.get(side)) for side in ("fewer", "more", "positions"))])
     text = (
         "Bytes for each token of a context. Of keys and values F1 is put beside that of embeddings, on the same "
@@ -118,9 +118,12 @@ def orderings_table(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str,
     def name(entry: Mapping[str, Any]) -> str:
         return f"{titles[entry['first']]} > {titles[entry['second']]}"
 
+    def is_equal(entry: Mapping[str, Any]) -> bool:
+        return all(at["ratio"] == at["second_ratio"] for at in entry["ratios"])
+
     def name_at(entry: Mapping[str, Any], at: Mapping[str, Any]) -> str:
-        first, second = titles[entry["first"]], titles[entry["second"]]
-        return f"{first}, {at['ratio']}x > {second}, {at['second_ratio']}x"
+        sides = (titles[entry["first"]], _ratio(at["ratio"])), (titles[entry["second"]], _ratio(at["second_ratio"]))
+        return " > ".join(", ".join(filter(None, side)) for side in sides)
 
     text = (
         'Differences of F1 on the same questions, with 95 % intervals. "Holds": the interval is above zero; "does '
@@ -128,19 +131,26 @@ def orderings_table(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str,
         "none, one in twenty is told all the same.\n\n"
     )
     run = [entry for entry in orderings if any("difference" in at for at in entry["ratios"])]
-    equal = [entry for entry in run if all(at["ratio"] == at["second_ratio"] for at in entry["ratios"])]
-    lines = [[name(entry), *map(_difference, entry["ratios"])] for entry in equal]
-    text += markdown_table(["ordering", *(f"{at['ratio']}x" for at in equal[0]["ratios"])], lines) if equal else ""
-    others = [entry for entry in run if entry not in equal]
+    equal, others = ([entry for entry in run if is_equal(entry) == wanted] for wanted in (True, False))
+    # Of a system with one ratio the other cells are empty.
+    ratios = sorted({at["ratio"] for entry in equal for at in entry["ratios"]})
+    lines = []
+    for entry in equal:
+        cells = {at["ratio"]: _difference(at) for at in entry["ratios"]}
+        lines.append([name(entry), *(cells.get(ratio, "") for ratio in ratios)])
+    text += markdown_table(["ordering", *map(_ratio, ratios)], lines) if equal else ""
     lines = [[name_at(entry, at), _difference(at)] for entry in others for at in entry["ratios"]]
     text += "\n\n" + markdown_table(["at other ratios", "difference"], lines) if lines else ""
-    left = [name(entry) for entry in orderings if entry not in run]
+    left = [
+        name(entry) if is_equal(entry) else name_at(entry, *entry["ratios"]) for entry in orderings if entry not in run
+    ]
     return text + (f"\n\nNot run, or not on the same questions: {'; '.join(left)}." if left else "")
 
 
 def trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     """What each method was trained with, and its trials."""
-    budget = results["budget"].get("run", {})
+    budget, family = results["budget"].get("run", {}), results["family"]
+    marks = dict.fromkeys(mark for entry in family.values() for mark in entry.get("steps_to_loss", {}))
     lines = [
         [
             titles[name],
@@ -149,21 +159,38 @@ def trainings(results: Mapping[str, Any], titles: Mapping[str, str]) -> str:
             f"{entry['context_tokens']:,}",
             *(f"{entry['trials'].get(rate, float('nan')):.3f}" for rate in _rates(results)),
             f"{entry['learning_rate']:g}" if entry["learning_rate"] else "",
+            *(_steps(entry, mark, results["budget"]) for mark in marks),
             "" if entry["loss"] is None else f"{entry['loss']:.3f}",
             f"{entry['hours']:.2f}",
             entry["seeds"],
         ]
-        for name, entry in results["family"].items()
+        for name, entry in family.items()
     ]
     header = ["method", "trainable", "steps", "context tokens", *(f"trial at {rate}" for rate in _rates(results))]
     text = (
         "Trials: the loss on the choosing part at their end, summed over ratios. Loss and hours are "
-        "those of the first seed.\n\n"
+        "those of the first seed."
     )
+    if marks:
+        text += (
+            " Steps to a loss: of the trial that went on, until the mean cross-entropy of a token in twenty steps of "
+            "its training is below it. A trial restores short texts, at 2x where a method has that ratio, so that "
+            "this is how soon slots are found, and nothing of questions or of longer contexts; a cell is empty where "
+            "a run has kept no losses."
+        )
     if budget:
         counts = f"{budget['tokens']:,} tokens of contexts and texts, {budget['examples']:,} examples"
         text = f"The budget is {counts}. {text}"
-    return text + markdown_table([*header, "rate", "last loss", "hours", "seeds"], lines)
+    header += ["rate", *(f"steps to {mark}" for mark in marks), "last loss", "hours", "seeds"]
+    return f"{text}\n\n{markdown_table(header, lines)}"
+
+
+def _steps(entry: Mapping[str, Any], mark: str, budget: Mapping[str, Any]) -> str:
+    """Steps to a loss; of a trial that did not come to it more than it has."""
+    if mark not in entry.get("steps_to_loss", {}):
+        return ""
+    steps = entry["steps_to_loss"][mark]
+    return f"> {budget['trial_steps']}" if steps is None else str(steps)
 
 
 def _rates(results: Mapping[str, Any]) -> list[str]:

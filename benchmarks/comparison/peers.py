@@ -221,6 +221,7 @@ class Compressor:
         row = torch.tensor([[*question["head_ids"], *question["prompt_ids"]]])
         eos, most = question["eos_token_id"], question["max_new_tokens"]
         options = {"do_sample": False, "eos_token_id": eos, "pad_token_id": eos, "max_new_tokens": most}
+        options["min_new_tokens"] = most if question.get("whole_length") else 0
         return self.model.generate(row, memory=memory, **options)[0, row.shape[1] :].tolist()
 
 
@@ -232,10 +233,11 @@ def greedy(model: Any, cache: DynamicCache, ids: Sequence[int], position: int, q
         cache: what it has read.
         ids: what it reads next.
         position: the id of the first of these.
-        question: has `eos_token_id` and `max_new_tokens`.
+        question: has `eos_token_id` and `max_new_tokens`; with `whole_length` EOS ends nothing.
     """
     written: list[int] = []
-    while len(written) < question["max_new_tokens"] and question["eos_token_id"] not in written[-1:]:
+    ends = () if question.get("whole_length") else (question["eos_token_id"],)
+    while len(written) < question["max_new_tokens"] and not (written and written[-1] in ends):
         place = torch.arange(position, position + len(ids))[None]
         output = model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=place, logits_to_keep=1)
         position, ids = position + len(ids), [int(output.logits[0, -1].argmax())]
@@ -297,6 +299,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--questions", nargs="+", required=True, metavar="FILE[#N]", help="JSONL of questions, the first N of them")
     add("--ratios", nargs="+", type=int, required=True, metavar="R", help="tokens for a position; 0: none are kept")
     add("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
+    add("--whole-length", action="store_true", help="write as many tokens as an answer may have, whatever EOS says")
     add("--output", required=True, metavar="FILE", help="JSONL of answers")
     return parser
 
@@ -317,6 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path, _, number = entry.partition("#")
             questions = list(lines_of(Path(path)))[: int(number) if number else None]
             for question in questions:
+                question["whole_length"] = arguments.whole_length
                 for ratio in arguments.ratios:
                     if (question["set"], question["id"], ratio) not in done:
                         print(json.dumps(ask(system, question, ratio, tokenizer)), file=file, flush=True)

@@ -71,7 +71,11 @@ def draw(
             style: dict[str, Any] = {"linestyle": ":", "markerfacecolor": "none"} if system in aware else {}
             style |= {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.2, "markersize": 5}
             style["marker"] = MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
-            _line(axes, points[system], titles[system], with_errors=True, **style)
+            # Ratios that texts select are a star, and no point of a line.
+            kinds_of = {"": style, ", auto": {**style, "marker": "*", "markersize": 9, "linestyle": ""}}
+            for name, of_kind in kinds_of.items():
+                if own := [point for point in points[system] if (point[1]["ratio"] == "auto") == bool(name)]:
+                    _line(axes, own, titles[system] + name, with_errors=True, **of_kind)
         axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     save_figure(figure, path)
 

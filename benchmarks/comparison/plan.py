@@ -136,13 +136,15 @@ class Comparison:
             yield [self._member(name, seed) for name in self.members() if self._differs_by_seed(name)]
 
     def timed(self) -> Iterator[Job]:
-        """The jobs that measure seconds, of all systems that are there."""
+        """The jobs that measure seconds, of all systems: those without a checkpoint are timed before any training."""
         for name in self.members():
+            checkpoint = self.timed_checkpoint(name)
+            done = (checkpoint / "tokenizer_config.json").is_file
+            yield self._own(f"{name}/times/checkpoint", done, "make_timed", name)
             for answering in (name, *self.rounded(name)):
-                if (self.checkpoint(answering, self.arguments.seeds[0]) / "config.json").is_file():
-                    yield self._asking(f"{answering}/times", answering, self._timed_questions, self.times(answering))
+                yield self._timing(f"{answering}/times", answering, checkpoint)
         for name in self.table["peers"]:
-            yield self._asking(f"peers/{name}/times", name, self._timed_questions, self.times(name))
+            yield self._timing(f"peers/{name}/times", name)
 
     def page_job(self) -> Job:
         """The page and the result file, of what is there."""
@@ -169,20 +171,21 @@ class Comparison:
         """What `systems.yaml` says of a system."""
         return next(self.table[group][name] for group in ("family", "rounded", "peers") if name in self.table[group])
 
-    def ratios(self, name: str) -> list[int]:
-        """A system's ratios."""
+    def ratios(self, name: str) -> list[int | str]:
+        """A system's ratios; "auto" is that which each text selects."""
         return self.entry(name).get("ratios", self.table["ratios"])
 
     def memory_dtype(self, name: str) -> str:
         """What memories of a system of the family are kept in."""
         return self.entry(name).get("memory_dtype", "bfloat16")
 
-    def _trains(self, name: str) -> bool:
+    def trains(self, name: str) -> bool:
+        """Whether a system of the family is trained at all."""
         return self.table["family"][name].get("trains", True)
 
     def _differs_by_seed(self, name: str) -> bool:
         # Scorers are fitted to contexts that a seed draws.
-        return self._trains(name) or "fit_scorers" in self.table["family"][name]
+        return self.trains(name) or "fit_scorers" in self.table["family"][name]
 
     def run_folder(self, name: str, seed: int) -> Path:
         """Where a system's checkpoint and answers are."""
@@ -197,7 +200,7 @@ class Comparison:
         first = self.run_folder(name, self.arguments.seeds[0])
         return {rate: first / f"trial_{rate:g}" for rate in self.table["budget"]["learning_rates"]}
 
-    def reports(self, name: str, seed: int, task: str) -> dict[Path, list[int]]:
+    def reports(self, name: str, seed: int, task: str) -> dict[Path, list[int | str]]:
         """Reports of a system's answers, each with its ratios; the answers stand beside it, as JSONL.
 
         Those of the table have one of their own, so that a system may be given more ratios when it has answered.
@@ -212,7 +215,7 @@ class Comparison:
     def _member(self, name: str, seed: int) -> list[Job]:
         folder, title = self.run_folder(name, seed), f"{name}/seed_{seed}"
         jobs = []
-        if self._trains(name):
+        if self.trains(name):
             for rate, of_trial in self.trials(name).items() if seed == self.arguments.seeds[0] else ():
                 done = (of_trial / "trial.json").is_file
                 jobs.append(self._own(f"{title}/trial_{rate:g}", done, "train_trial", name, seed, rate))
@@ -246,22 +249,31 @@ class Comparison:
             "disable_tqdm": "true",
             "dtype": self.arguments.dtype,
             "bf16": str(self.arguments.dtype == "bfloat16").lower(),
+            **self._sentence_encoder(name),
             **options,
         }
         return [*recipes, *(part for option, value in options.items() for part in (f"--{option}", str(value)))]
 
+    def _sentence_encoder(self, name: str) -> dict[str, str]:
+        if not self.table["family"][name].get("sentence_encoder"):
+            return {}
+        if self.arguments.encoder is None:
+            raise ValueError(f"{name} reads with a sentence encoder: give the folder of all-MiniLM-L6-v2 as --encoder")
+        return {"encoder": self.arguments.encoder}
+
     def recipe_of(self, system: str) -> list[str]:
-        """Recipe files of a system of the family, the last with its changes to the method's configuration."""
+        """Recipe files of a system of the family, the last with its changes to these."""
         entry = self.table["family"][system]
         recipe = [f"{_RECIPE}/{entry.get('recipe', system)}.yaml"]
-        if "changes" in entry:
+        method_config = {"method_config": entry["changes"]} if "changes" in entry else {}
+        if fields := {**method_config, **entry.get("fields", {})}:
             file = self.folder / "recipes" / f"{system}.yaml"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(yaml.safe_dump({"method_config": entry["changes"]}), encoding="utf-8")
+            file.write_text(yaml.safe_dump(fields), encoding="utf-8")
             recipe.append(str(file))
         return recipe
 
-    def _evaluation(self, name: str, seed: int, task: str, report: Path, ratios: Sequence[int]) -> Job:
+    def _evaluation(self, name: str, seed: int, task: str, report: Path, ratios: Sequence[int | str]) -> Job:
         groups: dict[str, list[str]] = {"in": [], "out": []}
         for title, entry in self.table["sets"].items():
             if entry["task"] == task and entry.get("trained", True):
@@ -299,7 +311,7 @@ class Comparison:
             for title, of_set in self.table["sets"].items()
             if of_set["task"] in tasks
         ]
-        return self._asking(f"peers/{name}", name, sources, self.answers(name))
+        return self._asking(f"peers/{name}", name, sources, self.answers(name), self.ratios(name))
 
     def _restored(self) -> Job:
         """The bounds of what is restored."""
@@ -317,29 +329,41 @@ class Comparison:
 
     def times(self, name: str) -> Path:
         """A system's answers that are timed."""
-        if name in self.table["peers"]:
-            return self.peers / "times" / f"{name}.jsonl"
-        return self.run_folder(name, self.arguments.seeds[0]) / "times.jsonl"
+        return self.peers / "times" / f"{name}.jsonl"
 
-    @property
-    def _timed_questions(self) -> list[str]:
-        return [f"{self.questions / 'squad.jsonl'}#{self._most(self.table['timed_questions'])}"]
+    def timed_checkpoint(self, name: str) -> Path:
+        """The checkpoint of a system of the family that is timed: its own, or before any training."""
+        own = self.checkpoint(name, self.arguments.seeds[0])
+        has_own = (own / "tokenizer_config.json").is_file() or not self._differs_by_seed(name)
+        return own if has_own else self.peers / "times" / name
 
-    def _asking(self, name: str, system: str, sources: Sequence[str], output: Path) -> Job:
-        entry, ratios = self.entry(system), self.ratios(system)
+    def _timing(self, name: str, system: str, checkpoint: Path | None = None) -> Job:
+        """A system's answers to few questions at the table's ratios, each of as many tokens as an answer may have."""
+        own = self.ratios(system)
+        ratios = [ratio for ratio in own if ratio in (0, 1, *self.table["ratios"])] or own
+        questions = [f"{self.questions / 'squad.jsonl'}#{self._most(self.table['timed_questions'])}"]
+        given = ["--whole-length"]
+        if checkpoint:
+            given += ["--checkpoint", str(checkpoint), "--memory-dtype", self.memory_dtype(system)]
+        return self._asking(name, system, questions, self.times(system), ratios, given)
+
+    def _asking(
+        self,
+        name: str,
+        system: str,
+        sources: Sequence[str],
+        output: Path,
+        ratios: Sequence[int],
+        given: Sequence[str] = (),
+    ) -> Job:
         python = None
-        if environment := entry.get("environment"):
+        if environment := self.entry(system).get("environment"):
             python = Path(self.arguments.environments or "environments").resolve() / environment / "bin" / "python"
 
         def command() -> list[str]:
-            given = ["--system", system, "--base", str(self.base), "--ratios", *map(str, ratios)]
-            if system in self.table["peers"]:
-                given += ["--reader", str(self.reader)]
-            else:
-                given += ["--checkpoint", str(self.checkpoint(system, self.arguments.seeds[0]))]
-                given += ["--memory-dtype", self.memory_dtype(system)]
-            given += ["--dtype", self.arguments.dtype]
-            return [str(HERE / "peers.py"), *given, "--output", str(output), "--questions", *sources]
+            models = ["--base", str(self.base), "--reader", str(self.reader), "--dtype", self.arguments.dtype]
+            asked = ["--ratios", *map(str, ratios), "--output", str(output), "--questions", *sources]
+            return [str(HERE / "peers.py"), "--system", system, *models, *given, *asked]
 
         def is_done() -> bool:
             # The questions are not there yet when jobs are only listed.

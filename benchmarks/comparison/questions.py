@@ -80,8 +80,11 @@ def _windows(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list
     ids = encode(tokenizer, row["text"])
     starts = range(0, len(ids) - _WINDOW + 1, _WINDOW)
     texts = [tokenizer.decode(ids[start : start + _WINDOW]) for start in starts]
-    # A window's document is what stands in front of the last #.
-    return [{"id": f"{row['id']}#{number}", "text": text} for number, text in enumerate(texts)]
+    # A window's document is what stands in front of the last #; by its text it is known where it was trained.
+    return [
+        {"id": f"{row['id']}#{number}", "text": text, "source_texts": [row["text"]]}
+        for number, text in enumerate(texts)
+    ]
 
 
 def _samples(

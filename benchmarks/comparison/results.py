@@ -7,7 +7,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,16 +23,19 @@ from benchmarks.comparison.scores import (
     published_scores,
     questions_of,
     read_scores,
+    seconds_of,
     values_of,
     whole,
 )
 from context_compressors.configuration.methods import config_class
 from context_compressors.evaluation.bootstrap import percentile_interval
 from context_compressors.evaluation.paired import resampled_means
-from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT
+from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascending
 from context_compressors.reporting.environment import environment
 
 _SETTINGS = ("base", "size", "ratios", "budget", "sets", "context_tokens", "max_new_tokens")
+# Entries of a training's log, of five steps each.
+_SMOOTHED = 4
 _OF_BASE = re.compile(r"(^|\.)(language_model|encoder_model|lm_head)\.")
 
 
@@ -54,6 +57,10 @@ def gather(comparison: Any) -> dict[str, Any]:
             rows += kept[name]
         elif name in scores:
             rows += _rows(name, scores, costs, questions, table, comparison.arguments.dtype)
+    # Timed apart from the answers, so also of what is published.
+    for row in rows:
+        if row["set"] == "mean":
+            row["costs"] |= seconds_of(comparison, row["system"], row["ratio"])
     trained = {
         name: published["family"].get(name) if name in kept else _training(comparison, name)
         for name in table["family"]
@@ -78,10 +85,21 @@ def gather(comparison: Any) -> dict[str, Any]:
         "orderings": [
             ordering(pair, *given)
             for pair in dict.fromkeys(
-                [*map(tuple, table["orderings"]), *((name, "cut") for name in compared if name in scores)]
+                [
+                    *map(tuple, table["orderings"]),
+                    *(pair for name in compared if name in scores for pair in _against_cut(comparison, name)),
+                ]
             )
         ],
     }
+
+
+def _against_cut(comparison: Any, name: str) -> list[tuple[str, str]]:
+    """A system and cut text, at those of the table's ratios that it has."""
+    own, common = comparison.ratios(name), comparison.table["ratios"]
+    if set(common) <= set(own):
+        return [(name, "cut")]
+    return [(f"{name}={ratio}", f"cut={ratio}") for ratio in own if ratio in common]
 
 
 def _kept(published: Mapping[str, Any], scores: Scores) -> dict[str, list[dict[str, Any]]]:
@@ -111,13 +129,24 @@ def _training(comparison: Any, name: str) -> dict[str, Any]:
     # Scorers that are fitted have no trials.
     if not (runs and trials):
         return {}
+    chosen = min(trials, key=lambda rate: trials[rate])
+    losses = read_json(folders[chosen] / "trial.json").get("losses")
+    marks = comparison.table["budget"]["losses"]
     return {
         "trials": trials,
-        "learning_rate": float(min(trials, key=lambda rate: trials[rate])),
+        "learning_rate": float(chosen),
+        **({"steps_to_loss": _steps_to(marks, losses)} if losses else {}),
         "seeds": len(runs),
         "trainable_parameters": num_trained(comparison.checkpoint(name, seeds[0]) / "model.safetensors"),
         **runs[0],
     }
+
+
+def _steps_to(marks: Sequence[float], losses: Sequence[tuple[int, float]]) -> dict[str, int | None]:
+    """Steps until the mean of some entries of a trial's log is below each mark; `None` where it never is."""
+    ends = range(_SMOOTHED, len(losses) + 1)
+    means = [(losses[end - 1][0], fmean(loss for _, loss in losses[end - _SMOOTHED : end])) for end in ends]
+    return {f"{mark:g}": next((step for step, mean in means if mean < mark), None) for mark in marks}
 
 
 def _carrier(comparison: Any, name: str) -> str | None:
@@ -140,7 +169,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """A row for each ratio and set, and one for the mean over the sets of questions."""
     rows = []
-    for ratio in sorted(scores[name]):
+    for ratio in ascending(scores[name]):
         sets, resamples = scores[name][ratio], {}
         for number, title in enumerate(table["sets"]):
             if not sets.get(title):
@@ -168,7 +197,7 @@ def _rows(
 
 
 def _row(
-    name: str, ratio: int, title: str, scores: Scores, questions: Mapping[str, Any], seed: int
+    name: str, ratio: int | str, title: str, scores: Scores, questions: Mapping[str, Any], seed: int
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Scores of a system on one set with their intervals, and the resampled scores behind these."""
     answered = scores[name][ratio][title]

@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="has a virtual environment NAME for each requirements_NAME.txt",
     )
+    add("--encoder", metavar="FOLDER", help="all-MiniLM-L6-v2, which xRAG reads contexts with")
     add("--size", default="small", choices=("small", "full"), help="of budget and sets (default: small)")
     add("--rounds", nargs="+", type=positive_int, default=[1], metavar="N", help="of the table's systems (default: 1)")
     add("--seeds", nargs="+", type=int, default=[1], metavar="S", help="of the trainings (default: 1)")
@@ -105,14 +106,22 @@ class Queue:
         self.has_failed |= not is_done
         if not self._is_over:
             state = "done" if is_done else f"failed with {status}"
-            print(f"{job.name}: {state}, {time.time() - start:.0f} s", flush=True)
+            reason = "" if is_done else self._last_line(job)
+            print(f"{job.name}: {state}, {time.time() - start:.0f} s{reason}", flush=True)
         return is_done
+
+    def _log(self, job: Job) -> Path:
+        return self.comparison.folder / "logs" / f"{job.name.replace('/', '.')}.txt"
+
+    def _last_line(self, job: Job) -> str:
+        log = self._log(job)
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
+        return next((f": {line}" for line in reversed(lines) if line.strip()), "")
 
     def _status(self, job: Job) -> int:
         if self._is_over:
             return signal.SIGTERM
-        folder = self.comparison.folder
-        log = folder / "logs" / f"{job.name.replace('/', '.')}.txt"
+        folder, log = self.comparison.folder, self._log(job)
         log.parent.mkdir(parents=True, exist_ok=True)
         arguments = [job.python or sys.executable, "-P", *job.command()]
         # An environment of its own finds nothing of this package's.
@@ -146,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Do all jobs that are not done; returns the exit status, 1 where a job failed."""
     given = sys.argv[1:] if argv is None else argv
     arguments = build_parser().parse_args(given)
-    for name in ("data", "output", "base", "reader", "environments"):
+    for name in ("data", "output", "base", "reader", "environments", "encoder"):
         if (place := getattr(arguments, name)) is not None:
             setattr(arguments, name, str(Path(place).resolve()))
     folder = Path(arguments.output)

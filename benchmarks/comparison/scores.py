@@ -22,12 +22,13 @@ METRICS = {
 }
 # As `evaluate` calls them.
 _KEPT = ("slots", "memory_bytes")
-# Ratio -> set -> question's id -> metric -> its score with each seed; of the two bounds the ratio is 0 or 1.
-SystemScores = dict[int, dict[str, dict[str, dict[str, list[float]]]]]
+# Ratio -> set -> question's id -> metric -> its score with each seed; of the two bounds the ratio is 0 or 1, of ratios
+# that texts select "auto".
+SystemScores = dict[int | str, dict[str, dict[str, dict[str, list[float]]]]]
 Scores = dict[str, SystemScores]
 
 
-def read_scores(comparison: Any, questions: Any) -> tuple[Scores, dict[tuple[str, int], dict[str, float]]]:
+def read_scores(comparison: Any, questions: Any) -> tuple[Scores, dict[tuple[str, int | str], dict[str, float]]]:
     """Scores of all systems that have answered here, and costs at each of their ratios.
 
     Args:
@@ -35,12 +36,11 @@ def read_scores(comparison: Any, questions: Any) -> tuple[Scores, dict[tuple[str
         questions: of `questions_of`.
     """
     scores: Scores = {}
-    costs: dict[tuple[str, int], dict[str, float]] = {}
+    costs: dict[tuple[str, int | str], dict[str, float]] = {}
     for name in [*comparison.table["family"], *comparison.table["rounded"]]:
         _add_family(comparison, name, questions, scores, costs)
     for name in comparison.table["peers"]:
         _add_peer(comparison, name, questions, scores, costs)
-    _add_seconds(comparison, costs)
     _add_restored(comparison, scores)
     return scores, costs
 
@@ -65,7 +65,8 @@ def _add_family(comparison: Any, name: str, questions: Any, scores: Scores, cost
             file = report.with_suffix(".jsonl")
             for sample in read_answers(file) if file.is_file() else ():
                 for condition, metrics in sample.scores.items():
-                    _note(scores, name, int(condition.partition("=")[2]), sample.dataset, sample.id, metrics)
+                    ratio = parsed_ratio(condition.partition("=")[2])
+                    _note(scores, name, ratio, sample.dataset, sample.id, metrics)
     reports = comparison.reports(name, seeds[0], "question_answering")
     rows = [row for report in reports for row in read_json(report).get("rows", []) if row["dataset"] in sets]
     for ratio in scores.get(name, {}):
@@ -112,15 +113,16 @@ def _add_restored(comparison: Any, scores: Scores) -> None:
             _note(scores, name, ratio, sample.dataset, sample.id, sample.scores[name])
 
 
-def _add_seconds(comparison: Any, costs: Any) -> None:
-    """Medians of what was timed."""
-    for (name, ratio), found in costs.items():
-        lines = [line for line in lines_of(comparison.times(name)) if line["ratio"] == ratio]
-        for kind in ("compress_seconds", "answer_seconds") if lines else ():
-            found[kind] = median(line[kind] for line in lines)
+def seconds_of(comparison: Any, name: str, ratio: int | str) -> dict[str, float]:
+    """Medians of what was timed, the same number of tokens written by each system; empty where nothing was."""
+    lines = [line for line in lines_of(comparison.times(name)) if line["ratio"] == ratio]
+    kinds = ("compress_seconds", "answer_seconds") if lines else ()
+    return {kind: median(line[kind] for line in lines) for kind in kinds}
 
 
-def _note(scores: Scores, name: str, ratio: int, title: str, question: str, metrics: Mapping[str, float]) -> None:
+def _note(
+    scores: Scores, name: str, ratio: int | str, title: str, question: str, metrics: Mapping[str, float]
+) -> None:
     """Add what a question scored with one seed."""
     of_question = scores.setdefault(name, {}).setdefault(ratio, {}).setdefault(title, {}).setdefault(question, {})
     for metric, value in metrics.items():
@@ -140,6 +142,11 @@ def score(task: str, answer: str, references: Sequence[str]) -> dict[str, float]
     if task == "summarisation":
         return rouge_scores([answer], [references])
     return {**squad_scores([answer], [references]), "substring_accuracy": substring_accuracy([answer], [references])}
+
+
+def parsed_ratio(text: str) -> int | str:
+    """A ratio as rows have it: a number, or "auto"."""
+    return int(text) if text.isdecimal() else text
 
 
 def averaged_sets(table: Mapping[str, Any]) -> list[str]:

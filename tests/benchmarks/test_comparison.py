@@ -53,12 +53,15 @@ def test_all_methods_learn_from_the_same_examples_in_the_same_order(
     plan, systems = script("comparison.plan"), comparison(tmp_path)
     small = tmp_path / "small.yaml"
     small.write_text(yaml.safe_dump(SMALL))
-    seen, schedules = {}, {}
+    seen, schedules, ratios = {}, {}, {}
     for name in trained(systems.table):
         recipe = [*plan.SHARED, *systems.recipe_of(name), "smollm2/cpu.yaml"]
         options = ["--base", str(chat_base), "--output_dir", str(tmp_path / name)]
-        _, data, args = parse_recipe([*recipe, *options])
-        schedules[name] = (data, args.ratio_schedule, args.ratio_mode, args.lr_scheduler_type, args.warmup_steps)
+        options += ["--encoder", str(chat_base)] if "sentence_encoder" in systems.table["family"][name] else []
+        model, data, args = parse_recipe([*recipe, *options])
+        schedules[name] = (data, args.lr_scheduler_type, args.warmup_steps)
+        has_all = model.method_config["compression_ratios"] == systems.table["ratios"]
+        ratios[name] = (args.ratio_schedule, args.ratio_mode) if has_all else ()
         if systems.table["family"][name].get("round", 1) == 1:
             is_shallow = "encoder_layers" in recipe_file(recipe[-2]).read_text()
             changes = {"encoder_layers": 1} if is_shallow else {}
@@ -67,8 +70,16 @@ def test_all_methods_learn_from_the_same_examples_in_the_same_order(
             seen[name] = [dict(example) for example in trainer.train_dataset]
     first = next(iter(seen))
     assert len(seen[first]) == 8
-    assert [name for name, examples in seen.items() if examples != seen[first]] == []
+    # Some have more in them: xRAG's are in its encoder's tokens, too.
+    keys = seen[first][0].keys()
+    read = {name: [{key: example[key] for key in keys} for example in examples] for name, examples in seen.items()}
+    assert [name for name, examples in read.items() if examples != read[first]] == []
     assert [name for name, schedule in schedules.items() if schedule != schedules[first]] == []
+    assert {name for name, schedule in ratios.items() if not schedule} == {
+        *(f"mean_pooling_{ratio}x" for ratio in (2, 4, 8)),
+        "xrag",
+    }
+    assert {schedule for schedule in map(str, ratios.values()) if schedule != "()"} == {str(ratios[first])}
 
 
 def recipe_file(name: str) -> Path:
@@ -81,15 +92,18 @@ def recipe_file(name: str) -> Path:
 def test_all_methods_train_about_as_many_parameters(comparison, tmp_path: Path):
     systems, counts = comparison(tmp_path), {}
     for name, entry in trained(systems.table).items():
-        if entry.get("round", 1) == 1:
+        # xRAG's perceptron is all that it has.
+        if "sentence_encoder" not in entry:
             recipe = yaml.safe_load(recipe_file(systems.recipe_of(name)[0]).read_text())
             decoder = LlamaConfig(**SMOLLM2, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True)
             of_method = model_class(recipe["method"])
             with torch.device("meta"):
-                config = of_method.config_class(decoder_config=decoder, **recipe["method_config"])
-                model = of_method._from_config(config)
+                fields = {**recipe["method_config"], **entry.get("changes", {})}
+                model = of_method._from_config(of_method.config_class(decoder_config=decoder, **fields))
             counts[name] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert len(counts) == 14
+    assert len(counts) == 30
+    # The gate is left out, and nothing put in its place.
+    assert 4_500_000 < counts.pop("comprexit_last_layer") < 4_900_000
     assert all(4_900_000 < count < 5_300_000 for count in counts.values()), counts
 
 
@@ -100,7 +114,8 @@ def test_a_run_is_its_better_trial_gone_on_with_as_if_it_had_not_stopped(
     plan, jobs = script("comparison.plan"), script("comparison.jobs")
     systems = comparison(tmp_path, "--base", str(chat_base))
     small, command = tmp_path / "small.yaml", plan.Comparison.training_command
-    small.write_text(yaml.safe_dump({name: value for name, value in SMALL.items() if name != "max_steps"}))
+    toy_fields = {**{name: value for name, value in SMALL.items() if name != "max_steps"}, "logging_steps": 1}
+    small.write_text(yaml.safe_dump(toy_fields))
     systems.table["budget"]["choosing"] = [{"generated": True, "tasks": ["question_answering"], "weight": 1}]
     systems.table["choosing_examples"] = 2
 
@@ -122,6 +137,8 @@ def test_a_run_is_its_better_trial_gone_on_with_as_if_it_had_not_stopped(
     losses = {rate: plan.read_json(trials[rate] / "trial.json")["eval_loss"] for rate in trials}
     rate = min(losses, key=losses.__getitem__)
     assert len(set(losses.values())) == 2
+    steps = [step for step, loss in plan.read_json(trials[rate] / "trial.json")["losses"] if loss > 0]
+    assert steps == [1, 2]
     assert plan.summary(folder)["steps"] == 4
     assert not list(systems.folder.glob("family/**/checkpoint-*"))
     train(systems.training_command("mean_pooling", 1, rate, tmp_path / "whole"))

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 # A job writes when it begins and ends, and its own file last. `waits` are files that it waits for.
@@ -27,6 +28,7 @@ with open("events", "a") as file:
         time.sleep(0.01)
     print(f"-{name}", file=file, flush=True)
 status = int(status) if all(map(os.path.exists, waits)) else 9
+print("nothing is left of", name)
 status or name == "page" or pathlib.Path(name.replace("/", ".")).touch()
 sys.exit(status)
 '''
@@ -85,6 +87,10 @@ def test_systems_are_done_side_by_side_and_what_a_stop_or_a_failure_left_is_done
     assert [event for event in first if "a" in event[:2]] == ["+a/0", "-a/0", "+a/1", "-a/1", "+a/2", "-a/2"]
     assert max(first.index("+a/0"), first.index("+b/0")) < min(first.index("-a/1"), first.index("-b/1"))
     assert {"b/1: failed with 3", "a/2: done"} <= {line.split(",")[0] for line in printed.splitlines()}
+    assert any(
+        line.startswith("b/1: failed with 3") and line.endswith("nothing is left of b/1")
+        for line in printed.splitlines()
+    )
     assert not {"+b/2", "-c/1"} & set(first)
     # Behind a, which is done.
     assert first.count("-page") == 1
@@ -227,9 +233,54 @@ def test_rounded_memories_and_more_ratios_are_asked_of_the_checkpoint_that_is_th
     assert more[more.index("--memory-dtype") + 1] == "bfloat16"
     assert "--ratios 16 32 --allow-untrained-ratio" in " ".join(more)
     assert "--ratios 4 8 16 32 --allow-untrained-ratio --memory-dtype int4" in " ".join(rounded)
-    assert not list(systems.timed())[: -len(systems.table["peers"])], "nothing is trained"
+    times = {job.name: job.command() for job in systems.timed()}
+    assert {f"peers/{name}/times" for name in systems.table["peers"]} < set(times)
+    # Without a training what is timed is made for it; int4 is timed on the same, at the table's ratios alone.
+    made, whole, rounded = (times[f"ranked_key_values{end}"] for end in ("/times/checkpoint", "/times", "_int4/times"))
+    assert made[2] == "make_timed"
+    assert str(systems.peers / "times" / "ranked_key_values") in whole
+    assert "--ratios 2 4 8 --output" in " ".join(whole)
+    assert "--ratios 4 8 --output" in " ".join(rounded)
+    assert all("--whole-length" in times[name] for name in times if not name.endswith("/checkpoint"))
     Path(trained).mkdir(parents=True)
-    Path(trained, "config.json").touch()
-    times = {job.name: job.command() for job in systems.timed() if not job.name.startswith("peers/")}
-    assert list(times) == ["ranked_key_values/times", "ranked_key_values_int4/times"]
+    Path(trained, "tokenizer_config.json").touch()
+    times = {job.name: job.command() for job in systems.timed()}
+    assert trained in times["ranked_key_values/times"]
     assert trained in times["ranked_key_values_int4/times"]
+
+
+def test_systems_have_fields_ratios_and_an_encoder_of_their_own(
+    script, comparison, base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
+    options = ("--base", str(base), "--rounds", "1", "2")
+    systems = comparison(tmp_path, *options)
+    systems.questions.mkdir()
+    (systems.questions / "budget.json").write_text(json.dumps({"run": {"steps": 4}}))
+    *_, changes = systems.recipe_of("mean_pooling_4x")
+    wanted = {"method_config": {"compression_ratios": [4]}, "ratio_schedule": None}
+    assert yaml.safe_load(Path(changes).read_text()) == wanted
+    with pytest.raises(ValueError, match=r"xrag reads with a sentence encoder.* --encoder"):
+        systems.training_command("xrag", 1, 1e-3, tmp_path)
+    given = comparison(tmp_path, *options, "--encoder", "minilm")
+    command = given.training_command("xrag", 1, 1e-3, tmp_path)
+    assert command[command.index("--encoder") + 1] == "minilm"
+    assert "--encoder" not in given.training_command("mean_pooling", 1, 1e-3, tmp_path)
+    found = {job.name: " ".join(job.command()) for stage in systems.stages() for jobs in stage for job in jobs}
+    for name, ratios in (
+        ("mean_pooling_4x/seed_1/question_answering", "4"),
+        ("mean_pooling_semi_dynamic/seed_1/question_answering_at_auto", "auto"),
+        ("xrag/seed_1/question_answering", "180"),
+    ):
+        assert f"--ratios {ratios} --allow-untrained-ratio --memory-dtype" in found[name]
+    assert "--ratios " not in found["mean_pooling_semi_dynamic/seed_1/question_answering"]
+
+    rows = [
+        {"system": "mean_pooling_semi_dynamic", "ratio": ratio, "set": title, "by_question": [[100.0]]}
+        for ratio in (2, 4, 8, "auto")
+        for title in ("mean", "squad")
+    ]
+    for count, is_published in ((8, True), (6, False)):
+        content = {"settings": {**systems.table, "budget": {}}, "reader": "base", "rows": rows[:count]}
+        (tmp_path / "comparison.json").write_text(json.dumps(content))
+        assert comparison(tmp_path, *options).is_published("mean_pooling_semi_dynamic") == is_published

@@ -353,3 +353,87 @@ def test_keys_and_values_stand_beside_embeddings_of_as_many_bytes(script, compar
     assert sizes[0] == round(30 / tokens, 1)
     assert re.search(r"Ranked key/values, int4 +\| 16x +\| 100.*\| holds: \+50.0 \[.*\] \(ComprExIT, 4x\)", written)
     assert re.search(r"\| Ranked key/values, int4, 16x > Mean pooling, 4x \| holds: \+100.0", written)
+
+
+@pytest.mark.slow
+def test_ratios_of_a_systems_own_and_those_that_texts_select_have_rows_and_orderings(
+    script, comparison, tokenizer, tmp_path: Path
+):
+    results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
+    ask(systems, tokenizer)
+    selecting = {2: (12, 400), 4: (6, 200), 8: (0, 100), "auto": (12, 150)}
+    write_member(systems, "mean_pooling_semi_dynamic", "mean_pooling", selecting)
+    write_member(systems, "mean_pooling", "mean_pooling", {2: (12, 400), 4: (12, 200), 8: (0, 100)})
+    write_member(systems, "mean_pooling_4x", "mean_pooling", {4: (0, 200)})
+    write_member(systems, "xrag", "xrag", {180: (12, 50)})
+    write_member(
+        systems, "kv_zip", "kv_zip", {2: (12, 9000), 4: (12, 4000), 8: (12, 1000), 16: (12, 500), 32: (0, 300)}
+    )
+    write_answers(systems.peers, "no_context", 0, ["bees"] * 12, systems.table)
+    for ratio in (2, 4, 8):
+        write_answers(systems.peers, "cut", ratio, ["bees"] * 12, systems.table)
+    content = results.gather(systems)
+    means = [row for row in content["rows"] if row["set"] == "mean"]
+    assert [row["ratio"] for row in means if row["system"] == "mean_pooling_semi_dynamic"] == [2, 4, 8, "auto"]
+    found = {(entry["first"], entry["second"]): entry["ratios"] for entry in content["orderings"]}
+    # At those ratios that a system has.
+    for name, ratios in (("mean_pooling_semi_dynamic", [2, 4, 8]), ("mean_pooling_4x", [4])):
+        assert [(at["ratio"], at["second_ratio"]) for at in found[name, "cut"]] == [(ratio, ratio) for ratio in ratios]
+    assert ("xrag", "cut") not in found
+    page.write(content, tmp_path / "page")
+    written = (tmp_path / "page" / "README.md").read_text()
+    short, _, rest = written.partition("## Is it so?")
+    assert re.search(r"\| Mean pooling, 4x alone +\| vectors +\|[^|]*\| +\| 0.0 [^|]*\| +\| \? +\|", short)
+    assert "xRAG" not in short
+    assert re.search(r"\| Mean pooling > Mean pooling, 4x alone +\| +\| holds: \+100.0 [^|]*\| +\|", rest)
+    assert re.search(r"\| Mean pooling, semi-dynamic, auto > Mean pooling, semi-dynamic, 4x +\| holds: \+50.0", rest)
+    assert re.search(r"\| xRAG, 180x > No context +\| holds: \+100.0", rest)
+    assert re.search(r"\| Mean pooling, semi-dynamic +\| auto +\| 48 +\| 5 +\| 150 +\|", rest)
+    assert re.search(
+        r"\| KVzip +\| 16x .*\(Mean pooling, semi-dynamic, 2x\)|\| KVzip +\| 16x .*\(Mean pooling, 2x\)", rest
+    )
+    assert (tmp_path / "page" / "f1_by_memory_bytes.png").is_file()
+    # As published rows they are paired as before.
+    scores = script("comparison.scores")
+    published = json.loads((tmp_path / "page" / "comparison.json").read_text())["rows"]
+    again = scores.published_scores(
+        [row for row in published if row["system"] == "mean_pooling_semi_dynamic"], scores.questions_of(systems)
+    )
+    assert set(again) == {2, 4, 8, "auto"}
+
+
+def test_steps_to_a_loss_are_told_of_the_trial_that_went_on(script, comparison, tokenizer, tmp_path: Path):
+    results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
+    ask(systems, tokenizer)
+    (systems.questions / "budget.json").write_text(json.dumps({"trial_steps": 45}))
+    write_answers(systems.peers, "cut", 4, ["bees"] * 12, systems.table)
+    counts = {"steps": 75, "input_tokens": 90, "context_tokens": 80, "hours": 0.5}
+    # Of every five steps: the mean of twenty is below 3 at step 25, and below 2 at step 40.
+    values = [4.0, 3.5, 3.0, 2.5, 2.5, 1.5, 1.5, 1.5, 1.5]
+    log = [[5 * number, value] for number, value in enumerate(values, start=1)]
+    for name, losses in (("gmsa", log), ("tcp_autoencoder", None)):
+        folder = systems.checkpoint(name, 1)
+        folder.mkdir(parents=True)
+        (folder / "training_summary.json").write_text(json.dumps({**counts, "log": [{"loss": 2.0}]}))
+        save_file({"decoder.lora_A": torch.zeros(3, 2)}, folder / "model.safetensors")
+        for rate, of_trial in systems.trials(name).items():
+            of_trial.mkdir()
+            trial = {"steps": 45, "eval_loss": 1000 * rate}
+            # The other trial's are not read.
+            trial |= {"losses": losses if rate == 5e-4 else [[5, 0.1]] * 4} if losses else {}
+            (of_trial / "trial.json").write_text(json.dumps(trial))
+    content = results.gather(systems)
+    assert content["family"]["gmsa"]["steps_to_loss"] == {"3": 25, "2": 40, "1": None}
+    assert "steps_to_loss" not in content["family"]["tcp_autoencoder"]
+    page.write(content, tmp_path / "page")
+    written = (tmp_path / "page" / "README.md").read_text()
+    assert re.search(r"\| rate +\| steps to 3 +\| steps to 2 +\| steps to 1 +\| last loss", written)
+    assert re.search(r"\| GMSA .*\| 0.0005 +\| 25 +\| 40 +\| > 45 +\| 2.000 ", written)
+    assert re.search(r"\| TCP-AE .*\| 0.0005 +\| +\| +\| +\| 2.000 ", written)
+    # Where no run has kept any there are no columns, and nothing is said of them.
+    del content["family"]["gmsa"]
+    page.write(content, tmp_path / "page")
+    assert (
+        "teps to"
+        not in (tmp_path / "page" / "README.md").read_text().partition("## What was trained")[2].partition("## How")[0]
+    )

@@ -98,7 +98,8 @@ def trainer_arguments(
     evaluation = None
     if data_args.eval_sources:
         count = data_args.num_eval_examples
-        evaluation = dataset_class(data_args.of_evaluation(), texts, count, seed=args.seed + 1, **how).as_dataset()
+        how |= {"seed": args.seed + 1, "needs_summaries": False}
+        evaluation = dataset_class(data_args.of_evaluation(), texts, count, **how).as_dataset()
     collator_arguments.setdefault("pad_to_multiple_of", args.pad_to_multiple_of or 1)
     collator = collator_class.from_tokenizer(
         tokenizer,

@@ -60,6 +60,7 @@ class CompressionDataset(Dataset):
         with_log_ratios: examples also have `log_ratio`, log2 of the tokens of the whole text that their context is
             from, over those of the row's summary: what a ratio selector learns. NaN of a row without a summary, of
             several contexts in one, and of a generated document.
+        needs_summaries: whether `with_log_ratios` refuses sources without summaries; what only measures does without.
 
     Raises:
         ValueError: a source or a schedule that is not allowed, or a schedule of lengths that holds for no source, some
@@ -77,6 +78,7 @@ class CompressionDataset(Dataset):
         seed: int = 0,
         context_tokenizer: PreTrainedTokenizerBase | None = None,
         with_log_ratios: bool = False,
+        needs_summaries: bool = True,
     ):
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, which ends every target")
@@ -108,7 +110,7 @@ class CompressionDataset(Dataset):
         ]
         self.task_points = None if data.task_schedule is None else check_task_schedule(data.task_schedule)
         self.with_log_ratios = with_log_ratios
-        if with_log_ratios and not any(
+        if (with_log_ratios and needs_summaries) and not any(
             isinstance(source, FileSource) and "summary" in source.columns for source in self.sources
         ):
             labels = [entry.label for entry in entries]

@@ -162,6 +162,21 @@ def test_without_summaries_a_selector_is_not_trained(dataset, make_trainer, summ
         trainer.compute_loss(trainer.model, batch)
 
 
+def test_a_selecting_compressor_is_measured_without_summaries(summaries, base_folder):
+    recipe = {
+        **{"base": str(base_folder), "method": "mean_pooling", "output_dir": str(summaries.parent / "out")},
+        **{"method_config": {"compression_ratios": [2, 4], "ratio_selector": "ratio"}, "max_context_tokens": 40},
+        **{"bf16": False, "use_cpu": True, "report_to": "none", "max_steps": 1, "num_eval_examples": 2},
+        "sources": [{"path": str(summaries), "tasks": ["summarisation"], "skip_incomplete": True}],
+        "eval_sources": [{"generated": True, "tasks": ["reconstruction"], "weight": 1}],
+        "eval_strategy": "steps",
+    }
+    path = summaries.parent / "recipe.json"
+    path.write_text(json.dumps(recipe))
+    found = build_trainer(*parse_recipe([str(path)])).evaluate()
+    assert found["eval_loss"] > 0
+
+
 def test_recipes_have_the_published_settings_and_the_comparisons_size():
     model, data, args = parse_recipe(["mean_pooling/semi_dynamic.yaml", "--output_dir", "out", "--use_cpu", "true"])
     fields = model.method_config
