@@ -175,12 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.page:
         take_turn(folder)
         check_size(comparison)
-    if arguments.times:
-        queue.do_all([job] for job in comparison.timed())
-    elif not arguments.page:
         first, *stages = comparison.stages()
         queue.do_all(first)
-        for stage in stages if not queue.has_failed else ():
+        if arguments.times and not queue.has_failed:
+            queue.do_all([job] for job in comparison.timed())
+        for stage in stages if not (arguments.times or queue.has_failed) else ():
             queue.do_all(stage, arguments.side_by_side, [comparison.page_job()])
     # Once more: of two systems that were done at once, the page of the first may be the later one.
     queue.do(comparison.page_job())
