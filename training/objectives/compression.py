@@ -91,7 +91,7 @@ def trainer_arguments(
     num_examples = args.max_steps * batch if args.max_steps > 0 else None
     if num_examples is None and not args.num_train_epochs:
         # No step: what scorers are fitted to.
-        num_examples = args.fit_scorers or None
+        num_examples = args.fit_scorers or 1
     dataset = dataset_class(data_args, texts, num_examples, seed=args.seed, **how)
     # An example is a function of its index, drawn at random already; in order, lengths grow and resuming is exact.
     args.train_sampling_strategy = "sequential"
