@@ -206,16 +206,17 @@ class Compressor:
 
     def __init__(self, folder: str, base: str, dtype: str, memory_dtype: str):
         from context_compressors.cli.loading import load_compressor
+        from context_compressors.evaluation.analysis.attention import context_tokenizer
 
-        self.model, self.tokenizer = load_compressor(folder, device="cpu", dtype=dtype, base_model=base)
+        self.model, tokenizer = load_compressor(folder, device="cpu", dtype=dtype, base_model=base)
+        self.tokenizer = context_tokenizer(self.model, tokenizer)
         self.memory_dtype = memory_dtype
 
     def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
-        from context_compressors.evaluation.analysis.attention import context_tokenizer
         from context_compressors.modeling.parts.prompting import document_ids
 
         # In the tokens of the encoder, which may be another model's.
-        ids = document_ids(self.model.config, context_tokenizer(self.model, self.tokenizer), question["context"])
+        ids = document_ids(self.model.config, self.tokenizer, question["context"])
         memory = self.model.compress(torch.tensor([ids]), ratio=ratio, allow_untrained_ratio=True)
         dtype = self.memory_dtype
         memory = memory.to(dtype=dtype) if dtype == "bfloat16" else memory.quantize(dtype)
