@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .chat_template import chat_ids, prompt_ids, template_ids
-from .text_ids import context_end_ids, context_start_ids, encode_all, prefix_ids, start_token_id, text_tokenizer
+from .text_ids import (
+    context_end_ids,
+    context_start_ids,
+    encode_all,
+    kept_text_tokenizer,
+    prefix_ids,
+    start_token_id,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -211,7 +218,7 @@ def message_ids(
         if len(messages) == 1 and messages[0]["role"] == "user":
             messages = messages[0]["content"]
     if isinstance(messages, str):
-        plain = text_tokenizer(tokenizer) if config.task_token_ids else tokenizer
+        plain = kept_text_tokenizer(tokenizer) if config.task_token_ids else tokenizer
         return question_ids(config, plain, messages)
     if not messages:
         raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")

@@ -92,7 +92,7 @@ def text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> P
 
 def words_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """`encode` of somebody's words, in which special tokens' names are characters, whatever the tokenizer does."""
-    return encode(_kept_copy(tokenizer, True), text)
+    return encode(kept_text_tokenizer(tokenizer, True), text)
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
@@ -102,10 +102,10 @@ def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
         tokenizer: of the documents, see `text_tokenizer`.
         prefix: such as a heading, or the learned tokens of a prompt-tuned bound.
     """
-    return encode(_kept_copy(tokenizer, False), prefix) if prefix else []
+    return encode(kept_text_tokenizer(tokenizer, False), prefix) if prefix else []
 
 
-def _kept_copy(tokenizer: PreTrainedTokenizerBase, splits: bool) -> PreTrainedTokenizerBase:
+def kept_text_tokenizer(tokenizer: PreTrainedTokenizerBase, splits: bool = True) -> PreTrainedTokenizerBase:
     """`text_tokenizer`, made once: a copy takes a thousand times as long as the encoding of a question."""
     found = _COPIES[splits].get(tokenizer)
     if found is None or len(found) != len(tokenizer):

@@ -12,6 +12,7 @@ from tiny_models import ON_EVERY_BASE
 from transformers import AutoModelForCausalLM
 
 from context_compressors import CompressedContext, add_task_tokens
+from context_compressors.modeling.parts import text_ids
 from context_compressors.modeling.parts.prompting import message_ids
 
 QUESTION = "Who?"
@@ -176,6 +177,18 @@ def test_a_task_token_takes_the_place_of_bos_in_a_chat(method_cases, tiny_tokeni
     ids = message_ids(config, tokenizer, chat)
     assert ids[0] == config.task_token_ids["[LM]"]
     assert tokenizer.bos_token_id not in ids
+
+
+def test_questions_behind_task_tokens_share_one_copy_of_the_tokenizer(method_cases, tiny_tokenizer, monkeypatch):
+    config, copies = method_cases["icae"].model.config, []
+    tokenizer = with_task_tokens(tiny_tokenizer, config)
+    made = text_ids.text_tokenizer
+    monkeypatch.setattr(text_ids, "text_tokenizer", lambda *given: copies.append(given) or made(*given))
+    first, *others = (message_ids(config, tokenizer, f"Who is [LM]? {number}") for number in range(3))
+    # In a question "[LM]" is four characters.
+    assert first.count(config.task_token_ids["[LM]"]) == 1
+    assert len({tuple(ids) for ids in (first, *others)}) == 3
+    assert [splits for _, splits in copies] == [True]
 
 
 def test_what_cannot_be_served_is_refused(model, memory, tiny_tokenizer):
