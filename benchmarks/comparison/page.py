@@ -7,7 +7,6 @@ python -m benchmarks.comparison.page OUT/page/comparison.json
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import yaml
 from benchmarks.common.tools import tells_errors
 from benchmarks.comparison.page_tables import by_bytes, by_set, interval, main_table, orderings_table, trainings
 from benchmarks.comparison.pictures import draw
+from benchmarks.comparison.plan import BY_QUESTION, PUBLISHED, name_of_row, read_results
 from context_compressors.reporting.result_files import write_results
 from context_compressors.reporting.tables import markdown_table
 
@@ -117,7 +117,7 @@ _THAN_CUT = {"holds": "above", "does not": "below", "cannot be told": "?", "not 
 
 
 def write(results: Mapping[str, Any] | None, folder: Path) -> None:
-    """Write the page, its pictures and `comparison.json`.
+    """Write the page, its pictures, `comparison.json`, and beside it the scores of each question.
 
     Args:
         results: the result file's content; without any the page says how to run the comparison.
@@ -131,9 +131,19 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
         if results is None:
             parts.append("It has not been run to its end yet, so there are no figures here.\n")
         else:
-            write_results(results, Path(place, "comparison.json"))
-            # The page says what the file says, rounded as it is there.
-            results = json.loads(Path(place, "comparison.json").read_text(encoding="utf-8"))
+            rows = [{name: part for name, part in row.items() if name != "by_question"} for row in results["rows"]]
+            write_results({**results, "rows": rows}, Path(place, PUBLISHED.name))
+            # Most are 0 or 100, and as whole numbers half as long.
+            scores = {
+                name_of_row(row): [
+                    [int(value) if value in (0, 100) else value for value in of_seed] for of_seed in found
+                ]
+                for row in results["rows"]
+                if (found := row.get("by_question"))
+            }
+            write_results({"scores": scores}, Path(place, BY_QUESTION))
+            # The page says what the files say, rounded as it is there.
+            results = read_results(Path(place, PUBLISHED.name))
             parts += [_paid(results), *_found(results, table, Path(place))]
         parts.append(_HOW)
         if results is not None:
@@ -383,7 +393,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
     arguments = build_parser().parse_args(argv)
-    results = None if arguments.results is None else json.loads(Path(arguments.results).read_text(encoding="utf-8"))
+    results = None if arguments.results is None else read_results(Path(arguments.results))
+    if results == {}:
+        raise ValueError(f"{arguments.results} is no result file, or not there")
     write(results, Path(arguments.folder))
     return 0
 

@@ -16,6 +16,7 @@ import yaml
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE / "comparison.json"
+BY_QUESTION = "by_question.json"
 _RECIPE = "smollm2/comparison"
 SHARED = ["smollm2/data.yaml", f"{_RECIPE}/budget.yaml"]
 _PEER_TASKS = ("question_answering", "summarisation")
@@ -92,7 +93,7 @@ class Comparison:
     @cached_property
     def published(self) -> dict[str, Any]:
         """The result file beside this one; empty where it is about other questions or another reader."""
-        content = read_json(PUBLISHED)
+        content = read_results(PUBLISHED)
         asked = {name: self.table[name] for name in ("base", "ratios", "sets", "context_tokens", "max_new_tokens")}
         is_same = asked.items() <= content.get("settings", {}).items() and content["reader"] == self.reader_name
         return content if is_same else {}
@@ -382,6 +383,20 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A result file, its rows with the scores of each question, which stand in a file beside it."""
+    content, scores = read_json(path), read_json(path.with_name(BY_QUESTION)).get("scores", {})
+    for row in content.get("rows", []):
+        if found := scores.get(name_of_row(row)):
+            row["by_question"] = found
+    return content
+
+
+def name_of_row(row: Mapping[str, Any]) -> str:
+    """What the scores of a row's questions are kept under."""
+    return f"{row['system']}/{row['ratio']}/{row['set']}"
 
 
 def summary(folder: Path) -> dict[str, Any]:

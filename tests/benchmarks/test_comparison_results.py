@@ -159,7 +159,7 @@ def test_the_page_says_what_holds_what_does_not_and_what_cannot_be_told(script, 
     assert all((tmp_path / "page" / name).is_file() for name in re.findall(r"\]\(([^):]+)\)", written))
     committed = (Path(page.__file__).parent / "README.md").read_text()
     results_file = Path(page.__file__).parent / "comparison.json"
-    page.write(json.loads(results_file.read_text()) if results_file.is_file() else None, tmp_path / "again")
+    page.write(script("comparison.plan").read_results(results_file), tmp_path / "again")
     assert (tmp_path / "again" / "README.md").read_text() == committed
 
 
@@ -201,7 +201,8 @@ def test_published_rows_stay_until_as_much_is_answered_again(
     write_answers(first.peers, "no_context", 0, wrong, first.table)
     write_answers(first.peers, "full_context", 1, right, first.table)
     page.write(results.gather(first), tmp_path)
-    published = json.loads((tmp_path / "comparison.json").read_text())
+    published = script("comparison.plan").read_results(tmp_path / "comparison.json")
+    assert all("by_question" in row for row in published["rows"] if row["set"] != "mean")
     monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
     for ratio in (2, 4, 8):
         write_answers(second.peers, "cut", ratio, [*right[:6], *wrong[6:]], second.table)
@@ -219,6 +220,7 @@ def test_published_rows_stay_until_as_much_is_answered_again(
     for row in published["rows"]:
         row.pop("by_question", None)
     (tmp_path / "comparison.json").write_text(json.dumps(published))
+    (tmp_path / "by_question.json").unlink()
     again = comparison(tmp_path / "second")
     again.table["orderings"] = second.table["orderings"]
     content = results.gather(again)
@@ -395,7 +397,7 @@ def test_ratios_of_a_systems_own_and_those_that_texts_select_have_rows_and_order
     assert (tmp_path / "page" / "f1_by_memory_bytes.png").is_file()
     # As published rows they are paired as before.
     scores = script("comparison.scores")
-    published = json.loads((tmp_path / "page" / "comparison.json").read_text())["rows"]
+    published = script("comparison.plan").read_results(tmp_path / "page" / "comparison.json")["rows"]
     again = scores.published_scores(
         [row for row in published if row["system"] == "mean_pooling_semi_dynamic"], scores.questions_of(systems)
     )
