@@ -94,8 +94,7 @@ class AutoCompressorConfig(MemoryTokensConfig):
         # Merged into the weights, there are no adapters at all.
         if training_stage == READER and self.encoder_lora is not None and self.decoder_adapter is None:
             raise ValueError(
-                "`training_stage='reader'` trains a `decoder_lora` of its own beside the shared adapter, got "
-                f"{self.decoder_lora!r} for both"
+                "`training_stage='reader'` trains a `decoder_lora` of its own beside the shared adapter, got None"
             )
         if self.position_layout != "default":
             raise ValueError(

@@ -123,7 +123,9 @@ def make_timed(comparison: Comparison, name: str) -> None:
     """A checkpoint whose seconds are those of a trained one: of the method's sizes, before any training."""
     seed = comparison.arguments.seeds[0]
     if comparison.trains(name) or "fit_scorers" in comparison.table["family"][name]:
-        _train_no_step(comparison, name, seed, comparison.timed_checkpoint(name))
+        leader = comparison.entry(name).get("behind")
+        start = {"checkpoint": comparison.timed_checkpoint(leader)} if leader else {}
+        _train_no_step(comparison, name, seed, comparison.timed_checkpoint(name), **start)
     else:
         make_untrained(comparison, name, seed)
 

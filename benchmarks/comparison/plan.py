@@ -124,7 +124,11 @@ class Comparison:
             first.append(self._own("reader", (self.reader / "tokenizer.json").is_file, "merge_reader"))
         yield [first]
         peers = {name: entry for name, entry in self.table["peers"].items() if not self.is_published(name)}
-        members = [name for name in self.members() if not self.is_published(name, *self.rounded(name))]
+        members = [
+            name
+            for name in self._leading()
+            if not self.is_published(name, *self.rounded(name), *self._followers(name))
+        ]
         first_seed, *seeds = self.arguments.seeds
         # What takes minutes stands between what takes longer, so that a run that is not at its end has some of both.
         others = [name for name, entry in peers.items() if not entry.get("all")]
@@ -134,7 +138,7 @@ class Comparison:
             mixed += [[self._peer(peer)]] if peer else []
         yield [*([self._peer(name)] for name, entry in peers.items() if entry.get("all")), *mixed, [self._restored()]]
         for seed in seeds:
-            yield [self._member(name, seed) for name in self.members() if self._differs_by_seed(name)]
+            yield [self._member(name, seed) for name in self._leading() if self._differs_by_seed(name)]
 
     def timed(self) -> Iterator[Job]:
         """The jobs that measure seconds, of all systems: those without a checkpoint are timed before any training."""
@@ -163,6 +167,14 @@ class Comparison:
         """The family's systems of the rounds that are asked for."""
         family = self.table["family"]
         return [name for name, entry in family.items() if entry.get("round", 1) in self.arguments.rounds]
+
+    def _leading(self) -> list[str]:
+        """Those of them that start from the reader."""
+        return [name for name in self.members() if "behind" not in self.entry(name)]
+
+    def _followers(self, name: str) -> list[str]:
+        """Those of them that go on from a member's run."""
+        return [other for other in self.members() if self.entry(other).get("behind") == name]
 
     def rounded(self, name: str) -> list[str]:
         """The systems that answer from a member's memories in another type."""
@@ -193,7 +205,7 @@ class Comparison:
         return self.folder / "family" / name / f"seed_{seed}"
 
     def checkpoint(self, name: str, seed: int) -> Path:
-        """What a system of the family answers with."""
+        """What a system of the family answers with, and what those behind it go on from."""
         return self.run_folder(self.entry(name).get("of", name), seed) / "run"
 
     def trials(self, name: str) -> dict[float, Path]:
@@ -232,14 +244,16 @@ class Comparison:
             for task in tasks:
                 for report, ratios in self.reports(answering, seed, task).items():
                     jobs.append(self._evaluation(answering, seed, task, report, ratios))
-        return jobs
+        return [*jobs, *(job for other in self._followers(name) for job in self._member(other, seed))]
 
     def training_command(self, name: str, seed: int, rate: float, folder: Path, **options: Any) -> list[str]:
         """Recipes and fields of a system's training."""
         steps = read_json(self.questions / "budget.json")["run"]["steps"]
         recipes = [*SHARED, *self.recipe_of(name), "smollm2/cpu.yaml"]
+        leader = self.entry(name).get("behind")
+        start = {"base": "null", "checkpoint": self.checkpoint(leader, seed)} if leader else {"base": self.start}
         options = {
-            "base": self.start,
+            **start,
             "data_dir": self.data,
             "output_dir": folder,
             "seed": seed,

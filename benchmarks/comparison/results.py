@@ -132,12 +132,16 @@ def _training(comparison: Any, name: str) -> dict[str, Any]:
     chosen = min(trials, key=lambda rate: trials[rate])
     losses = read_json(folders[chosen] / "trial.json").get("losses")
     marks = comparison.table["budget"]["losses"]
+    leader = comparison.entry(name).get("behind")
+    trained, before = (
+        num_trained(comparison.checkpoint(one, seeds[0]) / "model.safetensors") if one else 0 for one in (name, leader)
+    )
     return {
         "trials": trials,
         "learning_rate": float(chosen),
         **({"steps_to_loss": _steps_to(marks, losses)} if losses else {}),
         "seeds": len(runs),
-        "trainable_parameters": num_trained(comparison.checkpoint(name, seeds[0]) / "model.safetensors"),
+        "trainable_parameters": trained - before,
         **runs[0],
     }
 

@@ -205,7 +205,8 @@ class CompressorConfig(PreTrainedConfig):
 
     def _check_parts(self) -> None:
         if self.shared_adapter:
-            self.decoder_lora = self.encoder_lora if self.decoder_lora is None else self.decoder_lora
+            if self.decoder_lora is None and not self.has_frozen_memories:
+                self.decoder_lora = self.encoder_lora
             has_other = self.decoder_adapter is not None and not self.has_frozen_memories
             if self.encoder_lora is None or has_other or self.encoder_config is not None:
                 raise ValueError(
@@ -346,7 +347,8 @@ class CompressorConfig(PreTrainedConfig):
     @property
     def decoder_adapter(self) -> dict[str, Any] | None:
         """Settings of an adapter of the decoder's own; `None` where it has none, or reads with a shared one alone."""
-        return None if self.shared_adapter and self.decoder_lora == self.encoder_lora else self.decoder_lora
+        is_shared = self.shared_adapter and not self.has_frozen_memories and self.decoder_lora == self.encoder_lora
+        return None if is_shared else self.decoder_lora
 
     @property
     def bos_before_task_token(self) -> bool:

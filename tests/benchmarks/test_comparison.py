@@ -56,17 +56,23 @@ def test_all_methods_learn_from_the_same_examples_in_the_same_order(
     seen, schedules, ratios = {}, {}, {}
     for name in trained(systems.table):
         recipe = [*plan.SHARED, *systems.recipe_of(name), "smollm2/cpu.yaml"]
-        options = ["--base", str(chat_base), "--output_dir", str(tmp_path / name)]
-        options += ["--encoder", str(chat_base)] if "sentence_encoder" in systems.table["family"][name] else []
+        entry = systems.table["family"][name]
+        leader = entry.get("behind")
+        start = ["--base", "null", "--checkpoint", str(tmp_path / leader)] if leader else ["--base", str(chat_base)]
+        options = [*start, "--output_dir", str(tmp_path / name)]
+        options += ["--encoder", str(chat_base)] if "sentence_encoder" in entry else []
         model, data, args = parse_recipe([*recipe, *options])
         schedules[name] = (data, args.lr_scheduler_type, args.warmup_steps)
-        has_all = model.method_config["compression_ratios"] == systems.table["ratios"]
+        # Of a checkpoint the ratios are its own.
+        has_all = leader or model.method_config["compression_ratios"] == systems.table["ratios"]
         ratios[name] = (args.ratio_schedule, args.ratio_mode) if has_all else ()
-        if systems.table["family"][name].get("round", 1) == 1:
+        if entry.get("round", 1) == 1:
             is_shallow = "encoder_layers" in recipe_file(recipe[-2]).read_text()
-            changes = {"encoder_layers": 1} if is_shallow else {}
-            small.write_text(yaml.safe_dump({**SMALL, "method_config": changes}))
+            changes = {"method_config": {"encoder_layers": 1}} if is_shallow else {}
+            small.write_text(yaml.safe_dump({**SMALL, **changes}))
             trainer = build_trainer(*parse_recipe([*recipe, str(small), *options]))
+            if any(other.get("behind") == name for other in systems.table["family"].values()):
+                trainer.save_model(str(tmp_path / name))
             seen[name] = [dict(example) for example in trainer.train_dataset]
     first = next(iter(seen))
     assert len(seen[first]) == 8
@@ -95,15 +101,20 @@ def test_all_methods_train_about_as_many_parameters(comparison, tmp_path: Path):
         # xRAG's perceptron is all that it has.
         if "sentence_encoder" not in entry:
             recipe = yaml.safe_load(recipe_file(systems.recipe_of(name)[0]).read_text())
+            if "behind" in entry:
+                leader = yaml.safe_load(recipe_file(systems.recipe_of(entry["behind"])[0]).read_text())
+                recipe["method_config"] = {**leader["method_config"], **recipe["checkpoint_config"]}
             decoder = LlamaConfig(**SMOLLM2, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True)
             of_method = model_class(recipe["method"])
             with torch.device("meta"):
                 fields = {**recipe["method_config"], **entry.get("changes", {})}
                 model = of_method._from_config(of_method.config_class(decoder_config=decoder, **fields))
             counts[name] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert len(counts) == 30
+    assert len(counts) == 31
     # The gate is left out, and nothing put in its place.
     assert 4_500_000 < counts.pop("comprexit_last_layer") < 4_900_000
+    # An adapter of its leader's rank, without its summary tokens.
+    assert counts.pop("lloco") == 4_884_480
     assert all(4_900_000 < count < 5_300_000 for count in counts.values()), counts
 
 

@@ -284,3 +284,21 @@ def test_systems_have_fields_ratios_and_an_encoder_of_their_own(
         content = {"settings": {**systems.table, "budget": {}}, "reader": "base", "rows": rows[:count]}
         (tmp_path / "comparison.json").write_text(json.dumps(content))
         assert comparison(tmp_path, *options).is_published("mean_pooling_semi_dynamic") == is_published
+
+
+def test_a_system_behind_another_goes_on_from_its_run_when_that_has_answered(comparison, tmp_path: Path):
+    systems = comparison(tmp_path, "--seeds", "1", "2", "--again")
+    systems.questions.mkdir()
+    (systems.questions / "budget.json").write_text(json.dumps({"run": {"steps": 4}}))
+    first, *seeds = list(systems.stages())[1:]
+    names = [[job.name for job in jobs] for stage in (first, *seeds) for jobs in stage]
+    of_lloco = [jobs for jobs in names if any(name.startswith("lloco/") for name in jobs)]
+    assert [jobs[0] for jobs in of_lloco] == ["autocompressor/seed_1/trial_0.0005", "autocompressor/seed_2/run"]
+    assert of_lloco[0].index("autocompressor/seed_1/reconstruction") + 1 == of_lloco[0].index(
+        "lloco/seed_1/trial_0.0005"
+    )
+    assert of_lloco[1][-3:] == [f"lloco/seed_2/{job}" for job in ("run", "question_answering", "reconstruction")]
+    command = systems.training_command("lloco", 2, 1e-3, tmp_path)
+    assert command[command.index("--base") + 1] == "null"
+    assert command[command.index("--checkpoint") + 1] == str(systems.run_folder("autocompressor", 2) / "run")
+    assert "--checkpoint" not in systems.training_command("autocompressor", 2, 1e-3, tmp_path)

@@ -171,13 +171,15 @@ def test_configurations_say_what_is_allowed(tiny_base_config):
 # --- LLoCO ---
 
 
-def test_the_reader_starts_from_a_compressor_and_reads_its_memories(autocompressor, tmp_path):
-    """Its adapter is new, starts without effect, and is no part of what names a memory."""
+@pytest.mark.parametrize("has_equal_settings", [False, True])
+def test_the_reader_starts_from_a_compressor_and_reads_its_memories(has_equal_settings, autocompressor, tmp_path):
+    """Its adapter is new, whatever the shared one's settings, starts without effect, and names no memory."""
     compressor = autocompressor.on(variant="fixed").build()
     compressor.save_pretrained(tmp_path / "compressor")
     memory = compressor.compress(ids_of(15))
     memory.save(tmp_path / "memory.safetensors")
-    changes = {"training_stage": "reader", "decoder_lora": MEMORY_LORA}
+    lora = compressor.config.encoder_lora if has_equal_settings else MEMORY_LORA
+    changes = {"training_stage": "reader", "decoder_lora": lora}
     config = changed_config(AutoCompressorConfig.from_pretrained(tmp_path / "compressor"), changes)
     torch.manual_seed(1)
     reader = AutoCompressorForCausalLM.from_pretrained(tmp_path / "compressor", config=copy.deepcopy(config))
