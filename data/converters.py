@@ -26,6 +26,11 @@ from .sources import COLUMNS, DataSource
 
 _BATCH_ROWS = 256
 _TEXT = pyarrow.string()
+# Of columns that are no texts.
+_KINDS: Mapping[str, pyarrow.DataType] = {
+    **dict.fromkeys(("answers", "all_classes"), pyarrow.list_(_TEXT)),
+    **dict.fromkeys(("max_new_tokens", "length"), pyarrow.int64()),
+}
 _UNREADABLE = (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError)
 # Table of a collection -> its columns, the file that it becomes, and its files in the folders of BEIR and MS MARCO.
 _RETRIEVAL_TABLES: Mapping[str, tuple[dict[str, pyarrow.DataType], str, tuple[str, ...]]] = {
@@ -138,7 +143,7 @@ def convert(
 
 
 def _schema(entry: PublishedSet, separate_passages: bool) -> pyarrow.Schema:
-    kinds = {"answers": pyarrow.list_(_TEXT), **({"context": pyarrow.list_(_TEXT)} if separate_passages else {})}
+    kinds = {**_KINDS, **({"context": _KINDS["answers"]} if separate_passages else {})}
     return pyarrow.schema([(name, kinds.get(name, _TEXT)) for name in (*entry.keeps, *TASK_COLUMNS[entry.task])])
 
 
@@ -200,7 +205,7 @@ def _tables(
     first_rows: dict[str, Path] = {}
     asked = [name for name in row_source.where or () if "." not in name and name not in COLUMNS]
     seen: set[str] = set()
-    for path in published_paths(source, split, entry.files):
+    for path in published_paths(source, split, entry.files, entry.unnamed):
         if file_type(path) == ".parquet":
             batches = _counted(_parquet_tables(path), on_rows)
             tables = _with_rows(entry, batches, path.parent, split)

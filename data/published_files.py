@@ -13,13 +13,15 @@ from typing import IO, Any
 
 from .published_rows import KEY
 
-FILE_TYPES = (".json", ".jsonl", ".txt", ".csv", ".tsv", ".parquet")
+# QuALITY's lines of JSON have the split as their suffix.
+FILE_TYPES = (".json", ".jsonl", ".txt", ".csv", ".tsv", ".parquet", ".train", ".dev", ".test")
 _READ_AT_ONCE = 2**22
 # How files and folders call the splits.
 _SPLIT_WORDS = {"validation": ("validation", "valid", "val", "dev"), "dev": ("dev", "validation", "valid", "val")}
+_ALL_SPLIT_WORDS = ("train", "test", *_SPLIT_WORDS["validation"])
 
 
-def published_paths(source: str, split: str, name: str | None = None) -> list[Path]:
+def published_paths(source: str, split: str, name: str | None = None, unnamed: str | None = None) -> list[Path]:
     """The files of a split.
 
     Args:
@@ -27,6 +29,7 @@ def published_paths(source: str, split: str, name: str | None = None) -> list[Pa
             split's name as a word ("val" and "dev" for "validation", too).
         split: the split.
         name: the one file of a folder that has all splits.
+        unnamed: the split of a folder's files that name none.
 
     Returns:
         Paths in order of their names.
@@ -45,7 +48,10 @@ def published_paths(source: str, split: str, name: str | None = None) -> list[Pa
     if name is not None:
         found = [path for path in files if path.name.removesuffix(".gz") == name]
     else:
-        found = [path for path in files if _has_word(path.relative_to(place), _SPLIT_WORDS.get(split, (split,)))]
+        inside = [path.relative_to(place) for path in files]
+        found = [place / path for path in inside if _has_word(path, _SPLIT_WORDS.get(split, (split,)))]
+        if not found and split == unnamed:
+            found = [place / path for path in inside if not _has_word(path, _ALL_SPLIT_WORDS)]
     if not found:
         wanted = name or f"the split {split!r} in its name"
         there = ", ".join(str(path.relative_to(place)) for path in files[:8]) or "none that can be read"

@@ -197,6 +197,20 @@ def option_rows(records: Iterable[Record], folder: Path | None, split: str) -> I
             }
 
 
+def choice_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
+    """QuALITY's files again, as LLoCO reads them: options stand behind the question, with letters, as in the answer."""
+    for record in records:
+        for question in record["questions"]:
+            label = question.get("gold_label")
+            choices = [f"{letter}. {option}" for letter, option in zip("ABCD", question["options"], strict=False)]
+            yield {
+                "id": question["question_unique_id"],
+                "context": record["article"],
+                "question": "\n".join([f"{question['question']}\n\nChoices:", *choices]),
+                "answers": [] if label is None else [choices[label - 1]],
+            }
+
+
 def instruction_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
     """LongAlpaca: the text and the question are in one instruction; without a text it is left out."""
     for record in records:

@@ -40,7 +40,8 @@ class PublishedSet:
         file_rows: function of `published_rows` for its JSON and CSV files, where their form is not the Hub's.
         table_rows: the same for the Hub's data set and Parquet files, where a record of theirs is not a row.
         files: in a folder, the file that has all splits; else a split's files have it in their path.
-        keeps: further columns of a converted file.
+        unnamed: the split of files that have none in their path.
+        keeps: further columns of a converted file, null where the published form at hand lacks them.
         home: where its files are published.
         tables: the tables of the papers that need it.
     """
@@ -55,6 +56,7 @@ class PublishedSet:
     file_rows: str | None = None
     table_rows: str | None = None
     files: str | None = None
+    unnamed: str | None = None
     keeps: tuple[str, ...] = ()
     home: str | None = None
     tables: str = ""

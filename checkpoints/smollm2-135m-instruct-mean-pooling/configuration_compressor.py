@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration shared by every context compressor."""
 
+import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -263,6 +264,19 @@ class CompressorConfig(PreTrainedConfig):
             fields: further fields of the configuration.
         """
         return cls(decoder_config=base, compression_ratios=list(ratios), **fields)
+
+    @classmethod
+    def fields_of_encoder(
+        cls, encoder: str | os.PathLike, loading: dict[str, Any], given: Collection[str]
+    ) -> dict[str, Any]:
+        """Fields that `from_base` takes from what is published beside an encoder's weights.
+
+        Args:
+            encoder: Hub repository or folder of the encoder.
+            loading: arguments for loading from it, such as its revision.
+            given: names of the fields that its caller gives.
+        """
+        return {}
 
     @classmethod
     def default_custom_pipelines(cls) -> dict[str, dict[str, Any]]:

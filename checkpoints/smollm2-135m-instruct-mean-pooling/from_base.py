@@ -81,6 +81,7 @@ def start_from_base(
         encoder_source |= {} if encoder_revision is None else {"revision": encoder_revision}
         if encoder_revision is None:
             encoder, encoder_id, encoder_revision = find_base(encoder)
+        fields |= model_class.config_class.fields_of_encoder(encoder, encoder_source, fields)
         fields["encoder_config"] = AutoConfig.from_pretrained(encoder, **encoder_source)
         fields |= {
             "encoder_name_or_path": encoder_id or shown_name(encoder),

@@ -67,6 +67,12 @@ QASPER_ROW = {
 PAPER = "Below is a paper. Memorize the paper and answer my question after the paper.\n The paper begins. \n "
 BOOK = "Below is some paragraphs in the book, T. Memorize the content and answer my question after the book.\n"
 NO_ID = {"id": None, "question": "q"}
+OF_LONGBENCH = {
+    **dict.fromkeys(("task", "answer_prefix", "max_new_tokens", "all_classes", "length")),
+    **NO_ID,
+    "context": "c",
+    "answers": ["a"],
+}
 
 # The head of mteb/scifact's card.
 MTEB_CARD = """---
@@ -146,7 +152,7 @@ FORMS = [
     ]}, {}, [HOPS_ROW]),
     (
         "nq",
-        {"nq-open-20_total_documents_gold_at_1_test.jsonl.gz": lines({
+        {"nq-open-20_total_documents_gold_at_9.jsonl.gz": lines({
             "question": "q", "answers": ["a", "b"],
             "ctxs": [DOCUMENT, {**DOCUMENT, "title": "G", "text": "g", "isgold": True}],
             "nq_annotated_gold": {"title": "G", "long_answer": "g"},
@@ -171,7 +177,7 @@ FORMS = [
         "document": {"id": "d", "summary": {"text": "s", "title": "t"}, "text": "c"},
         "question": {"text": "q", "tokens": ["q"]}, "answers": [{"text": "a", "tokens": ["a"]}],
     }]}, {}, [{**NO_ID, "context": "c", "answers": ["a"]}]),
-    ("pubmedqa", {"ori_pqaa_train.json": json.dumps({
+    ("pubmedqa", {"ori_pqaa.json": json.dumps({
         "21": {"QUESTION": "q", "CONTEXTS": ["c", "d"], "LABELS": [], "LONG_ANSWER": "a", "final_decision": "no"},
         "22": {"QUESTION": "r", "CONTEXTS": ["e"], "LABELS": [], "LONG_ANSWER": "b", "final_decision": "yes"},
     }, indent=1)}, {}, [
@@ -185,16 +191,20 @@ FORMS = [
             [{"answer": given["answer"]} for given in QASPER["qas"][0]["answers"]]
         )}]),
     }]}, {}, [QASPER_ROW]),
-    ("quality", {"QuALITY.v1.0.1.train.jsonl": lines({"article_id": "1", "article": "c", "questions": [
+    ("quality", {"QuALITY.v1.0.1.htmlstripped.train": lines({"article_id": "1", "article": "c", "questions": [
         {"question": "q", "question_unique_id": "1_A", "options": ["a", "b"], "gold_label": 2, "difficult": 0}
     ]})}, {}, [{"id": "1_A", "context": "c", "question": "q", "answers": ["b"]}]),
+    ("quality_choices", {"QuALITY.v1.0.1.htmlstripped.train": lines({"article_id": "1", "article": "c", "questions": [
+        {"question": "q", "question_unique_id": "1_A", "options": ["a", "b"], "gold_label": 2, "difficult": 0},
+        {"question": "r", "question_unique_id": "1_B", "options": ["a", "b"]},
+    ]})}, {}, [{"id": "1_A", "context": "c", "question": "q\n\nChoices:\nA. a\nB. b", "answers": ["B. b"]}]),
     ("quality", {"train.parquet": [{"article": "c", "question": "q", "options": ["a", "b"], "answer": 1}]},
      {}, [{**NO_ID, "context": "c", "answers": ["b"]}]),
     ("longalpaca", {"LongAlpaca-12k.json": json.dumps([
         {"instruction": f"{PAPER}c \n d \n Now the paper ends. \nq", "output": "a", "input": "", "file": "f"},
         {"instruction": "Name three fruits.", "output": "x"},
         {"instruction": f"{BOOK} e \n Now the material ends. r", "output": "b"},
-    ])}, {"source": "LongAlpaca-12k.json"}, [
+    ])}, {}, [
         {**NO_ID, "context": "c \n d", "answers": ["a"]},
         {"id": None, "question": "r", "context": "e", "answers": ["b"]},
     ]),
@@ -228,6 +238,23 @@ FORMS = [
         {"split": "validation"},
         [{"id": "NPR-2", "context": "A, host: Hello.\nB: Hi.", "summary": "s2"}],
     ),
+    ("longbench", {"data/hotpotqa_test.jsonl": lines({
+        "input": "q", "context": "c", "answers": ["a"], "length": 7, "dataset": "hotpotqa", "language": "en",
+        "all_classes": None, "_id": "x",
+    })}, {"split": "test"}, [{**OF_LONGBENCH, "task": "hotpotqa", "length": 7, "id": "x"}]),
+    ("longbench", {"test.parquet": [{
+        "context": "c", "question": "q", "answers": ["a"], "answer_prefix": "Type:", "all_classes": ["a", "b"],
+        "task": "trec", "max_new_tokens": 64,
+    }]}, {"split": "test"}, [
+        {**OF_LONGBENCH, "task": "trec", "answer_prefix": "Type:", "max_new_tokens": 64, "all_classes": ["a", "b"]},
+    ]),
+    ("ruler", {"4096/test-00000-of-00001.parquet": [{
+        "context": "c", "question": "q", "answer_prefix": "It is", "answer": ["a"], "task": "niah_single_1",
+        "max_new_tokens": 128,
+    }]}, {"split": "test"}, [{
+        "task": "niah_single_1", "answer_prefix": "It is", "max_new_tokens": 128,
+        **NO_ID, "context": "c", "answers": ["a"],
+    }]),
     ("samsum", {"train.json": json.dumps([
         {"id": "1", "summary": "s", "dialogue": "A: x\r\nB: y"}, {"id": "2", "summary": "s", "dialogue": None},
         {"id": "3", "summary": " ", "dialogue": "A: x"},

@@ -9,7 +9,7 @@ import small_recipes
 import torch
 import yaml
 from small_recipes import parse
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from context_compressors import AutoCompressorConfig, AutoCompressorForCausalLM, cli
 from context_compressors.data.sources import DataSource
@@ -181,6 +181,7 @@ def test_autocompressors_recipe_holds_the_authors_settings(tmp_path):
     config = AutoCompressorConfig(**model.method_config)
     assert (config.num_memory_tokens, config.num_slots(8_192, 41)) == (50, 50)
     assert (args.training_substeps, args.segments_per_substep, args.random_segments) == (1, 4, False)
+    assert args.max_steps == 15_000_000_000 // (32 * 8_192)
 
 
 def test_llocos_recipe_holds_the_authors_settings(tmp_path):
@@ -190,12 +191,18 @@ def test_llocos_recipe_holds_the_authors_settings(tmp_path):
     assert (args.num_train_epochs, args.lr_scheduler_type, args.weight_decay) == (3, "cosine", 0.0)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
     config = changed_config(AutoCompressorConfig(), model.checkpoint_config)
-    assert config.to_dict() == AutoCompressorConfig(training_stage="reader").to_dict(), "the class's defaults"
+    of_the_class = AutoCompressorConfig(training_stage="reader", bos_before_text=False)
+    assert config.to_dict() == of_the_class.to_dict(), "the class's defaults, but for BOS"
     lora = {"rank": 8, "alpha": 16, "dropout": 0.05, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     assert config.decoder_adapter == lora
     _, data, args = parse("lloco/lloco.yaml", "lloco/data/hotpotqa.yaml", *checkpoint, folder=tmp_path)
     assert data.sources[0]["max_samples"] == 20_000
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 16
+    on_llama_2 = AutoCompressorConfig(decoder_config=LlamaConfig(max_position_embeddings=4096))
+    for name in ("quality", "qasper", "qmsum", "narrativeqa"):
+        _, data, args = parse("lloco/lloco.yaml", f"lloco/data/{name}.yaml", *checkpoint, folder=tmp_path)
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
+        assert data.max_context_tokens == 51 * 1_536 <= on_llama_2.max_context_tokens(31) < 52 * 1_536
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ def test_the_papers_settings_and_all_of_vicuna_trains(tmp_path):
     assert (args.learning_rate, args.lr_scheduler_type, args.warmup_steps) == (2e-5, "cosine", 0.03)
     assert (args.num_train_epochs, args.weight_decay) == (2, 0.0)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 128
-    assert data.max_context_tokens + data.max_target_tokens == 2048
+    (ratio,) = model.method_config["compression_ratios"]
+    assert data.max_context_tokens * (ratio + 1) // ratio + data.max_target_tokens + 56 == 2048
     assert (model.method, model.base) == ("voco", "lmsys/vicuna-7b-v1.5")
     # Vicuna-7B has 6,738,415,616 parameters; one VoCo token of its width is new.
     built, trained = on_meta(LlamaConfig(max_position_embeddings=4096), model.method_config)
