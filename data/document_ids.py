@@ -6,12 +6,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers.utils import cached_file
 
 from ..reporting.result_files import write_json
+
+if TYPE_CHECKING:
+    import pyarrow
 
 FILE_NAME = "training_documents.json"
 _WHAT = "first 12 hexadecimal digits of the SHA-256 of each text, in lower case and with single spaces"
@@ -25,6 +30,26 @@ def document_id(text: str) -> str:
             probability of 0.2 %.
     """
     return hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()[:12]
+
+
+def source_ids(source_texts: Sequence[str] | None) -> list[str]:
+    """Ids of the documents that a row is cut from, see `document_id`.
+
+    Args:
+        source_texts: the row's column of this name, their whole texts; `None` where it names none.
+
+    Raises:
+        ValueError: one text in place of a list of them.
+    """
+    if isinstance(source_texts, str):
+        raise ValueError(f"source_texts must be a list of whole texts, got {source_texts[:40]!r}")
+    return list(dict.fromkeys(map(document_id, source_texts or ())))
+
+
+def source_ids_of(table: pyarrow.Table) -> set[str]:
+    """Ids of the documents that rows are cut from, as far as they have `source_texts`; raises as `source_ids`."""
+    named = table["source_texts"].to_pylist() if "source_texts" in table.column_names else []
+    return {name for source_texts in named for name in source_ids(source_texts)}
 
 
 def record_file(place: str | os.PathLike[str], name: str, on_hub: bool = False) -> Path | None:

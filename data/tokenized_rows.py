@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..modeling.parts.chat_template import DOCUMENT_END
 from ..modeling.parts.text_ids import encode, encode_all
 from .columns import is_list
-from .document_ids import document_id
+from .document_ids import document_id, source_ids
 from .rows import PassageText, context_column, read_rows
 from .sources import DataSource
 
@@ -194,8 +194,8 @@ class FileSource:
         self._made_of = (source, data_dir, seed, tokenizer)
         table = read_rows(source, data_dir, seed)
         self.source, self.num_rows = source, table.num_rows
-        wanted = [name for name in ("id", "question", "answers", "summary") if name in table.column_names]
-        self.columns = {name: table[name] for name in wanted}
+        wanted = ("id", "question", "answers", "summary", "source_texts")
+        self.columns = {name: table[name] for name in wanted if name in table.column_names}
         self._column_of_task = {task: context_column(task, table.column_names) for task in source.tasks}
         # Contexts that are lists are compressed passage by passage.
         self.has_passages = any(is_list(table[name].type) for name in self._column_of_task.values())
@@ -230,6 +230,11 @@ class FileSource:
 
     def value(self, column: str, row: int) -> Any:
         return self.columns[column][row].as_py()
+
+    def document_ids(self, task: str, row: int) -> list[str]:
+        """Ids of the whole text that a task reads of a row, and of the documents that the row says it is cut from."""
+        named = self.value("source_texts", row) if "source_texts" in self.columns else None
+        return [self.texts(task).document_id(row), *source_ids(named)]
 
     def identifier(self, row: int) -> str:
         return f"{self.source.label}/{self.value('id', row) if 'id' in self.columns else row}"

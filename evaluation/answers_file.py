@@ -3,7 +3,7 @@
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -50,8 +50,14 @@ class AnswersFile:
         return [line for line in text.split("\n")[:-1] if line]
 
 
+def write_answers(answers: Iterable[SampleAnswers], path: str | os.PathLike[str]) -> None:
+    """Write a file of answers at once, folders included."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join(f"{of_sample.to_json()}\n" for of_sample in answers), encoding="utf-8")
+
+
 def read_answers(path: str | os.PathLike[str]) -> list[SampleAnswers]:
-    """Read what `AnswersFile` wrote; raises `ValueError` for any other file."""
+    """Read what `AnswersFile` or `write_answers` wrote; raises `ValueError` for any other file."""
     try:
         # Not by `splitlines`: a text may hold other ends of lines.
         lines = Path(path).read_text(encoding="utf-8").split("\n")

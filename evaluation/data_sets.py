@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,19 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
 from ..data.columns import column_of, is_list
+from ..data.document_ids import source_ids_of
 from ..data.rows import PassageText, distinct_texts, read_rows
 from ..data.sources import COLUMNS, DataSource, parse_sources
 from ..data.synthetic_documents import KINDS, GeneratedDocument, generate_document
 from ..modeling.parts.text_ids import encode
 from . import ruler
+from .evaluate import model_label
 from .samples import EvaluationDataset, accepted_answers
 
 logger = logging.getLogger(__name__)
 
+# Fields of a source that change no data set, or only its name.
+_NOT_IN_REPORT = ("title", "tasks", "weight", "licence")
 _HOPS = {"one_hop": 1, "two_hop": 2}
 _ATTEMPTS = 100
 
@@ -66,15 +71,36 @@ def load_datasets(
             )
         length = source.document_tokens or document_tokens
         if source.kind in ruler.TASKS:
-            found.append(_ruler_task(source, tokenizer, domain, data_dir, seed, num_documents, length))
+            made = [_ruler_task(source, tokenizer, domain, data_dir, seed, num_documents, length)]
         elif source.generated:
             examples = _generated_examples(source, tokenizer, seed, num_documents, length)
-            found.append(EvaluationDataset(data_set_name(source), examples, domain, source.max_samples, source.tasks))
-        elif source.kind is not None:
-            check_choice(f"kind of source {source.label!r}:", source.kind, ruler.TASKS)
+            made = [EvaluationDataset(data_set_name(source), examples, domain, source.max_samples, source.tasks)]
         else:
-            found += _read(source, domain, data_dir, seed)
+            if source.kind is not None:
+                check_choice(f"kind of source {source.label!r}:", source.kind, ruler.TASKS)
+            made = _read(source, domain, data_dir, seed)
+        found += [replace(data, source=source_in_report(source)) for data in made]
     return found
+
+
+def source_in_report(source: DataSource) -> dict[str, Any]:
+    """What a report says of a source, as JSON holds it: fields that are not the default, and a Hub data set's split.
+
+    Of files and folders it is the last part of their names alone.
+    """
+    given = {of_source.name: getattr(source, of_source.name) for of_source in fields(source)}
+    found = {
+        name: value
+        for name, value in given.items()
+        if name not in _NOT_IN_REPORT and value != getattr(DataSource, name)
+    }
+    if source.path is not None:
+        found["path"] = Path(source.path).name
+        # A file has none.
+        found.pop("split", None)
+    if source.name is not None:
+        found |= {"name": model_label(source.name), "split": source.split}
+    return json.loads(json.dumps(found, default=str))
 
 
 def data_set_name(source: DataSource) -> str:
@@ -122,6 +148,8 @@ def _ruler_task(
     texts, questions = [], []
     if not source.generated:
         table = read_rows(replace(source, max_samples=None), data_dir, seed)
+        if source_ids_of(table):
+            raise ValueError(f"source {source.label!r}: {source.kind} takes whole texts, and rows name source_texts")
         texts = distinct_texts(table)
         if {"context", "question", "answers"} <= set(table.column_names):
             rows = table.select(["context", "question", "answers"]).to_pylist()

@@ -31,7 +31,7 @@ from .settings import EvaluationSettings
 from .tallies import Tally
 
 # What more data sets and tasks add to the settings of a report.
-_GROWING = ("tasks", "samples", "left_out")
+_GROWING = ("tasks", "samples", "sources", "left_out")
 
 
 def evaluate_model(
@@ -163,6 +163,7 @@ def evaluate_model(
             "weights": fingerprint(model),
             "teacher_weights": None if teacher is None else fingerprint(teacher),
             "samples": {f"{data.name}, {task}": samples_digest(made) for data, task, made in samples},
+            "sources": {data.name: data.source for data, *_ in samples if data.source},
             "left_out": builder.left_out,
             **(notes or {}),
         },
@@ -250,7 +251,7 @@ def _take_over(
     differing += [f"the domain of {name}" for name in sorted(moved)]
     differing += [name for name, digest in mine["samples"].items() if samples.get(name, digest) != digest]
     check_is_same(differing)
-    report.settings |= {name: theirs.get(name, {}) | mine[name] for name in ("samples", "left_out")}
+    report.settings |= {name: theirs.get(name, {}) | mine[name] for name in _GROWING[1:]}
     for name, ids in earlier.documents.items():
         both = {*ids.split(), *report.documents.get(name, "").split()}
         report.documents[name] = " ".join(sorted(both))

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is reported shares no document with what trained a checkpoint or chose it."""
 
+import json
+import os
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..data.document_ids import TrainingDocuments
@@ -35,6 +38,22 @@ def add_record(
     """Add a model's record; where another model has its name, with a number behind it."""
     names = (name, *(f"{name} ({number})" for number in range(2, len(records) + 2)))
     records[next(free for free in names if free not in records)] = record
+
+
+def reported_documents(path: str | os.PathLike[str]) -> set[str]:
+    """Ids of the documents that a result file reports on: a report, a grid of needles, or rankings.
+
+    Raises:
+        ValueError: a file that is none, or does not say which documents it scored.
+    """
+    try:
+        documents = json.loads(Path(path).read_text(encoding="utf-8")).get("documents", {})
+        ids = set(" ".join(documents.values()).split())
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no result file with the documents that it scored: {error}") from error
+    if not ids:
+        raise ValueError(f"{path} does not say which documents it scored, as files of earlier versions do not")
+    return ids
 
 
 def check_held_out(

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,11 +51,15 @@ MISSING_DOCUMENT = ("refuse", "read_prompt")
 
 @dataclass(frozen=True)
 class _Reading:
-    """What one request has the model read: a document to compress, if any, the text behind it, and what is scored."""
+    """What one request has the model read: a document to compress, if any, the text behind it, and what is scored.
+
+    The text's first `num_kept` tokens, such as BOS or a chat's opening, stay where the rest is cut.
+    """
 
     document: str | None
     text_ids: list[int]
     target_ids: list[int]
+    num_kept: int = 0
 
 
 @register_model("context-compressor")
@@ -66,7 +70,8 @@ class CompressorLM(TemplateLM):
     requests of a batch that share it, and taken out of the prompt; the rest of the prompt, few-shot examples included,
     is the text behind the slots. In a chat template (`apply_chat_template=True`) the slots stand in the first turn of
     the user. Without `document_field`, and in requests without a prompt (mutual information), nothing is compressed:
-    the checkpoint's decoder reads the whole prompt, which is the bound beside which a score stands.
+    the checkpoint's decoder reads the whole prompt, which is the bound beside which a score stands. Prompts that the
+    decoder has no positions for are cut on the left, as those of the harness' own models are.
 
     Args:
         pretrained: a compressor with its LM head, or its Hub id or folder.
@@ -141,6 +146,7 @@ class CompressorLM(TemplateLM):
         self.batch_size, self.max_gen_toks = int(batch_size), max_gen_toks
         # By a document's hash, whether it was cut.
         self._is_cut: dict[int, bool] = {}
+        self._num_prompts_cut = 0
         self._last: tuple[Sequence[str], Any] = ([], None)
 
     # --- what the harness calls ---
@@ -158,7 +164,7 @@ class CompressorLM(TemplateLM):
             context_ids, target_ids = self._encode_pair(prompt, request.args[1]) if prompt else ([], None)
             if target_ids is None:
                 target_ids = self.tok_encode(request.args[1])
-            readings.append(_Reading(document, self._behind_slots(document, prompt, context_ids), target_ids))
+            readings.append(self._reading(document, prompt, context_ids, target_ids))
         return self._scored("loglikelihood", requests, readings, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -170,14 +176,12 @@ class CompressorLM(TemplateLM):
         totals = []
         for request in tqdm(requests, desc="loglikelihood_rolling", disable=disable_tqdm):
             document, _ = self._document_and_prompt(request, scores_prompt=True)
-            first = self._behind_slots(document, "", [])
+            first = self._reading(document, "", [], []).text_ids
             ids = self.tok_encode(request.args[0])
-            config = self.model.config.get_text_config(decoder=True)
-            taken = 0
-            if document is not None and not self.model.config.is_encoder_decoder:
-                memory, ids_in_front = self._compress([document]), torch.tensor([first], device=self._device)
-                taken = int(self.model.model.text_position_offset(memory, ids_in_front, None))
-            room = getattr(config, "max_position_embeddings", taken + len(first) + len(ids)) - taken - len(first)
+            memory = None if document is None else self._compress([document])
+            (taken,) = self._taken(memory, [torch.tensor(first)])
+            limit = self._max_positions or taken + len(first) + len(ids)
+            room = limit - taken - len(first)
             if room < 1:
                 raise ValueError(f"slots in {taken} places leave none for a text behind them: take a higher ratio")
             windows = get_rolling_token_windows(ids, None, room, 1)
@@ -195,8 +199,7 @@ class CompressorLM(TemplateLM):
         readings = []
         for row, request in enumerate(requests):
             document, prompt = self._document_and_prompt(request)
-            text_ids = self._behind_slots(document, prompt, self.tok_encode(prompt))
-            readings.append(_Reading(document, text_ids, []))
+            readings.append(self._reading(document, prompt, self.tok_encode(prompt), []))
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(row)
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
@@ -235,8 +238,12 @@ class CompressorLM(TemplateLM):
         if not self._is_chat(string):
             return encode(self._plain_tokenizer, string)
         # Tokenized apart, as in training: no token reaches from the opening, which the slots follow, into the words.
-        head, opening, words = string.partition(str(self._opening))
-        return [*prefix_ids(self._plain_tokenizer, head + opening), *prefix_ids(self._plain_tokenizer, words)]
+        words = string.partition(str(self._opening))[2]
+        return [*self._opening_ids(string), *prefix_ids(self._plain_tokenizer, words)]
+
+    def _opening_ids(self, string: str) -> list[int]:
+        """Token ids of a chat through its first opening of the user's turn."""
+        return prefix_ids(self._plain_tokenizer, "".join(string.partition(str(self._opening))[:2]))
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Raise `ValueError` where the harness' cache, which knows requests by their prompts, would mix documents."""
@@ -258,6 +265,7 @@ class CompressorLM(TemplateLM):
             **{name: getattr(self, name) for name in names},
             "documents": len(self._is_cut),
             "documents_cut": sum(self._is_cut.values()),
+            "prompts_cut": self._num_prompts_cut,
         }
 
     # --- documents and prompts ---
@@ -304,9 +312,10 @@ class CompressorLM(TemplateLM):
     def _is_chat(self, prompt: str) -> bool:
         return self._opening is not None and self._opening in prompt
 
-    def _behind_slots(self, document: str | None, prompt: str, ids: list[int]) -> list[int]:
+    def _reading(self, document: str | None, prompt: str, ids: list[int], target_ids: list[int]) -> _Reading:
         """A prompt's ids with what the checkpoint's texts start with in front, one token at least."""
         config, is_chat = self.model.config, self._is_chat(prompt)
+        num_words = max(0, len(ids) - (len(self._opening_ids(prompt)) if is_chat else 0))
         if config.prompt_format == "chat" and not is_chat and not self._warned_of_format:
             logger.warning("the checkpoint was trained in its chat template: pass apply_chat_template=True")
             self._warned_of_format = True
@@ -327,7 +336,8 @@ class CompressorLM(TemplateLM):
             elif is_chat and config.prompt_format != "chat" and ids[:1] == [self.tokenizer.bos_token_id]:
                 # A task token takes the place of BOS.
                 ids = ids[1:]
-        return [*start, *ids] or [start_token_id(self.tokenizer)]
+        text_ids = [*start, *ids] or [start_token_id(self.tokenizer)]
+        return _Reading(document, text_ids, target_ids, len(text_ids) - num_words)
 
     # --- batches ---
 
@@ -356,20 +366,58 @@ class CompressorLM(TemplateLM):
             self._last = documents, memory
         return self._last[1]
 
-    def _inputs(self, batch: Sequence[_Reading]) -> dict[str, Any]:
-        """Arguments of the model: memory and text, padded on the left so that all rows end in one column."""
-        # What comes after a target's last token is not asked for.
-        rows = [torch.tensor([*reading.text_ids, *reading.target_ids[:-1]]) for reading in batch]
-        inputs: dict[str, Any] = {
-            "input_ids": _left_padded(rows).to(self._device),
-            "attention_mask": _left_padded([torch.ones_like(row) for row in rows]).to(self._device),
-        }
-        # All of a batch have a document, or none.
-        texts = [reading.document for reading in batch if reading.document is not None]
-        if texts:
+    @property
+    def _max_positions(self) -> int | None:
+        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def _taken(self, memory: Any, texts: Sequence[Tensor]) -> list[int]:
+        """Of each row the decoder's positions in front of its text."""
+        if memory is None or self.model.config.is_encoder_decoder:
+            return [0] * len(texts)
+        return self.model.model.text_position_offset(memory, *self._padded(texts)).tolist()
+
+    def _padded(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Ids and their mask."""
+        mask = _left_padded([torch.ones_like(row) for row in rows])
+        return _left_padded(rows).to(self._device), mask.to(self._device)
+
+    def _inputs(self, batch: Sequence[_Reading], num_new: int = 0) -> dict[str, Any]:
+        """Arguments of the model: memory and text, padded on the left so that all rows end in one column.
+
+        Args:
+            batch: all have a document, or none.
+            num_new: tokens that are written behind them.
+
+        Raises:
+            ValueError: the decoder has no positions for a row, however short its prompt.
+        """
+        memory = None
+        if texts := [reading.document for reading in batch if reading.document is not None]:
             documents = list(dict.fromkeys(texts))
-            inputs["memory"] = self._compress(documents).rows([documents.index(text) for text in texts])
-        return inputs
+            memory = self._compress(documents).rows([documents.index(text) for text in texts])
+        taken = self._taken(memory, [torch.tensor(reading.text_ids) for reading in batch])
+        fitted = [self._fitted(reading, places, num_new) for reading, places in zip(batch, taken, strict=True)]
+        # What comes after a target's last token is not asked for.
+        rows = [torch.tensor([*reading.text_ids, *reading.target_ids[:-1]]) for reading in fitted]
+        ids, mask = self._padded(rows)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        return inputs if memory is None else {**inputs, "memory": memory}
+
+    def _fitted(self, reading: _Reading, taken: int, num_new: int) -> _Reading:
+        """A reading whose text, cut on the left if need be, has places behind `taken` others and before `num_new`."""
+        num_behind, limit = len(reading.target_ids[:-1]) + num_new, self._max_positions
+        surplus = 0 if limit is None else taken + len(reading.text_ids) + num_behind - limit
+        if surplus <= 0:
+            return reading
+        needed = f"{taken} for slots, {len(reading.text_ids)} for a prompt and {num_behind} for what follows it"
+        if surplus > len(reading.text_ids) - max(1, reading.num_kept):
+            raise ValueError(f"the decoder has {limit} positions, too few however short the prompt is: {needed}")
+        if not self._num_prompts_cut:
+            said = "the decoder has %d positions, fewer than %s: prompts are cut on the left (prompts_cut counts them)"
+            logger.warning(said, limit, needed)
+        self._num_prompts_cut += 1
+        first = reading.num_kept
+        return replace(reading, text_ids=reading.text_ids[:first] + reading.text_ids[first + surplus :])
 
     def _scored(
         self, kind: str, requests: Sequence[Instance], readings: Sequence[_Reading], disable_tqdm: bool
@@ -405,11 +453,12 @@ class CompressorLM(TemplateLM):
         until = [stop for stop in handle_stop_sequences(options.pop("until"), eos=None) if stop]
         if not options["do_sample"]:
             options.pop("temperature", None)
-        inputs, tokenizer = self._inputs(batch), self.tokenizer
+        num_new, tokenizer = options.pop("max_gen_toks"), self.tokenizer
+        inputs = self._inputs(batch, num_new)
         length, eos = inputs["input_ids"].shape[1], tokenizer.eos_token_id
         output = self.model.generate(
             **inputs,
-            max_new_tokens=options.pop("max_gen_toks"),
+            max_new_tokens=num_new,
             pad_token_id=eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             eos_token_id=eos,
             stopping_criteria=stop_sequences_criteria(tokenizer, until, length, len(batch)),

@@ -20,16 +20,18 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.document_ids import TrainingDocuments
 from ..data.synthetic_documents import split_of
 from ..reporting.result_files import write_results
 from ..reporting.tables import markdown_table
+from .bootstrap import mean_statistic, percentile_interval, resampled_scores
 from .evaluate import evaluate_model
 from .report import EvaluationReport
 from .report_tables import held_out_lines
-from .rows import EvaluationRow, SampleAnswers, ordered_conditions
+from .rows import EvaluationRow, SampleAnswers, number_of, ordered_conditions, plain_json
 from .running_text import hidden_in_text
 from .samples import EvaluationDataset
-from .settings import EvaluationSettings
+from .settings import NUM_RESAMPLES, EvaluationSettings
 
 KINDS = ("numbers", "names", "dates")
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -170,6 +172,34 @@ def wilson_interval(num_right: int, number: int) -> tuple[float, float]:
     return 100 * max(0.0, centre - spread), 100 * min(1.0, centre + spread)
 
 
+def needle_interval(
+    found: Sequence[bool], documents: Sequence[int], num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> tuple[float, float]:
+    """The 95 % interval of the share of needles that were found, in percent.
+
+    It is the bootstrap's over the documents that contexts are from. Where each needle has one of its own it is
+    Wilson's, which is nearly the same and holds at a share of 0 or 100 as well; and where all documents have the same
+    share, as where everything is found, it is Wilson's over the needles, since resamples do not differ.
+
+    Args:
+        found: of each needle, whether it was found.
+        documents: each needle's document.
+        num_resamples: of the bootstrap.
+        seed: draws them.
+
+    Returns:
+        Its two ends; NaN for several needles in one document, of which nothing can be told.
+    """
+    num_documents, wilson = len(set(documents)), wilson_interval(sum(found), len(found))
+    if num_documents == len(found):
+        return wilson
+    if num_documents == 1:
+        return math.nan, math.nan
+    statistics = {"share": mean_statistic([100.0 * is_found for is_found in found])}
+    low, high = percentile_interval(resampled_scores(statistics, documents, num_resamples, seed)["share"])
+    return (low, high) if low < high else wilson
+
+
 @dataclass(frozen=True)
 class NeedleCell:
     """How many needles of one kind were found in contexts of one length under one condition.
@@ -181,7 +211,9 @@ class NeedleCell:
         metric: one of `METRICS`.
         number: how many needles.
         accuracy: share that was found, in percent.
-        interval: its 95 % interval, see `wilson_interval`.
+        interval: its 95 % interval, see `needle_interval`.
+        num_documents: how many different documents their contexts are from, by the first of each; `None` in files of
+            earlier versions, whose intervals are all `wilson_interval`.
     """
 
     length: int
@@ -191,6 +223,7 @@ class NeedleCell:
     number: int
     accuracy: float
     interval: tuple[float, float]
+    num_documents: int | None = None
 
 
 # What a grid and a report have in common, and a grid's file holds beside its cells.
@@ -236,8 +269,8 @@ class NeedleGrid:
             samples = [sample for sample in report.answers if sample.dataset == name]
             for condition in samples[0].scores:
                 for kind in ("all", *KINDS):
-                    scored = [s.scores[condition] for s in samples if kind in ("all", s.id.partition("/")[0])]
-                    cells += _cells(int(name.partition(" ")[0]), condition, kind, scored)
+                    asked = [sample for sample in samples if kind in ("all", sample.id.partition("/")[0])]
+                    cells += _cells(int(name.partition(" ")[0]), condition, kind, asked, report.settings)
         fields = {name: getattr(report, name) for name in (*_SAVED, "answers")}
         return cls(report.model, cells, **fields)
 
@@ -281,14 +314,17 @@ class NeedleGrid:
             **{name: getattr(self, name) for name in _SAVED},
             "cells": [asdict(cell) for cell in self.cells],
         }
-        return write_results(content, path)
+        return write_results(plain_json(content), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NeedleGrid:
         """Read a grid that `save` wrote; raises `ValueError` for any other file."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            cells = [NeedleCell(**{**cell, "interval": tuple(cell["interval"])}) for cell in content["cells"]]
+            cells = [
+                NeedleCell(**{**cell, "interval": tuple(map(number_of, cell["interval"]))})
+                for cell in content["cells"]
+            ]
             fields = {name: content[name] for name in ("settings", "environment")}
             # Files of earlier versions lack some.
             return cls(content["model"], cells, **fields | {name: content[name] for name in _SAVED if name in content})
@@ -300,7 +336,7 @@ class NeedleGrid:
         titles = {"substring_accuracy": "answer contained in the output", "exact_match": "exact match"}
         parts = [
             f"# Needles: {self.model}",
-            "Share of needles that were found, in percent, with 95 % Wilson intervals.",
+            f"Share of needles that were found, in percent, with 95 % {self._kind_of_intervals()}.",
             *held_out_lines(self.held_out),
         ]
         for metric in METRICS:
@@ -308,6 +344,13 @@ class NeedleGrid:
                 number = self.cell(self.lengths()[0], self.conditions()[0], kind, metric).number
                 parts += [f"## {titles[metric].capitalize()}: {kind} ({number} a cell)", self._table(kind, metric)]
         return "\n\n".join(parts) + "\n"
+
+    def _kind_of_intervals(self) -> str:
+        numbers = {cell.num_documents for cell in self.cells if cell.num_documents != cell.number}
+        if numbers <= {None}:
+            return "Wilson intervals"
+        earlier = ", and at lengths that an earlier version asked" if None in numbers else ""
+        return f"bootstrap intervals over documents, Wilson's where each needle has its own{earlier}"
 
     def _table(self, kind: str, metric: str) -> str:
         rows = [
@@ -317,21 +360,23 @@ class NeedleGrid:
         return markdown_table(["tokens", *(name.replace("_", " ") for name in self.conditions())], rows)
 
 
-def _cells(length: int, condition: str, kind: str, scored: Sequence[Mapping[str, float]]) -> list[NeedleCell]:
-    if not scored:
+def _cells(
+    length: int, condition: str, kind: str, asked: Sequence[SampleAnswers], settings: Mapping[str, Any]
+) -> list[NeedleCell]:
+    if not asked:
         return []
-    cells = []
+    cells, number, documents = [], len(asked), [sample.document for sample in asked]
+    resampling = settings.get("num_resamples", NUM_RESAMPLES), settings.get("seed", 0)
     for metric in METRICS:
-        right = sum(scores[metric] > 0 for scores in scored)
-        number = len(scored)
-        accuracy, interval = 100 * right / number, wilson_interval(right, number)
-        cells.append(NeedleCell(length, condition, kind, metric, number, accuracy, interval))
+        found = [sample.scores[condition][metric] > 0 for sample in asked]
+        accuracy, interval = 100 * sum(found) / number, needle_interval(found, documents, *resampling)
+        cells.append(NeedleCell(length, condition, kind, metric, number, accuracy, interval, len(set(documents))))
     return cells
 
 
 def _text(cell: NeedleCell) -> str:
     low, high = cell.interval
-    return f"{cell.accuracy:.0f} [{low:.0f}, {high:.0f}]"
+    return f"{cell.accuracy:.0f}" if math.isnan(low) else f"{cell.accuracy:.0f} [{low:.0f}, {high:.0f}]"
 
 
 def evaluate_needles(
@@ -346,6 +391,7 @@ def evaluate_needles(
     model_name: str | None = None,
     progress: bool = True,
     notes: Mapping[str, Any] | None = None,
+    records: Mapping[str, TrainingDocuments | None] | None = None,
     resume_from: NeedleGrid | None = None,
     progress_file: str | Path | None = None,
     on_result: Callable[[NeedleGrid], Any] = lambda grid: None,
@@ -359,7 +405,7 @@ def evaluate_needles(
         lengths: tokens of a context, needle included.
         num_needles: needles of each length, a third of them of each kind.
         settings: options, see `EvaluationSettings`; the task is always question answering.
-        teacher, model_name, progress, notes, progress_file: as in `evaluate_model`; one file has all lengths.
+        teacher, model_name, progress, notes, records, progress_file: as in `evaluate_model`; one file has all lengths.
         resume_from: a grid of the same evaluation, whose lengths are taken over and not asked again; lengths may be
             added to it.
         on_result: called with the grid so far after each length.
@@ -391,6 +437,7 @@ def evaluate_needles(
         model_name=model_name,
         progress=progress,
         notes={**(notes or {}), "num_needles": num_needles},
+        records=records,
         resume_from=None if resume_from is None else resume_from.as_report(),
         progress_file=progress_file,
         on_result=lambda report: on_result(NeedleGrid.from_report(report, resume_from)),

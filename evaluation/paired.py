@@ -2,6 +2,7 @@
 """Two conditions or systems on the very same questions: their difference, its interval, and what it tells."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,10 @@ class PairedDifference:
         difference: first minus second.
         interval: its 95 % bootstrap interval, over documents, and over seeds where there are several.
         num_samples: samples of a seed.
-        num_documents: their different contexts.
+        num_documents: their different documents.
         num_seeds: runs of the first and of the second one.
+        first_interval: of `first` alone, as `interval`.
+        second_interval: of `second` alone.
     """
 
     metric: str
@@ -39,6 +42,8 @@ class PairedDifference:
     num_samples: int
     num_documents: int
     num_seeds: tuple[int, int]
+    first_interval: tuple[float, float]
+    second_interval: tuple[float, float]
 
     @property
     def verdict(self) -> str:
@@ -73,14 +78,20 @@ def paired_difference(
         seed: draws them.
 
     Raises:
-        ValueError: not the same samples, samples of more than one data set or task, a condition or a metric that is
-            not there, or a metric of a whole corpus.
+        ValueError: not the same samples, one that is there twice, samples of more than one data set or task, a
+            condition or a metric that is not there, or a metric of a whole corpus.
     """
     if metric in _OF_A_CORPUS:
         raise ValueError(f"{metric} is a score of a whole corpus, which has no difference by sample: take another one")
     runs = [_runs(first), _runs(second)]
     samples = {_key(sample): sample.document for sample in runs[0][0]}
     for run in (*runs[0], *runs[1]):
+        if doubled := [key for key, number in Counter(map(_key, run)).items() if number > 1]:
+            dataset, task, name, question, *_ = doubled[0]
+            raise ValueError(
+                f"samples must be different ones, got {len(doubled)} of {dataset!r}, {task}, more than once, such as "
+                f"{name!r} with the question {question!r}: give rows with different ids"
+            )
         if len(run) != len(samples) or {_key(sample) for sample in run} != samples.keys():
             unlike = next((sample for sample in run if _key(sample) not in samples), run[0])
             raise ValueError(
@@ -98,9 +109,13 @@ def paired_difference(
     resampled = resampled_means(values, list(samples.values()), num_resamples, seed, second is first)
     num_documents = len(set(samples.values()))
     # Of one document nothing can be told.
-    interval = percentile_interval(resampled[0] - resampled[1]) if num_documents > 1 else (math.nan, math.nan)
+    interval, *ends = [
+        percentile_interval(scores) if num_documents > 1 else (math.nan, math.nan)
+        for scores in (resampled[0] - resampled[1], *resampled)
+    ]
     num_seeds = (len(runs[0]), len(runs[1]))
-    return PairedDifference(metric, mine, theirs, mine - theirs, interval, len(samples), num_documents, num_seeds)
+    counts = (len(samples), num_documents, num_seeds)
+    return PairedDifference(metric, mine, theirs, mine - theirs, interval, *counts, *ends)
 
 
 def seed_average(
@@ -115,13 +130,8 @@ def seed_average(
     Raises:
         ValueError: as `paired_difference`.
     """
-    found = paired_difference(runs, runs, metric, condition, None, 1)
-    taken = _runs(runs)
-    order = {_key(sample): sample.document for sample in taken[0]}
-    values = np.array([_scores(run, list(order), condition, metric) for run in taken])
-    (means,) = resampled_means([values], list(order.values()), num_resamples, seed)
-    interval = percentile_interval(means) if found.num_documents > 1 else (math.nan, math.nan)
-    return found.first, interval
+    found = paired_difference(runs, runs, metric, condition, None, num_resamples, seed)
+    return found.first, found.first_interval
 
 
 def resampled_means(

@@ -59,6 +59,8 @@ def add_results(
         bert_scorer: also gives everything that was written a BERTScore.
     """
     documents = [sample.document for sample in samples]
+    # Of one document there may be several windows.
+    contexts = [tuple(sample.context_ids) for sample in samples]
     statistics = {name: tally.statistics(task, bert_scorer) for name, tally in tallies.items()}
     flat = {(name, metric): found for name, metrics in statistics.items() for metric, found in metrics.items()}
     main = BENCHMARK_SCORE if BENCHMARK_SCORE in next(iter(statistics.values())) else MAIN_METRICS[task]
@@ -95,8 +97,8 @@ def add_results(
                 num_documents,
                 intervals,
                 kept,
-                tally.costs(documents),
-                tally.seconds(documents),
+                tally.costs(contexts),
+                tally.seconds(contexts),
                 {
                     kind: {
                         "num_samples": len(rows),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -24,12 +24,17 @@ from ..data.retrieval_sources import JudgedQueries, TextEncoder
 from ..modeling.parts.late_interaction import chamfer
 from ..modeling.parts.text_ids import text_tokenizer
 from ..reporting.tables import markdown_table
+from .answers_file import read_answers
 from .bootstrap import mean_statistic, percentile_interval, resampled_scores
 from .held_out import Sources
+from .rows import SampleAnswers
 
 TextVectors = list[Tensor]
+# Metric -> each query's score, in percent.
+QueryScores = dict[str, list[float]]
 # Documents of each query that are kept, and those that are scored at once.
 TOP_K, CHUNK_SIZE = 100, 1000
+QUERY_METRICS = ("ndcg_at_10", "recall_at_100")
 
 
 @torch.inference_mode()
@@ -158,17 +163,60 @@ def _placed(ranking: Sequence[str], grades: Mapping[str, float], top_k: int) -> 
     return torch.arange(float(len(target)), 0, -1), target
 
 
-def ranking_scores(rankings: Sequence[Sequence[str]], judged: JudgedQueries) -> dict[str, Any]:
-    """Means over queries in percent: nDCG@10 with its 95 % bootstrap interval, and Recall@100."""
+def query_scores(rankings: Sequence[Sequence[str]], judged: JudgedQueries) -> QueryScores:
+    """nDCG@10 and Recall@100 of each query."""
     pairs = list(zip(rankings, judged.grades, strict=True))
-    values = [100 * ndcg(*pair) for pair in pairs]
-    resampled = resampled_scores({"ndcg": mean_statistic(values)}, range(len(values)))["ndcg"]
     return {
-        "ndcg_at_10": mean(values),
-        "ndcg_at_10_interval": percentile_interval(resampled),
-        "recall_at_100": mean(100 * recall(*pair) for pair in pairs),
-        "queries": len(values),
+        "ndcg_at_10": [100 * ndcg(*pair) for pair in pairs],
+        "recall_at_100": [100 * recall(*pair) for pair in pairs],
     }
+
+
+def ranking_scores(scores: QueryScores) -> dict[str, Any]:
+    """Means over queries in percent, each with its 95 % bootstrap interval, and the number of queries."""
+    number = len(scores["ndcg_at_10"])
+    resampled = resampled_scores({name: mean_statistic(values) for name, values in scores.items()}, range(number))
+    found: dict[str, Any] = {}
+    for name, values in scores.items():
+        found |= {name: mean(values), f"{name}_interval": percentile_interval(resampled[name])}
+    return {**found, "queries": number}
+
+
+def query_answers(collection: str, judged: JudgedQueries, scores: Mapping[str, QueryScores]) -> list[SampleAnswers]:
+    """What each query got, for a file that `compare` reads: a query is its own document.
+
+    Args:
+        collection: what the data set is called.
+        judged: the queries, whose references are the documents that answer them.
+        scores: condition, "bm25" or "ratio=4" and so on -> scores.
+    """
+    return [
+        SampleAnswers(
+            collection,
+            "retrieval",
+            judged.query_ids[row],
+            row,
+            query,
+            list(judged.grades[row]),
+            {},
+            {name: {metric: values[row] for metric, values in found.items()} for name, found in scores.items()},
+        )
+        for row, query in enumerate(judged.queries)
+    ]
+
+
+def read_query_scores(path: str | Path, conditions: Sequence[str], judged: JudgedQueries) -> dict[str, QueryScores]:
+    """Scores of conditions from a file with what `query_answers` gave; raises `ValueError` where it lacks some."""
+    kept = {sample.id: sample.scores for sample in (read_answers(path) if conditions else [])}
+    try:
+        return {
+            name: {metric: [kept[key][name][metric] for key in judged.query_ids] for metric in QUERY_METRICS}
+            for name in conditions
+        }
+    except KeyError as error:
+        raise ValueError(
+            f"{path} lacks scores of {', '.join(conditions)}, which are not ranked again: {error}"
+        ) from error
 
 
 def evaluate_retrieval(
@@ -180,6 +228,7 @@ def evaluate_retrieval(
     max_document_tokens: int = 512,
     batch_size: int = 32,
     progress: bool = False,
+    on_scores: Callable[[QueryScores], Any] = lambda scores: None,
 ) -> dict[str, Any]:
     """Rank a corpus for every query at one ratio of both; the corpus is read, encoded and scored part by part.
 
@@ -192,6 +241,7 @@ def evaluate_retrieval(
         max_document_tokens: documents likewise.
         batch_size: texts in one pass.
         progress: whether to show how many documents are done.
+        on_scores: called with each query's scores.
 
     Returns:
         A row of results: [`ranking_scores`], what was cut, how many vectors there are, and what they save beside one
@@ -207,13 +257,15 @@ def evaluate_retrieval(
             scores = score_texts(queries, documents.vectors([text for _, text in chunk]), model.device)
             rankings.add([key for key, _ in chunk], scores)
             bar.update(len(chunk))
+    scores_of_queries = query_scores(rankings.documents(), judged)
+    on_scores(scores_of_queries)
     size, per_query = model.config.hidden_size, side.num_vectors / side.num_texts
     storage = documents.num_tokens / documents.num_vectors
     return {
         "compression": model.config.compression,
         "query_ratio": ratio,
         "document_ratio": ratio,
-        **ranking_scores(rankings.documents(), judged),
+        **ranking_scores(scores_of_queries),
         "documents": documents.num_texts,
         "queries_cut": side.num_cut,
         "documents_cut": documents.num_cut,
@@ -280,8 +332,14 @@ def read_retrieval(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a result file of `evaluate-retrieval`: {error!r}") from error
 
 
-def evaluate_bm25(judged: JudgedQueries) -> dict[str, Any]:
-    """The row of BM25 with bm25s' defaults and English stop words, whose index holds the corpus in memory."""
+def evaluate_bm25(
+    judged: JudgedQueries, on_scores: Callable[[QueryScores], Any] = lambda scores: None
+) -> dict[str, Any]:
+    """The row of BM25 with bm25s' defaults and English stop words, whose index holds the corpus in memory.
+
+    Args:
+        judged, on_scores: as in `evaluate_retrieval`.
+    """
     import bm25s
 
     ids, texts = zip(*judged.documents(), strict=True)
@@ -293,8 +351,10 @@ def evaluate_bm25(judged: JudgedQueries) -> dict[str, Any]:
     nothing = np.zeros(len(ids), dtype=np.float32)
     scores = np.stack([index.get_scores(query) if query else nothing for query in known])
     rankings.add(ids, torch.from_numpy(scores))
+    scores_of_queries = query_scores(rankings.documents(), judged)
+    on_scores(scores_of_queries)
     row = {"model": "BM25", "query_ratio": None, "document_ratio": None}
-    return {**row, **ranking_scores(rankings.documents(), judged), "documents": len(ids)}
+    return {**row, **ranking_scores(scores_of_queries), "documents": len(ids)}
 
 
 def retrieval_table(rows: Sequence[Mapping[str, Any]]) -> str:

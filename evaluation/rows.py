@@ -18,6 +18,7 @@ MAIN_METRICS = {
     "summarisation": "rougeL",
     "reconstruction": "token_accuracy",
     "continuation": "perplexity",
+    "retrieval": "ndcg_at_10",
 }
 
 
@@ -67,15 +68,15 @@ class EvaluationRow:
         num_samples: number of samples behind the scores.
         seed: the seed that drew the samples.
         num_truncated: samples whose context was cut to fit the model.
-        num_documents: number of different contexts; `None` where it is not known.
+        num_documents: number of different documents, see `Sample`; `None` where it is not known.
         intervals: metric, or "retention", -> both ends of its 95 % bootstrap interval over documents; NaN where there
             is only one document.
         retention: `metrics.teacher_normalized` of the task's main metric, in percent; `None` of the bounds themselves
             where they were not scored, and where the full context does not help.
-        costs: means of `slots` and `memory_bytes` of a document's memory, and of `decoder_positions`, all that the
+        costs: means of `slots` and `memory_bytes` of a context's memory, and of `decoder_positions`, all that the
             decoder has read when it starts to write. Where texts select their ratios, `reached_ratio`, context tokens
-            a slot over all documents together.
-        seconds: means of the wall-clock time to `compress` a document, at all ratios of the evaluation at once, and to
+            a slot over all contexts together.
+        seconds: means of the wall-clock time to `compress` a context, at all ratios of the evaluation at once, and to
             `answer` a question, a batch's time shared among its questions.
         by_kind: kind of answer, see `answer_kind` -> its `num_samples` and `num_documents`, the task's main metric
             over them, and its 95 % `interval`.
@@ -128,7 +129,7 @@ class SampleAnswers:
         dataset: name of the data set.
         task: what was asked.
         id: the sample's own name in its data set, or its row.
-        document: number of the sample's context in the data set.
+        document: number of the sample's document in the data set, see `Sample`.
         question: the question, if there is one.
         references: the accepted texts.
         answers: condition -> what was written, where anything was.

@@ -342,5 +342,6 @@ def _documents(
         return f"{_DOCUMENTS}The following are given documents.\n\n{listed}\n\n"
 
     context = _longest(make, 1, tokenizer, num_tokens, len(others) + 1)
-    sources = [document for document in documents if document in context]
+    # Its own document first, by which questions are drawn together in a bootstrap.
+    sources = sorted((text for text in documents if text in context), key=lambda text: text != asked["context"])
     return _row(context, f"{_DOCUMENTS}Question: {asked['question']}", "Answer:", asked["answers"], sources)

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..data.document_ids import document_id
+from ..data.document_ids import document_id, source_ids
 from ..data.prompts import TASKS, format_prompt
 from ..data.rows import answer_text
 from ..modeling.parts.chat_template import before_answer
@@ -37,6 +37,7 @@ class EvaluationDataset:
         domain: "in" when the compressor was trained on the data set's training part, "out" otherwise.
         max_samples: samples per task, drawn by the seed; the evaluation's own number when `None`.
         only: the tasks that it serves, as far as its columns allow; all of those when empty.
+        source: what it was read from, for the report, see `source_in_report`.
 
     Raises:
         ValueError: a domain that is not allowed, no examples, or no samples.
@@ -47,6 +48,7 @@ class EvaluationDataset:
     domain: str = "in"
     max_samples: int | None = None
     only: tuple[str, ...] = ()
+    source: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_samples is not None and self.max_samples < 1:
@@ -72,8 +74,8 @@ class EvaluationDataset:
 class Sample:
     """One tokenized sample: what is compressed, what follows it, and what should come out.
 
-    Samples with the same `document` share a context, and `source_ids` are the ids of the documents that it is, or that
-    it was put together from, see `document_id`. `head_ids` stand in front of it: the
+    `source_ids` are the ids of the documents that the context is, or that it was cut or put together from, see
+    `document_id`; samples with the same first one have the same `document`. `head_ids` stand in front of it: the
     opening of the user's turn in a chat. `passages` are compressed apart; without them the context is one. A
     benchmark's question has its own `max_new_tokens` and `metric`.
     """
@@ -185,14 +187,14 @@ class SampleBuilder:
         return fitted
 
     def _named(self, example: Mapping[str, Any], sample: Sample | None, documents: dict[str, int]) -> Sample | None:
-        """The sample with its example's name, its question, and the number of its context."""
+        """The sample with its example's name, its question, and the number of its document."""
         if sample is None:
             return None
         context = example.get("context", example.get("text"))
-        document = documents.setdefault(context, len(documents))
-        sources = tuple(dict.fromkeys(map(document_id, example.get("source_texts", [context]))))
+        sources = source_ids(example.get("source_texts")) or [document_id(context)]
+        document = documents.setdefault(sources[0], len(documents))
         question = example.get("question", "")
-        return replace(sample, document=document, source_ids=sources, id=example["id"], question=question)
+        return replace(sample, document=document, source_ids=tuple(sources), id=example["id"], question=question)
 
     def _long_enough(self, task: str, examples: Sequence[Mapping[str, Any]], name: str) -> Sequence[Mapping[str, Any]]:
         """What samples may be drawn from, where windows have a length of their own."""
@@ -355,35 +357,29 @@ def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
             _check_text(example[column], column, dataset.name, row)
     if task == "question_answering":
         return [
-            {**example, "id": _id(example, row), "answers": accepted_answers(example["answers"], dataset.name, row)}
+            {**example, **_origin(example, row), "answers": accepted_answers(example["answers"], dataset.name, row)}
             for row, example in enumerate(dataset.examples)
         ]
     if task == "summarisation":
         # Several summaries of one context are several rows; together they are the references of one sample.
-        references: dict[str, list[str]] = {}
-        ids: dict[str, str] = {}
+        by_context: dict[str, dict[str, Any]] = {}
         for row, example in enumerate(dataset.examples):
-            references.setdefault(example["context"], []).append(example["summary"])
-            ids.setdefault(example["context"], _id(example, row))
-        return [{"context": text, "id": ids[text], "answers": answers} for text, answers in references.items()]
+            new = {"context": example["context"], **_origin(example, row), "answers": []}
+            by_context.setdefault(example["context"], new)["answers"].append(example["summary"])
+        return list(by_context.values())
     texts = [example.get("text") or example.get("context") or "" for example in dataset.examples]
     for row, text in enumerate(texts):
         _check_text(text, "text", dataset.name, row)
     rows: dict[str, int] = {}
     for row, text in enumerate(texts):
         rows.setdefault(text, row)
-    found = []
-    for text, row in rows.items():
-        example = dataset.examples[row]
-        # Of a window the documents that it is from.
-        sources = {"source_texts": example["source_texts"]} if "source_texts" in example else {}
-        found.append({"text": text, "id": _id(example, row), **sources})
-    return found
+    return [{"text": text, **_origin(dataset.examples[row], row)} for text, row in rows.items()]
 
 
-def _id(example: Mapping[str, Any], row: int) -> str:
-    """The example's own name, or its row."""
-    return str(row if example.get("id") is None else example["id"])
+def _origin(example: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """The example's own name, or its row, and of a window the documents that it is from."""
+    name = str(row if example.get("id") is None else example["id"])
+    return {"id": name, "source_texts": example.get("source_texts")}
 
 
 def _check_text(value: Any, column: str, name: str, row: int) -> None:

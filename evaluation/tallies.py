@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a condition has scored so far, by sample: it is saved as it grows, and taken up again after a stop."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,25 +120,25 @@ class Tally:
         by_sample = [score([prediction], [references]) for prediction, references in texts]
         return {name: mean_statistic([scores[name] for scores in by_sample]) for name in by_sample[0]}
 
-    def costs(self, documents: Sequence[int]) -> dict[str, float]:
-        """Mean slots and bytes of a document's memory, and decoder positions of a question; without those unknown.
+    def costs(self, contexts: Sequence[Hashable]) -> dict[str, float]:
+        """Mean slots and bytes of a context's memory, and decoder positions of a question; without those unknown.
 
-        Where texts selected their ratios, also context tokens per slot over all documents together.
+        Where texts selected their ratios, also context tokens per slot over all contexts together.
 
         Args:
-            documents: each sample's document; one that is asked several times counts once.
+            contexts: each sample's context; one that is asked several times counts once.
         """
-        slots, memory_bytes, tokens = (_of_documents(self.used[place], documents) for place in (0, 1, 5))
+        slots, memory_bytes, tokens = (_of_contexts(self.used[place], contexts) for place in (0, 1, 5))
         found = _known_means(_COSTS, slots, memory_bytes, self.used[2])
         return found if np.isnan(tokens).any() else {**found, "reached_ratio": float(tokens.sum() / slots.sum())}
 
-    def seconds(self, documents: Sequence[int]) -> dict[str, float]:
-        """Mean seconds to `compress` a document, where it was, and to `answer` a question.
+    def seconds(self, contexts: Sequence[Hashable]) -> dict[str, float]:
+        """Mean seconds to `compress` a context, where it was, and to `answer` a question.
 
         Args:
-            documents: as in `costs`.
+            contexts: as in `costs`.
         """
-        return _known_means(_SECONDS, _of_documents(self.used[3], documents), self.used[4])
+        return _known_means(_SECONDS, _of_contexts(self.used[3], contexts), self.used[4])
 
     def state(self, row: int) -> dict[str, Any]:
         """All that is known of a sample, as JSON holds it."""
@@ -160,9 +160,12 @@ class Tally:
                 getattr(self, name).restore(row, state[name])
 
 
-def _of_documents(values: np.ndarray, documents: Sequence[int]) -> np.ndarray:
-    """Of each document the value of its first sample."""
-    return values[[documents.index(document) for document in dict.fromkeys(documents)]]
+def _of_contexts(values: np.ndarray, contexts: Sequence[Hashable]) -> np.ndarray:
+    """Of each context the value of its first sample."""
+    first: dict[Hashable, int] = {}
+    for row, context in enumerate(contexts):
+        first.setdefault(context, row)
+    return values[list(first.values())]
 
 
 def _known_means(names: Sequence[str], *values: np.ndarray) -> dict[str, float]:

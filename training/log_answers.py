@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..data.document_ids import document_id
+from ..data.document_ids import document_id, source_ids_of
 from ..data.rows import PassageText, read_rows
 from ..reporting.tables import markdown_table
 from .base_trainer import BaseTrainer
@@ -122,8 +122,9 @@ def add_sample_answers(trainer: BaseTrainer, data_args: DataArguments, steps: in
     rows: list[dict[str, Any]] = []
     for source in data_args.of_evaluation().parsed_sources() if data_args.eval_sources else ():
         if "question_answering" in source.tasks and not source.generated:
-            table = read_rows(source, data_args.data_dir, trainer.args.seed)
-            rows += table.select(["context", "question", "answers"]).slice(0, _NUM_ROWS - len(rows)).to_pylist()
+            table = read_rows(source, data_args.data_dir, trainer.args.seed).slice(0, _NUM_ROWS - len(rows))
+            rows += table.select(["context", "question", "answers"]).to_pylist()
+            trainer.documents.chose |= source_ids_of(table)
     if not rows:
         raise ValueError(
             "sample_answers_steps needs questions that are not trained on: give eval_sources with the task "

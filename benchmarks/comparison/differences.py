@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.comparison.scores import Scores, averaged_sets, parsed_ratio, values_of, whole
 from context_compressors.evaluation.bootstrap import percentile_interval
 from context_compressors.evaluation.paired import resampled_means
+from context_compressors.evaluation.rows import NO_CONTEXT, ascending
 
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not", "cannot be told", "not run"
 
@@ -84,6 +85,20 @@ def _paired(
         "num_questions": num_questions,
         "verdict": HOLDS if low > 0 else FAILS if high < 0 else OPEN,
     }
+
+
+def against_no_context(
+    names: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """How much F1 is above that without context at each ratio, of the systems whose scores by question are there."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        for ratio in ascending(scores.get(name, {})):
+            at = _paired((name, ratio), (NO_CONTEXT, 0), scores, questions, table, {})
+            if "difference" in at:
+                kept = {"ratio": ratio, "difference": at["difference"], "interval": at["interval"]}
+                found.setdefault(name, []).append(kept)
+    return found
 
 
 def against_embeddings(

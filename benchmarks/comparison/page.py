@@ -10,25 +10,25 @@ import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
 
 from benchmarks.common.tools import tells_errors
-from benchmarks.comparison.page_tables import by_bytes, by_set, interval, main_table, orderings_table, trainings
+from benchmarks.comparison.page_short import answer, first_table, not_found, rows_on_the_first, short_table
+from benchmarks.comparison.page_tables import by_bytes, by_set, main_table, orderings_table, trainings
 from benchmarks.comparison.pictures import draw
 from benchmarks.comparison.plan import BY_QUESTION, PUBLISHED, name_of_row, read_results
 from context_compressors.reporting.result_files import write_results
-from context_compressors.reporting.tables import markdown_table
 
 HERE = Path(__file__).parent
 _HEAD = """# Which compressor, at which ratio, and is it better than cutting the text?
 
 Methods of the family and what people would use instead, on one base, SmolLM2-135M-Instruct, and on the same
-questions. One reader, that base trained to answer from the full text, reads for all that is not trained. The family is
-trained from the reader with one budget: the same examples in the same order, prompts, ratios by step and about as many
-trainable parameters. `page.py` writes this page, its tables from `comparison.json`.
+questions, of which the peers that prune or drop tokens answer the first. One reader, that base trained to answer from
+the full text, reads for all that is not trained. The family is trained from the reader with one budget: the same
+examples in the same order, prompts, ratios by step and about as many trainable parameters. `page.py` writes this page,
+its tables from `comparison.json`.
 """
 _HOW = r"""## How it is run
 
@@ -99,10 +99,15 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
   press keeps as many places more as the opening has, and where it sees the question, as the question has.
 - Bytes are what has to be kept for later questions: slots or keys and values in bfloat16, or text in UTF-8; for what
   picks by the question, the whole text.
+- Verdicts are of one training where "seeds" above is 1: intervals are over documents, and what another seed would
+  change is not in them. Some systems were trained and answered in float32, which the page's top names, so that what
+  tells them from others is the precision, too.
 - Rows in int8, int4 or int2 answer from the memories of the checkpoint above them, rounded: nothing is trained again.
 - Seconds are medians over the first questions of SQuAD, one at a time, on the threads that the command was given, with
   nothing else running beside them. All write as many tokens as an answer may have, whatever they say, so that no
-  system is fast for being brief; what is trained is timed with or without it, on weights of the same sizes.
+  system is fast for being brief; what is trained is timed with or without it, on weights of the same sizes. The family
+  writes by `generate`, peers in a loop of `peers.py`, those of other environments under the versions of their
+  requirements files: seconds of the two differ by that, too.
 
 ### Peers
 
@@ -110,12 +115,10 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
   as in its own pipeline. SnapKV's window is 32, for 64 are more than a short context keeps at 8x. "Question seen":
   the prompt but its last token is read with the context.
 - LLMLingua and LongLLMLingua have the base as their small model, steps of 50 tokens (with 200, short contexts stay
-  whole), and a cache of today's `transformers` in place of pairs; they keep more than they are asked to, see
-  positions. LLMLingua-2 needs a classifier that is not at hand.
+  whole), and a cache of today's `transformers` in place of pairs; at 4x and 8x both keep more than they are asked to,
+  LongLLMLingua at 2x, too, see positions. LLMLingua-2 needs a classifier that is not at hand.
 """
-_BOUNDS = ("no_context", "full_context")
-_NOTHING = {"scores": {"f1": 0.0}}
-_THAN_CUT = {"holds": "above", "does not": "below", "cannot be told": "?", "not run": ""}
+_BOUNDS = {("no_context", 0), ("full_context", 1)}
 
 
 def write(results: Mapping[str, Any] | None, folder: Path) -> None:
@@ -133,8 +136,8 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
         if results is None:
             parts.append("It has not been run to its end yet, so there are no figures here.\n")
         else:
-            rows = [{name: part for name, part in row.items() if name != "by_question"} for row in results["rows"]]
-            write_results({**results, "rows": rows}, Path(place, PUBLISHED.name))
+            rows = [_without(row, "by_question") for row in results["rows"]]
+            write_results({**_without(results, "question_documents"), "rows": rows}, Path(place, PUBLISHED.name))
             # Most are 0 or 100, and as whole numbers half as long.
             scores = {
                 name_of_row(row): [
@@ -143,7 +146,9 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
                 for row in results["rows"]
                 if (found := row.get("by_question"))
             }
-            write_results({"scores": scores}, Path(place, BY_QUESTION))
+            documents = results.get("question_documents")
+            beside = {"documents": documents, "scores": scores} if documents else {"scores": scores}
+            write_results(beside, Path(place, BY_QUESTION))
             # The page says what the files say, rounded as it is there.
             results = read_results(Path(place, PUBLISHED.name))
             parts += [_paid(results), *_found(results, table, Path(place))]
@@ -155,6 +160,10 @@ def write(results: Mapping[str, Any] | None, folder: Path) -> None:
             file.replace(folder / file.name)
 
 
+def _without(content: Mapping[str, Any], left_out: str) -> dict[str, Any]:
+    return {name: part for name, part in content.items() if name != left_out}
+
+
 def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -> list[str]:
     """What has been found: the short table, its pictures, orderings and trainings."""
     titles, aware = _titles(), _aware(table)
@@ -164,15 +173,23 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
         kinds = _kinds(results, table)
         most = max(row["num_questions"] for row in means)
         whole = [row for row in means if row["num_questions"] == most]
+        first = rows_on_the_first(results, _averaged(results))
         parts += [
             "## In short\n",
-            _short(whole, results["orderings"], kinds, titles, aware, common),
-            *_on_the_first(results, _averaged(results), kinds, titles, aware),
-            *_not_found(means, results["family"], titles),
+            answer(whole, first, results, table, kinds, titles) + "\n",
+            short_table(whole, results["orderings"], kinds, titles, aware, common),
+            *([first_table(first, kinds, titles, aware, common)] if first else []),
+            *not_found(results, titles),
         ]
         for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
             draw(means, kinds, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
             parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
+        parts.append("\nDotted: what sees the question.")
+        if first:
+            parts[-1] += (
+                f' Hollow, "n {first[0]["num_questions"]}" in the legend: what answered the first questions alone, '
+                f"where no context, full text and cut text are of all {most}."
+            )
     parts += ["\n## Is it so?\n", orderings_table(results["orderings"], titles)]
     if any(", earlier" in part for part in parts):
         parts.append(
@@ -188,18 +205,23 @@ def _all_rows(results: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]
     """Every row: means over the sets, by what is stored, and set by set."""
     titles, aware, settings = _titles(), _aware(table), results["settings"]
     means = [row for row in results["rows"] if row["set"] == "mean"]
+    paired = {(row["system"], row["ratio"]) for row in results["rows"] if "by_question" in row}
+    earlier = {(row["system"], row["ratio"]) for row in means} - paired if paired >= _BOUNDS else set()
+    timed = settings.get("timed_questions")
     parts = []
     if means:
         parts += [
             "## Answers to questions\n",
             f"Means over {', '.join(_averaged(results))}; in brackets 95 % bootstrap intervals over documents. "
-            "Retention: (score - none) / (full - none) by F1, on the questions that a system answered. Reader: "
-            f"`{results['reader']}`.\n",
+            "Retention: (score - none) / (full - none) by F1, on the questions that a system answered"
+            + ('; "earlier": by answers before no context and full text were answered anew' if earlier else "")
+            + (f". Seconds: medians over the first {timed} questions of squad" if timed else "")
+            + f". Reader: `{results['reader']}`.\n",
             "### Made once for all questions\n",
-            main_table([row for row in means if row["system"] not in aware], titles),
+            main_table([row for row in means if row["system"] not in aware], titles, earlier),
         ]
         if seeing := [row for row in means if row["system"] in aware]:
-            parts += ["\n### Made anew for each question\n", main_table(seeing, titles)]
+            parts += ["\n### Made anew for each question\n", main_table(seeing, titles, earlier)]
         parts += ["\n## At equal stored bytes\n", by_bytes(means, results["against_embeddings"], titles, aware)]
     for task, heading in (
         ("question_answering", "By set of questions"),
@@ -238,6 +260,9 @@ def _paid(results: Mapping[str, Any]) -> str:
     if run:
         text += f"Each method was trained on {run['tokens']:,} tokens, {run['examples']:,} examples: "
         text += "what it would learn from more is not known here. " if settings["size"] == "small" else "see below. "
+    if "documents_apart" in results:
+        text += "No document that is asked about trains or chooses: `comparison.json` has the ids of the three parts, "
+        text += "and the reader's record those that it had seen before. "
     return text + _computed_in(results) + "\n"
 
 
@@ -263,122 +288,6 @@ def _kinds(results: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, st
         name: "pruned" if entry.get("environment") == "kvpress" else "text" for name, entry in table["peers"].items()
     }
     return {**peers, **results["carriers"]}
-
-
-def _short(
-    rows: Sequence[Mapping[str, Any]],
-    orderings: Sequence[Mapping[str, Any]],
-    kinds: Mapping[str, str],
-    titles: Mapping[str, str],
-    aware: set[str],
-    common: Sequence[int],
-) -> str:
-    """A line for each system, the best at the middle ratio first, and whether it is above text that is merely cut."""
-    found = {(row["system"], row["ratio"]): row for row in rows}
-    ratios = sorted({ratio for _, ratio in found} & set(common))
-    middle = ratios[len(ratios) // 2]
-    systems = dict.fromkeys(system for system, ratio in found if ratio in ratios)
-    ranked = sorted(systems, key=lambda system: -found.get((system, middle), _NOTHING)["scores"]["f1"])
-    verdicts = {entry["first"]: entry["ratios"] for entry in orderings if entry["second"] == "cut"}
-    lines = []
-    for system in ranked:
-        at = [found.get((system, ratio)) for ratio in ratios]
-        told = [_THAN_CUT[entry["verdict"]] for entry in verdicts.get(system, ())]
-        lines.append(
-            [
-                titles[system],
-                _keeps(system, kinds, aware),
-                "" if found.get((system, middle)) is None else _kilobytes(found[system, middle]),
-                *("" if row is None else interval(row, "f1") for row in at),
-                told[0] if len(set(told)) == 1 else ", ".join(told),
-            ]
-        )
-    bounds = [f"{titles[name]}: {interval(row, 'f1')}. " for (name, _), row in found.items() if name in _BOUNDS]
-    text = (
-        f"F1, mean over the sets, the best at {middle}x first, and kB at that ratio. {''.join(bounds)}The last column "
-        f"says, at {', '.join(f'{ratio}x' for ratio in ratios)}, whether it is above or below text that is cut to as "
-        'many positions, with an interval that does not hold zero; "?" is what cannot be told, an empty cell what is '
-        "not paired.\n\n"
-    )
-    header = ["system", "keeps", "kB", *(f"{ratio}x" for ratio in ratios), "than cut text"]
-    return text + markdown_table(header, lines)
-
-
-def _on_the_first(
-    results: Mapping[str, Any],
-    sets: Sequence[str],
-    kinds: Mapping[str, str],
-    titles: Mapping[str, str],
-    aware: set[str],
-) -> list[str]:
-    """The same questions for those that answered fewer: their line, and of the others what these questions scored."""
-    fewer = {name: entry["peers"] for name, entry in results["settings"]["sets"].items() if name in sets}
-    scores: dict[tuple[str, int], dict[str, float]] = {}
-    for row in results["rows"]:
-        if row["set"] not in fewer:
-            continue
-        number = fewer[row["set"]]
-        values = [[value for value in of_seed[:number] if value is not None] for of_seed in row.get("by_question", ())]
-        key = row["system"], row["ratio"]
-        if values and all(len(of_seed) == number for of_seed in values):
-            scores.setdefault(key, {})[row["set"]] = fmean(map(fmean, values))
-        elif row["num_questions"] == number:
-            scores.setdefault(key, {})[row["set"]] = row["scores"]["f1"]
-    f1 = {key: fmean(of_sets.values()) for key, of_sets in scores.items() if len(of_sets) == len(fewer)}
-    total = sum(fewer.values())
-    means = [row for row in results["rows"] if row["set"] == "mean"]
-    if all(row["num_questions"] != total for row in means):
-        return []
-    ratios = sorted({ratio for _, ratio in f1} & set(results["settings"]["ratios"]))
-    systems = dict.fromkeys(system for system, ratio in f1 if ratio in ratios)
-    middle = ratios[len(ratios) // 2]
-    lines = [
-        [
-            titles[system],
-            _keeps(system, kinds, aware),
-            *(f"{f1[system, ratio]:.1f}" if (system, ratio) in f1 else "" for ratio in ratios),
-        ]
-        for system in sorted(systems, key=lambda system: -f1.get((system, middle), 0.0))
-    ]
-    bounds = "".join(f" {titles[name]}: {value:.1f}." for (name, _), value in f1.items() if name in _BOUNDS)
-    widths = [
-        high - low
-        for row in means
-        if row["num_questions"] == total and row["ratio"] in ratios
-        for low, high in [row["intervals"]["f1"]]
-    ]
-    text = (
-        f"\nThe peers that prune or drop tokens answered {total} of these questions; their intervals, see below, are "
-        f"{min(widths):.0f} to {max(widths):.0f} points wide. On these questions alone, of all whose scores by "
-        "question are kept:"
-    )
-    return [f"{text}{bounds}\n", markdown_table(["system", "keeps", *(f"{ratio}x" for ratio in ratios)], lines)]
-
-
-def _keeps(system: str, kinds: Mapping[str, str], aware: set[str]) -> str:
-    """What a system keeps of a context, in words."""
-    keeps = {"embeddings": "vectors", "text": "text"}
-    return keeps.get(kinds[system], "keys, values") + (" (question seen)" if system in aware else "")
-
-
-def _not_found(rows: Sequence[Mapping[str, Any]], trained: Mapping[str, Any], titles: Mapping[str, str]) -> list[str]:
-    """A sentence about methods whose slots tell nothing yet: F1 is within the interval of no context at each ratio."""
-    none = next((row["intervals"]["f1"] for row in rows if row["system"] == "no_context"), None)
-    f1: dict[str, list[float]] = {name: [] for name in trained}
-    for row in rows:
-        f1.get(row["system"], []).append(row["scores"]["f1"])
-    names = [titles[name] for name, found in f1.items() if none and found and max(found) <= none[1]]
-    if not names:
-        return []
-    return [
-        f"\nWith this budget the slots of {', '.join(names)} tell the decoder nothing yet: at no ratio is F1 above "
-        "the interval of no context. Such rows say how much training a method takes, and nothing of what it comes to."
-    ]
-
-
-def _kilobytes(row: Mapping[str, Any]) -> str:
-    size = row["costs"].get("memory_bytes")
-    return "" if size is None else f"{size / 1000:,.1f}"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -25,7 +25,8 @@ def interval(row: Mapping[str, Any], metric: str) -> str:
     return f"{value:.1f}" + ("" if ends is None or None in ends else f" [{ends[0]:.1f}, {ends[1]:.1f}]")
 
 
-def _ratio(ratio: int | str) -> str:
+def ratio_title(ratio: int | str) -> str:
+    """What a ratio is called; empty for the two bounds."""
     return ratio if isinstance(ratio, str) else f"{ratio}x" if ratio > 1 else ""
 
 
@@ -34,18 +35,29 @@ def _number(row: Mapping[str, Any], name: str, digits: int = 0) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def main_table(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:
-    """Each row with its costs and scores; columns that no row fills are left out."""
+def main_table(
+    rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], earlier: set[tuple[str, int | str]]
+) -> str:
+    """Each row with its costs and scores; columns that no row fills are left out.
+
+    Retention of systems at ratios that are `earlier` is marked.
+    """
+
+    def retention(row: Mapping[str, Any]) -> str:
+        text = interval(row, "retention")
+        return f"{text}, earlier" if text and (row["system"], row["ratio"]) in earlier else text
+
     lines = [
         [
             titles[row["system"]],
-            _ratio(row["ratio"]),
+            ratio_title(row["ratio"]),
             row["num_questions"],
             _number(row, "kept_positions"),
             _number(row, "memory_bytes"),
             _number(row, "compress_seconds", 2),
             _number(row, "answer_seconds", 2),
-            *(interval(row, metric) for metric in ("f1", "exact_match", "substring_accuracy", "retention")),
+            *(interval(row, metric) for metric in ("f1", "exact_match", "substring_accuracy")),
+            retention(row),
         ]
         for row in rows
     ]
@@ -67,7 +79,7 @@ def by_set(rows: Sequence[Mapping[str, Any]], asked: Mapping[str, int], titles: 
     metrics = {row["set"]: next(iter(row["scores"])) for row in rows}
     names = [name for name in asked if name in metrics]
     lines = [
-        [titles[system], _ratio(ratio)] + [cell(found.get((system, ratio, name)), asked[name]) for name in names]
+        [titles[system], ratio_title(ratio)] + [cell(found.get((system, ratio, name)), asked[name]) for name in names]
         for system, ratio in dict.fromkeys((row["system"], row["ratio"]) for row in rows)
     ]
     columns = [f"{name}, {_TITLES[metrics[name]]}, n {asked[name]}" for name in names]
@@ -83,15 +95,15 @@ def by_bytes(
     """What is made once for all questions, from few bytes to many, and keys and values less embeddings."""
 
     def less(entry: Mapping[str, Any] | None) -> str:
-        return f"{_difference(entry)} ({titles[entry['system']]}, {_ratio(entry['ratio'])})" if entry else ""
+        return f"{_difference(entry)} ({titles[entry['system']]}, {ratio_title(entry['ratio'])})" if entry else ""
 
     found = {(entry["system"], entry["ratio"]): entry for entry in compared}
     rows = [row for row in rows if row["system"] not in aware and "bytes_per_context_token" in row["costs"]]
     lines = []
     for row in sorted(rows, key=lambda row: row["costs"]["bytes_per_context_token"]):
         of_row = found.get((row["system"], row["ratio"]), {})
-        cells = [_number(row, "bytes_per_context_token", 1), titles[row["system"]], _ratio(row["ratio"])]
-        cells.append(interval(row, "f1"))
+        cells = [_number(row, "bytes_per_context_token", 1), titles[row["system"]], ratio_title(row["ratio"])]
+        cells += [row["num_questions"], interval(row, "f1")]
         lines.append([*cells, *(less(of_row.get(side)) for side in ("fewer", "more", "positions"))])
     text = (
         "Bytes for each token of a context. Of keys and values F1 is put beside that of embeddings, on the same "
@@ -101,15 +113,17 @@ def by_bytes(
         "the best embeddings at the same ratio.\n\n"
     )
     less_than = ("less fewer bytes", "less more bytes", "less equal positions")
-    return text + markdown_table(["bytes", "system", "ratio", "F1", *less_than], lines)
+    return text + markdown_table(["bytes", "system", "ratio", "questions", "F1", *less_than], lines)
 
 
-def _difference(entry: Mapping[str, Any]) -> str:
+def _difference(entry: Mapping[str, Any], number: int | None = None) -> str:
+    """A verdict with its difference, and the number of questions if another one is said to be that of most."""
     if "difference" not in entry:
         return entry["verdict"]
     low, high = entry["interval"]
     text = f"{entry['verdict']}: {entry['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
-    return text + (", earlier" if entry.get("earlier") else "")
+    own = "" if number in (None, entry["num_questions"]) else f", n {entry['num_questions']}"
+    return text + own + (", earlier" if entry.get("earlier") else "")
 
 
 def orderings_table(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:
@@ -122,13 +136,14 @@ def orderings_table(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str,
         return all(at["ratio"] == at["second_ratio"] for at in entry["ratios"])
 
     def name_at(entry: Mapping[str, Any], at: Mapping[str, Any]) -> str:
-        sides = (titles[entry["first"]], _ratio(at["ratio"])), (titles[entry["second"]], _ratio(at["second_ratio"]))
-        return " > ".join(", ".join(filter(None, side)) for side in sides)
+        sides = (entry["first"], at["ratio"]), (entry["second"], at["second_ratio"])
+        return " > ".join(", ".join(filter(None, (titles[system], ratio_title(ratio)))) for system, ratio in sides)
 
+    most = max((at["num_questions"] for entry in orderings for at in entry["ratios"] if "difference" in at), default=0)
     text = (
-        'Differences of F1 on the same questions, with 95 % intervals. "Holds": the interval is above zero; "does '
-        'not": below; "cannot be told": it holds zero. Each interval stands for itself: of many differences that are '
-        "none, one in twenty is told all the same.\n\n"
+        f"Differences of F1 on the same questions, {most} where a cell has no number n of its own, with 95 % "
+        'intervals. "Holds": the interval is above zero; "does not": below; "cannot be told": it holds zero. Each '
+        "interval stands for itself: of many differences that are none, one in twenty is told all the same.\n\n"
     )
     run = [entry for entry in orderings if any("difference" in at for at in entry["ratios"])]
     equal, others = ([entry for entry in run if is_equal(entry) == wanted] for wanted in (True, False))
@@ -136,10 +151,10 @@ def orderings_table(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str,
     ratios = sorted({at["ratio"] for entry in equal for at in entry["ratios"]})
     lines = []
     for entry in equal:
-        cells = {at["ratio"]: _difference(at) for at in entry["ratios"]}
+        cells = {at["ratio"]: _difference(at, most) for at in entry["ratios"]}
         lines.append([name(entry), *(cells.get(ratio, "") for ratio in ratios)])
-    text += markdown_table(["ordering", *map(_ratio, ratios)], lines) if equal else ""
-    lines = [[name_at(entry, at), _difference(at)] for entry in others for at in entry["ratios"]]
+    text += markdown_table(["ordering", *map(ratio_title, ratios)], lines) if equal else ""
+    lines = [[name_at(entry, at), _difference(at, most)] for entry in others for at in entry["ratios"]]
     text += "\n\n" + markdown_table(["at other ratios", "difference"], lines) if lines else ""
     left = [
         name(entry) if is_equal(entry) else name_at(entry, *entry["ratios"]) for entry in orderings if entry not in run

@@ -113,7 +113,8 @@ class LLMLingua(TextSystem):
         self.compressor = _prompt_compressor(base, reader.dtype)
 
     def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
-        arguments: dict[str, Any] = {"rate": 1 / ratio, **_LINGUA}
+        # A rate would be of the question, too, which is not in what is returned.
+        arguments: dict[str, Any] = {"target_token": len(question["context_ids"]) / ratio, **_LINGUA}
         if self.name == "longllmlingua":
             arguments |= {"question": question["question"], "concate_question": False, **_LONG_LINGUA}
         found = self.compressor.compress_prompt([question["context"]], **arguments)["compressed_prompt"].strip()

@@ -290,8 +290,9 @@ class Comparison:
 
     def _evaluation(self, name: str, seed: int, task: str, report: Path, ratios: Sequence[int | str]) -> Job:
         groups: dict[str, list[str]] = {"in": [], "out": []}
+        is_trained = self.trains(self.entry(name).get("of", name))
         for title, entry in self.table["sets"].items():
-            if entry["task"] == task and entry.get("trained", True):
+            if entry["task"] == task and (entry.get("trained", True) or not is_trained):
                 groups[entry["domain"]].append(f"{title}={self.questions / title}.parquet")
 
         def command() -> list[str]:
@@ -400,12 +401,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """A result file, its rows with the scores of each question, which stand in a file beside it."""
-    content, scores = read_json(path), read_json(path.with_name(BY_QUESTION)).get("scores", {})
+    """A result file, with the scores of each row's questions and their documents, which stand in a file beside it."""
+    content, beside = read_json(path), read_json(path.with_name(BY_QUESTION))
     for row in content.get("rows", []):
-        if found := scores.get(name_of_row(row)):
+        if found := beside.get("scores", {}).get(name_of_row(row)):
             row["by_question"] = found
-    return content
+    return {**content, "question_documents": beside.get("documents", {})} if content else {}
 
 
 def name_of_row(row: Mapping[str, Any]) -> str:

@@ -7,14 +7,20 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from benchmarks.comparison.differences import against_embeddings, ordering, published_differences
+from benchmarks.comparison.differences import (
+    against_embeddings,
+    against_no_context,
+    ordering,
+    published_differences,
+)
+from benchmarks.comparison.documents import documents_of
 from benchmarks.comparison.plan import read_json, summary
 from benchmarks.comparison.scores import (
     METRICS,
@@ -28,12 +34,13 @@ from benchmarks.comparison.scores import (
     whole,
 )
 from context_compressors.configuration.methods import config_class
-from context_compressors.evaluation.bootstrap import percentile_interval
+from context_compressors.evaluation.bootstrap import helps, percentile_interval
+from context_compressors.evaluation.metrics import teacher_normalized
 from context_compressors.evaluation.paired import resampled_means
 from context_compressors.evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascending
 from context_compressors.reporting.environment import environment
 
-_SETTINGS = ("base", "size", "ratios", "budget", "sets", "context_tokens", "max_new_tokens")
+_SETTINGS = ("base", "size", "ratios", "budget", "sets", "context_tokens", "timed_questions", "max_new_tokens")
 # Entries of a training's log, of five steps each.
 _SMOOTHED = 4
 _OF_BASE = re.compile(r"(^|\.)(language_model|encoder_model|lm_head)\.")
@@ -80,6 +87,9 @@ def gather(comparison: Any) -> dict[str, Any]:
         "family": {name: found for name, found in trained.items() if found},
         "carriers": {name: carrier for name, carrier in carriers.items() if carrier},
         "rows": rows,
+        "question_documents": {title: _numbers(questions[title].values()) for title in averaged_sets(table)},
+        "documents_apart": documents_of(comparison, questions),
+        "against_no_context": against_no_context(table["family"], scores, questions, table),
         "against_embeddings": against_embeddings(rows, carriers, *given),
         # And of every system whether it is better than cutting the text.
         "orderings": [
@@ -92,6 +102,12 @@ def gather(comparison: Any) -> dict[str, Any]:
             )
         ],
     }
+
+
+def _numbers(questions: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Of each question the number of its document, in the order in which documents come."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(question["document"], len(numbers)) for question in questions]
 
 
 def _against_cut(comparison: Any, name: str) -> list[tuple[str, str]]:
@@ -215,11 +231,13 @@ def _row(
         scores.get(bound, {}).get(place, {}).get(title, {}) for bound, place in ((NO_CONTEXT, 0), (FULL_CONTEXT, 1))
     ]
     if name not in (NO_CONTEXT, FULL_CONTEXT) and all(id_ in bound for id_ in ids for bound in bounds):
-        of_bounds = [values_of(bound, ids, main) for bound in bounds]
-        means["retention"] = _retention(means[main], *(float(value.mean()) for value in of_bounds))
-        # The same seed draws the same documents.
-        triple = resampled_means([values[main], *of_bounds], documents, seed=seed)
-        resampled["retention"] = np.array(_retention(*triple))
+        none, full = (values_of(bound, ids, main) for bound in bounds)
+        if helps(main, full.mean(), none.mean()):
+            means["retention"] = 100 * float(teacher_normalized(means[main], full.mean(), none.mean()))
+            # The same seed draws the same documents.
+            resampled["retention"] = 100 * teacher_normalized(
+                *resampled_means([values[main], full, none], documents, seed=seed)
+            )
     row = {
         "system": name,
         "ratio": ratio,
@@ -235,12 +253,6 @@ def _row(
         ],
     }
     return row, resampled
-
-
-def _retention(score: Any, none: Any, full: Any) -> Any:
-    """(score - none) / (full - none), in percent."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return 100 * np.subtract(score, none) / np.subtract(full, none)
 
 
 def _plain(value: Any) -> Any:

@@ -172,6 +172,13 @@ ALLOW_TRAINED_DOCUMENTS = argument(
     action="store_true",
     help="also score documents that trained the model or chose it, and say so in the report",
 )
+CHOSEN_BY = argument(
+    "--chosen-by",
+    nargs="+",
+    default=[],
+    metavar="FILE",
+    help="result files that the checkpoint was chosen by, whose documents may not be scored again",
+)
 KEEP_ANSWERS = argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL")
 TEACHER_BASE = argument(
     "--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)"

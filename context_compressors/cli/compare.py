@@ -103,10 +103,16 @@ def main_metric(systems: dict[str, list[list[SampleAnswers]]], task: str) -> str
     return BENCHMARK_SCORE if is_benchmark else MAIN_METRICS[task]
 
 
+def _with_interval(value: float, interval: tuple[float, float]) -> str:
+    low, high = interval
+    # Of one document there is none.
+    return f"{value:.2f}" if math.isnan(low) else f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
 @command(
     "compare",
-    "Compare conditions of an evaluation, or systems, on the very same samples: the difference, its 95 % bootstrap "
-    "interval over documents and seeds, and whether the first is better, worse, or it cannot be told.",
+    "Compare conditions of an evaluation, or systems, on the very same samples: scores and their difference, with "
+    "95 % bootstrap intervals over documents and seeds, and whether the first is better, worse, or it cannot be told.",
     argument(
         "answers",
         nargs="+",
@@ -157,10 +163,11 @@ def main(arguments: argparse.Namespace) -> None:
             sides = [f"{name} {kind}".strip() for name, kind in zip(names, (condition, other), strict=True)]
             seeds = [" and ".join(map(str, found.num_seeds))]
             counts = [found.num_samples, found.num_documents, *(seeds if max(found.num_seeds) > 1 else ["1"])]
-            low, high = found.interval
-            # Of one document there is none.
-            interval = "" if math.isnan(low) else f" [{low:.2f}, {high:.2f}]"
-            scores = [f"{found.first:.2f}", f"{found.second:.2f}", f"{found.difference:.2f}{interval}"]
+            scores = [
+                _with_interval(found.first, found.first_interval),
+                _with_interval(found.second, found.second_interval),
+                _with_interval(found.difference, found.interval),
+            ]
             title = f"{metric}, nats a token" if is_lower_better(metric) else metric
             rows.append([dataset, title, *sides, *counts, *scores, found.verdict])
             parts = {"dataset": dataset, "task": task, "systems": [first, second], "conditions": [condition, other]}

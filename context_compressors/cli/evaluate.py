@@ -14,6 +14,7 @@ from ..data.prompts import TASKS
 from ..evaluation.settings import DEFAULT_TASKS, MEMORY_DTYPES, NUM_RESAMPLES, WRITTEN_TASKS, EvaluationSettings
 from .command import (
     ALLOW_TRAINED_DOCUMENTS,
+    CHOSEN_BY,
     KEEP_ANSWERS,
     LOADING,
     MERGE_ADAPTERS,
@@ -27,6 +28,7 @@ from .command import (
     positive_int_or_auto,
 )
 from .loading import merge_adapters, set_ratio_scale
+from .records import add_model_records, records_of_reports
 from .resuming import earlier_results, progress_path, say_if_done
 
 if TYPE_CHECKING:
@@ -173,11 +175,9 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     """Load what the arguments name, score it, and write the report and the answers while they come."""
     from transformers import AutoTokenizer
 
-    from ..data.document_ids import TrainingDocuments
     from ..evaluation.answers_file import AnswersFile
     from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import can_compress, evaluate_model, model_label
-    from ..evaluation.held_out import add_record
     from ..evaluation.report import EvaluationReport
     from ..modeling.checkpoint.pretrained_bases import base_place
 
@@ -185,12 +185,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     earlier = earlier_results(arguments, EvaluationReport.load)
     for path in arguments.compare_with:
         EvaluationReport.load(path)
-    records: dict[str, TrainingDocuments | None] = {}
-    for path in arguments.chosen_by:
-        if not (documents := EvaluationReport.load(path).documents):
-            raise ValueError(f"{path} does not say which documents it scored, as reports of earlier versions do not")
-        chose = set(" ".join(documents.values()).split())
-        add_record(records, f"{model_label(arguments.model)}, by {Path(path).name}", TrainingDocuments(chose=chose))
+    records = records_of_reports(arguments)
     progress_file = progress_path(arguments)
     place = base_place(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
@@ -220,10 +215,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         raise ValueError(
             f"--plots draws quality by ratio, and {model_label(arguments.model)} is a plain language model"
         )
-    own = TrainingDocuments.of(arguments.model, on_hub=can_compress(model))
-    add_record(records, model_label(arguments.model), own)
-    if arguments.teacher is not None:
-        add_record(records, model_label(arguments.teacher), TrainingDocuments.of(arguments.teacher))
+    add_model_records(records, arguments, on_hub=can_compress(model))
     teacher = None if arguments.teacher is None else _load(arguments.teacher, arguments, arguments.teacher_base)
     done = set() if earlier is None else {(row.dataset, row.task) for row in earlier.rows}
     answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None
@@ -365,13 +357,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left"),
     argument("--allow-untrained-ratio", action="store_true", help="accept ratios the checkpoint was not trained for"),
     ALLOW_TRAINED_DOCUMENTS,
-    argument(
-        "--chosen-by",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="reports that the checkpoint was chosen by, whose documents may not be scored again",
-    ),
+    CHOSEN_BY,
     argument("--output", metavar="FILE", help="write the report as JSON, anew after each task on each data set"),
     argument(
         "--resume",

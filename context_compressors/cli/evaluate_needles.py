@@ -7,6 +7,7 @@ import argparse
 
 from .command import (
     ALLOW_TRAINED_DOCUMENTS,
+    CHOSEN_BY,
     KEEP_ANSWERS,
     LOADING,
     MERGE_ADAPTERS,
@@ -19,6 +20,7 @@ from .command import (
     positive_int,
     positive_int_or_auto,
 )
+from .records import add_model_records, records_of_reports
 from .resuming import earlier_results, progress_path, say_if_done
 
 _EXAMPLES = """
@@ -58,6 +60,7 @@ context-compressors compare ours.jsonl theirs.jsonl --metric substring_accuracy
     TEACHER_BASE,
     MERGE_ADAPTERS,
     ALLOW_TRAINED_DOCUMENTS,
+    CHOSEN_BY,
     argument("--batch-size", type=positive_int, default=8, metavar="B", help="contexts per batch (default: 8)"),
     argument("--max-new-tokens", type=positive_int, default=32, metavar="N", help="of an answer (default: 32)"),
     PROMPT_FORMAT,
@@ -84,22 +87,26 @@ def main(arguments: argparse.Namespace) -> None:
 
     from ..evaluation.answers_file import AnswersFile
     from ..evaluation.data_sets import load_datasets
-    from ..evaluation.evaluate import model_label
+    from ..evaluation.evaluate import can_compress, model_label
     from ..evaluation.needles import LENGTHS, NUM_NEEDLES, NeedleGrid, evaluate_needles
     from ..evaluation.plots import plot_needles
     from ..evaluation.settings import WRITTEN_TASKS, EvaluationSettings
     from ..modeling.checkpoint.pretrained_bases import base_place
     from .loading import load_model, merge_adapters
 
-    earlier = earlier_results(arguments, NeedleGrid.load)
+    earlier, records = earlier_results(arguments, NeedleGrid.load), records_of_reports(arguments)
     progress_file = progress_path(arguments)
     place = base_place(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
-    rows = [row for data in load_datasets([arguments.text], tokenizer, seed=arguments.seed) for row in data.examples]
+    data_sets = load_datasets([arguments.text], tokenizer, seed=arguments.seed)
+    rows = [row for data in data_sets for row in data.examples]
+    if any(row.get("source_texts") for row in rows):
+        raise ValueError("--text takes whole texts, and rows name source_texts that they are cut from: give those")
     how = {name: getattr(arguments, name) for name in ("dtype", "device", "trust_remote_code")}
     model = load_model(arguments.model, base_model=arguments.base_model, **how)
     if arguments.merge_adapters:
         merge_adapters(model)
+    add_model_records(records, arguments, on_hub=can_compress(model))
     teacher = None
     if arguments.teacher is not None:
         teacher = load_model(arguments.teacher, base_model=arguments.teacher_base, **how)
@@ -132,7 +139,11 @@ def main(arguments: argparse.Namespace) -> None:
         settings=settings,
         teacher=teacher,
         model_name=model_label(arguments.model),
-        notes={"teacher": arguments.teacher and model_label(arguments.teacher)},
+        notes={
+            "teacher": arguments.teacher and model_label(arguments.teacher),
+            "sources": {data.name: data.source for data in data_sets},
+        },
+        records=records,
         resume_from=earlier,
         progress_file=progress_file,
         on_result=write,

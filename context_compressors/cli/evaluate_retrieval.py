@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import ALLOW_TRAINED_DOCUMENTS, DEVICE, DTYPE, argument, command, positive_int
+from ..evaluation.rows import ratio_condition
+from .command import ALLOW_TRAINED_DOCUMENTS, CHOSEN_BY, DEVICE, DTYPE, KEEP_ANSWERS, argument, command, positive_int
+from .records import add_model_records, records_of_reports
 from .resuming import earlier_results, say_if_done
 
 if TYPE_CHECKING:
@@ -22,6 +25,10 @@ context-compressors evaluate-retrieval my-retriever scifact --bm25 --output scif
 
 # The dev queries at one ratio, with longer documents:
 context-compressors evaluate-retrieval my-retriever msmarco --split dev --ratios 4 --max-document-tokens 1024
+
+# Ratios and BM25 on the very same queries:
+context-compressors evaluate-retrieval my-retriever scifact --bm25 --keep-answers queries.jsonl
+context-compressors compare queries.jsonl
 """
 
 
@@ -38,12 +45,14 @@ context-compressors evaluate-retrieval my-retriever msmarco --split dev --ratios
     argument("--max-document-tokens", type=positive_int, default=512, metavar="N", help="(default: 512)"),
     argument("--batch-size", type=positive_int, default=32, metavar="B", help="texts in one pass (default: 32)"),
     ALLOW_TRAINED_DOCUMENTS,
+    CHOSEN_BY,
     argument("--output", metavar="FILE", help="write the rows as JSON, anew after each"),
     argument(
         "--resume",
         action="store_true",
         help="go on where a command with this --output stopped, with the ratios that are left",
     ),
+    KEEP_ANSWERS,
     DEVICE,
     DTYPE,
     examples=_EXAMPLES,
@@ -58,8 +67,16 @@ def main(arguments: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     from ..data.retrieval_sources import JudgedQueries, RetrievalSource
+    from ..evaluation.answers_file import write_answers
     from ..evaluation.report_tables import held_out_lines
-    from ..evaluation.retrieval import evaluate_bm25, evaluate_retrieval, read_retrieval, retrieval_table
+    from ..evaluation.retrieval import (
+        evaluate_bm25,
+        evaluate_retrieval,
+        query_answers,
+        read_query_scores,
+        read_retrieval,
+        retrieval_table,
+    )
     from ..reporting.result_files import write_results
     from .loading import load_retriever
 
@@ -69,23 +86,33 @@ def main(arguments: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     content = _content(arguments, judged, model, earlier)
     rows: list[dict[str, Any]] = content["rows"]
-    done = {row["document_ratio"] for row in rows}
+    done = [row["document_ratio"] for row in rows]
     # BM25 stands first, and has no ratio.
     wanted = [*([None] if arguments.bm25 else []), *(arguments.ratios or model.config.compression_ratios)]
     left = [ratio for ratio in wanted if ratio not in done]
+    path, collection = arguments.keep_answers, content["settings"]["collection"]
+    scores = read_query_scores(path, [_condition(ratio) for ratio in done], judged) if path else {}
     for ratio in left:
+        note = partial(scores.__setitem__, _condition(ratio))
         if ratio is None:
-            rows.insert(0, evaluate_bm25(judged))
+            rows.insert(0, evaluate_bm25(judged, note))
         else:
             lengths = {key: getattr(arguments, key) for key in _LENGTHS}
-            row = evaluate_retrieval(model, tokenizer, judged, ratio, **lengths, progress=True)
+            row = evaluate_retrieval(model, tokenizer, judged, ratio, **lengths, progress=True, on_scores=note)
             rows.append({"model": content["model"], **row})
+        # Queries first: what the results have, they have scores for.
+        if path:
+            write_answers(query_answers(collection, judged, scores), path)
         if arguments.output:
             write_results(content, arguments.output)
     print("\n".join([*held_out_lines(content["held_out"]), "", retrieval_table(rows)]))
     say_if_done(arguments, not left)
-    if arguments.output:
-        print(f"wrote {arguments.output}")
+    for written in filter(None, [arguments.output, path]):
+        print(f"wrote {written}")
+
+
+def _condition(ratio: int | None) -> str:
+    return "bm25" if ratio is None else ratio_condition(ratio)
 
 
 def _content(
@@ -96,17 +123,17 @@ def _content(
     Raises:
         ValueError: documents that trained the model or chose it, or the earlier file is of another evaluation.
     """
-    from ..data.document_ids import TrainingDocuments
     from ..evaluation.evaluate import check_is_same, model_label
     from ..evaluation.held_out import check_sources
     from ..evaluation.retrieval import judged_documents
     from ..modeling.checkpoint.fingerprints import fingerprint
     from ..reporting.environment import environment
 
+    records = records_of_reports(arguments)
+    add_model_records(records, arguments, on_hub=True)
     collection = f"{Path(arguments.data).resolve().name}, {arguments.split}"
     queries, digest = judged_documents(judged)
     name = model_label(arguments.model)
-    records = {name: TrainingDocuments.of(arguments.model, on_hub=True)}
     content = {
         "format_version": 2,
         "model": name,

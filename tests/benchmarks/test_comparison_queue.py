@@ -302,3 +302,13 @@ def test_a_system_behind_another_goes_on_from_its_run_when_that_has_answered(com
     assert command[command.index("--base") + 1] == "null"
     assert command[command.index("--checkpoint") + 1] == str(systems.run_folder("autocompressor", 2) / "run")
     assert "--checkpoint" not in systems.training_command("autocompressor", 2, 1e-3, tmp_path)
+
+
+def test_what_is_not_trained_answers_longer_contexts_too(script, comparison, base, tmp_path: Path):
+    plan = script("comparison.plan")
+    systems = plan.Comparison(comparison(tmp_path, "--base", str(base)).arguments, plan.read_table("full"))
+    jobs = [job for stage in systems.stages() for jobs in stage for job in jobs if "/question_answering" in job.name]
+    long = {job.name.partition("/")[0] for job in jobs if "narrativeqa_long" in " ".join(job.command())}
+    untrained = {name for name, entry in systems.table["family"].items() if not entry.get("trains", True)}
+    assert untrained <= long
+    assert long - untrained == {"ranked_key_values_fitted_int2"}

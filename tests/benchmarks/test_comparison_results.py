@@ -5,11 +5,14 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.rows import SampleAnswers
 
 METRICS = ("f1", "exact_match", "substring_accuracy")
@@ -143,6 +146,10 @@ def test_the_page_says_what_holds_what_does_not_and_what_cannot_be_told(script, 
         r"\| BM25 sentences > LongLLMLingua +\| holds: \+\d.*\| does not: -\d.*\| cannot be told: ", written
     )
     assert "cannot be told: +0.0 [" in written
+    # The title's question; nothing is made once.
+    assert "- Made anew for each question with BM25 sentences (not trained), 100.0 at 2x, 91.7 at 8x; Long" in written
+    assert "- Made once" not in written
+    assert "medians over the first 3 questions of squad" in written
     # In short: the best at 4x first, and what is paired with cut text beside it.
     short = written[written.index("## In short") : written.index("## Is it so?")]
     assert [line.split("|")[1].strip() for line in short.splitlines() if line.startswith("| ")][1:] == [
@@ -174,16 +181,125 @@ def test_systems_that_answered_fewer_questions_are_ranked_beside_others_on_these
     write_answers(systems.peers, "no_context", 0, wrong, systems.table)
     write_answers(systems.peers, "full_context", 1, right, systems.table)
     for ratio in (2, 4, 8):
-        write_answers(systems.peers, "cut", ratio, [*wrong[:6], *right[6:]], systems.table)
+        write_answers(systems.peers, "cut", ratio, [*right[:2], *wrong[2:6], *right[6:]], systems.table)
         write_answers(systems.peers, "llmlingua", ratio, [*right[:2], *wrong[2:6]], systems.table)
+        write_answers(systems.peers, "bm25", ratio, right, systems.table)
     content = results.gather(systems)
     page.write(content, tmp_path / "page")
-    short = (tmp_path / "page" / "README.md").read_text().partition("## In short")[2].partition("\n![")[0]
+    written = (tmp_path / "page" / "README.md").read_text()
+    short = written.partition("## In short")[2].partition("\n![")[0]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in short.splitlines() if line.startswith("| ")]
-    assert [line[0] for line in lines] == ["system", "Text cut", "system", "LLMLingua", "Text cut"]
-    assert [cell[:4] for cell in lines[1][3:6]] == ["50.0"] * 3
-    assert [line[2:] for line in lines[3:]] == [["33.3"] * 3, ["0.0"] * 3]
-    assert "answered 24 of these questions" in short
+    names = ["BM25 sentences", "Text cut", "system", "BM25 sentences", "Text cut", "LLMLingua"]
+    assert [line[0] for line in lines] == ["system", *names]
+    assert [cell[:4] for cell in lines[2][3:6]] == ["66.7"] * 3
+    assert lines[1][6] == "above"
+    # On the same questions with the same scores the interval is that of the row itself.
+    (own,) = {
+        tuple(row["intervals"]["f1"])
+        for row in content["rows"]
+        if (row["system"], row["set"]) == ("llmlingua", "mean")
+    }
+    assert lines[5][2:] == lines[6][2:] == [f"33.3 [{own[0]:.1f}, {own[1]:.1f}]"] * 3
+    assert own[0] < 33 < own[1]
+    assert "answered the first 24 of these questions" in short
+    assert "On the first 24 questions, of all whose scores by question are kept, made once with LLMLingua (" in short
+    assert re.search(r"\| LLMLingua > Text cut +\| cannot be told: [^|]*, n 24 +\|", written)
+    assert re.search(r"\| BM25 sentences > Text cut +\| holds: [^|n]* \|", written)
+    assert 'Hollow, "n 24" in the legend' in written
+    assert "- Above text cut to as many positions at every ratio are BM25 sentences." in short
+    for entry in content["orderings"]:
+        entry["ratios"] = [{**at, "earlier": True} for at in entry["ratios"]]
+    page.write(content, tmp_path / "page")
+    written = (tmp_path / "page" / "README.md").read_text()
+    assert re.search(r"\| BM25 sentences .*\| above, earlier +\|", written)
+    assert 'and "earlier" what is of answers before cut text was answered anew.' in written
+
+
+def test_what_is_not_above_no_context_and_what_is_below_it_is_named(script, comparison, tokenizer, tmp_path: Path):
+    results, short, systems = script("comparison.results"), script("comparison.page_short"), comparison(tmp_path)
+    ask(systems, tokenizer)
+    write_member(systems, "mean_pooling", "mean_pooling", {2: (12, 400), 4: (0, 200), 8: (3, 100)})
+    write_member(systems, "gmsa", "gmsa", {2: (0, 400), 4: (3, 200), 8: (3, 100)})
+    content = results.gather(systems)
+    assert content["against_no_context"] == {}, "it is not answered"
+    of_none = [f"Nora Zill {number}" if number < 3 else "bees" for number in range(12)]
+    write_answers(systems.peers, "no_context", 0, of_none, systems.table)
+    content = results.gather(systems)
+    found = content["against_no_context"]
+    assert set(found) == {"mean_pooling", "gmsa"}
+    assert [(at["ratio"], at["difference"]) for at in found["gmsa"]] == [(2, -25), (4, 0), (8, 0)]
+    titles = {"mean_pooling": "Mean pooling", "gmsa": "GMSA"}
+    nothing, below = short.not_found({**content, "family": titles}, titles)
+    assert "the slots of GMSA tell the decoder nothing yet" in nothing
+    assert below.endswith("below zero: Mean pooling at 4x; GMSA at 2x.")
+    # A file from before says nothing.
+    del content["against_no_context"]
+    assert short.not_found({**content, "family": titles}, titles) == []
+
+
+def test_where_the_full_text_is_no_better_than_none_there_is_no_retention(
+    script, comparison, tokenizer, tmp_path: Path
+):
+    results, systems = script("comparison.results"), comparison(tmp_path)
+    ask(systems, tokenizer)
+    right, wrong = [f"Nora Zill {number}" for number in range(12)], ["bees"] * 12
+    write_answers(systems.peers, "no_context", 0, [*right[:6], *wrong[6:]], systems.table)
+    for title, answers in (("squad", [*right[:3], *wrong[3:]]), ("nq", right)):
+        of_set = {"sets": {title: systems.table["sets"][title]}}
+        write_answers(systems.peers, "full_context", 1, answers, of_set)
+    write_answers(systems.peers, "cut", 4, right, systems.table)
+    found = {row["set"]: row["scores"] for row in results.gather(systems)["rows"] if row["system"] == "cut"}
+    assert [title for title, scores in found.items() if "retention" in scores] == ["nq"]
+    assert found["nq"]["retention"] == 100
+
+
+def test_the_documents_that_train_choose_and_are_reported_are_named_and_kept_apart(
+    script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    results, page, plan = script("comparison.results"), script("comparison.page"), script("comparison.plan")
+    monkeypatch.setattr(plan, "PUBLISHED", tmp_path / "comparison.json")
+    systems = comparison(tmp_path / "first", "--reader", "reader")
+    ask(systems, tokenizer)
+    windows = systems.questions / "openstax.jsonl"
+    windows.write_text(windows.read_text().replace('"id": "q', '"id": "book#'))
+    text = pyarrow.Table.from_pylist([{"id": "book", "text": "All of the book."}, {"id": "other", "text": "Other."}])
+    pyarrow.parquet.write_table(text, systems.data / systems.table["sets"]["openstax"]["path"])
+    for place, trained, chose in (
+        (systems.peers / "reader", {"0" * 12, "1" * 12}, set()),
+        (systems.checkpoint("gmsa", 1), {"0" * 12, "1" * 12, "2" * 12}, {"3" * 12}),
+    ):
+        place.mkdir(parents=True)
+        TrainingDocuments(trained, chose).save(place)
+    found = results.gather(systems)["documents_apart"]
+    documents = found["documents"]
+    assert (documents["trained"], documents["chose"]) == ("2" * 12, "3" * 12), "without those of the reader"
+    assert documents["openstax"] == document_id("all of the  book.")
+    assert len(documents["squad"].split()) == 12
+    assert found["model"] == "reader"
+    assert {name: (said["trained"], said["shared"]) for name, said in found["held_out"].items()} == {
+        "reader": (2, {}), "family": (3, {}),
+    }  # fmt: skip
+    # Without a run, and without the data, what is published stays.
+    write_answers(systems.peers, "cut", 4, ["bees"] * 12, systems.table)
+    page.write(results.gather(systems), tmp_path)
+    assert "`comparison.json` has the ids of the three parts" in (tmp_path / "README.md").read_text()
+    later = comparison(tmp_path / "second", "--reader", "reader")
+    ask(later, tokenizer)
+    again = results.gather(later)["documents_apart"]
+    assert again["documents"] == documents
+    assert again["held_out"]["reader"] == found["held_out"]["reader"]
+    TrainingDocuments({documents["nq"].split()[0]}).save(systems.checkpoint("gmsa", 1))
+    with pytest.raises(ValueError, match="1 of 12 documents of 'nq' trained family"):
+        results.gather(systems)
+
+
+def test_the_documents_of_the_committed_file_are_apart(script):
+    plan = script("comparison.plan")
+    content = plan.read_results(plan.PUBLISHED)
+    documents = content.get("documents_apart", {}).get("documents", {})
+    parts = {name: set(documents.pop(name, "").split()) for name in ("trained", "chose")}
+    parts["reported"] = {id_ for ids in documents.values() for id_ in ids.split()}
+    assert sum(map(len, parts.values())) == len(set().union(*parts.values()))
 
 
 def test_published_rows_stay_until_as_much_is_answered_again(
@@ -242,6 +358,15 @@ def test_published_rows_stay_until_as_much_is_answered_again(
     third.table["orderings"] = second.table["orderings"]
     for found in (content, results.gather(third)):
         assert found["orderings"][1]["ratios"][0] == earlier
+    # Retention of what stays is by the bounds of before.
+    for number, (name, answers) in enumerate((("no_context", wrong), ("full_context", right))):
+        assert '"earlier": by answers before' not in (tmp_path / "README.md").read_text()
+        write_answers(third.peers, name, number, answers, third.table)
+        page.write(results.gather(third), tmp_path)
+    written = (tmp_path / "README.md").read_text()
+    assert '"earlier": by answers before' in written
+    assert re.search(r"\| LongLLMLingua +\| 2x .* 0.0 \[-?0.0, 0.0\], earlier +\|", written)
+    assert not re.search(r"\| BM25 sentences +\| 2x .*\], earlier +\|", written)
 
 
 def write_member(systems, name: str, model_type: str, found: dict[int, tuple[int, int]]) -> None:
@@ -334,26 +459,19 @@ def test_keys_and_values_stand_beside_embeddings_of_as_many_bytes(script, compar
     page.write(content, tmp_path / "page")
     written = (tmp_path / "page" / "README.md").read_text()
     assert "With this budget" not in written
+    assert "is above every memory of vectors that was paired with it at 4x." in written
     # A column that no row fills is left out.
     assert "| answer, s |" not in written
-    for f1, is_said in ((3.0, True), (3.1, False)):
-        rows = [{**row, "scores": {**row["scores"], "f1": f1}} for row in content["rows"] if row["set"] == "mean"]
-        bound = {
-            **rows[0],
-            "system": "no_context",
-            "ratio": 0,
-            "intervals": {**rows[0]["intervals"], "f1": [0.0, 3.0]},
-        }
-        page.write({**content, "rows": [*rows, bound]}, tmp_path / "lower")
-        lower = (tmp_path / "lower" / "README.md").read_text()
-        assert ("With this budget the slots of Mean pooling tell the decoder nothing yet" in lower) == is_said
+    assert "Of vectors with Mean pooling (trained, above cut text), 100.0 at 2x; ComprExIT" in written
+    assert "- Above text cut to as many positions at 2x are Mean pooling." in written
+    assert "No memory of vectors is told above text cut to as many positions at 8x." in written
     assert re.search(r"\| Mean pooling +\| vectors +\|.*\| above, below, \? +\|", written)
     assert re.search(r"\| Ranked key/values +\| keys, values +\|.*\| above, \?, above +\|", written)
     part = written[written.index("## At equal stored bytes") : written.index("## By set of questions")]
     sizes = [float(size.replace(",", "")) for size in re.findall(r"^\| *([\d,.]+) *\|", part, re.MULTILINE)]
     assert sizes == sorted(sizes)
     assert sizes[0] == round(30 / tokens, 1)
-    assert re.search(r"Ranked key/values, int4 +\| 16x +\| 100.*\| holds: \+50.0 \[.*\] \(ComprExIT, 4x\)", written)
+    assert re.search(r"key/values, int4 +\| 16x +\| 48 +\| 100.*\| holds: \+50.0 \[.*\] \(ComprExIT, 4x\)", written)
     assert re.search(r"\| Ranked key/values, int4, 16x > Mean pooling, 4x \| holds: \+100.0", written)
 
 

@@ -2,16 +2,18 @@
 """The data sets of an evaluation: files, Hub data sets and generated documents, in the forms that training takes."""
 
 import json
+from datetime import date
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, encode
 
-from context_compressors.data.document_ids import document_id
+from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource, parse_sources
-from context_compressors.evaluation.data_sets import load_datasets
+from context_compressors.evaluation.data_sets import load_datasets, source_in_report
+from context_compressors.evaluation.held_out import check_held_out
 from context_compressors.evaluation.samples import EvaluationDataset, SampleBuilder
 
 LIMITS = {QA: 6, SUMMARISATION: 6}
@@ -105,12 +107,28 @@ def test_data_sets_are_read_as_they_are_published_by_training_and_evaluation(tok
 
 def test_windows_count_as_the_documents_that_they_name(tokenizer, tmp_path):
     whole = "The harbour of Sandvik has a lighthouse, two cranes and eleven boats."
-    windows = [{"id": str(start), "text": whole[start : start + 20], "source_texts": [whole]} for start in (0, 20)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(windows), tmp_path / "windows.parquet")
+    other = {"context": "Another harbour.", "question": "Where?", "answers": ["There."], "summary": "None.", "id": "o"}
+    windows = [
+        {**other, "id": str(start), "context": whole[start : start + 20], "source_texts": [whole]} for start in (0, 20)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*windows, other]), tmp_path / "windows.parquet")
     (data,) = load_datasets(["windows.parquet"], tokenizer, data_dir=str(tmp_path))
-    samples = SampleBuilder(tokenizer, None, LIMITS, 32, 4).build(data, RECONSTRUCTION)
-    assert [sample.source_ids for sample in samples] == [(document_id(whole),)] * 2
-    assert [sample.document for sample in samples] == [0, 1]
+    builder = SampleBuilder(tokenizer, None, LIMITS, 16, 4)
+    for task in (QA, SUMMARISATION, RECONSTRUCTION, CONTINUATION):
+        samples = builder.build(data, task)
+        ids = [(document_id(whole),)] * 2 + [(document_id(other["context"]),)]
+        assert [sample.source_ids for sample in samples] == ids, task
+        # What makes a document hard, all of its windows share: a bootstrap draws them together.
+        assert [sample.document for sample in samples] == [0, 0, 1], task
+    seen = {"ours": TrainingDocuments(trained={document_id(whole)})}
+    work = [(data, SUMMARISATION, builder.build(data, SUMMARISATION))]
+    with pytest.raises(ValueError, match=r"1 of 2 documents of 'windows' trained ours \(samples 0\)"):
+        check_held_out(work, seen)
+    with pytest.raises(ValueError, match="source_texts must be a list of whole texts, got 'The harbour of"):
+        builder.build(EvaluationDataset("windows", [{**other, "source_texts": whole}]), QA)
+    # Nothing would be known of what a context of running text is put together from.
+    with pytest.raises(ValueError, match="niah_single_2 takes whole texts, and rows name source_texts"):
+        load_datasets(["{path: windows.parquet, kind: niah_single_2}"], tokenizer, data_dir=str(tmp_path))
 
 
 def test_rows_are_kept_by_value_and_each_value_gets_a_data_set(tokenizer, mrqa):
@@ -227,6 +245,32 @@ def test_sources_are_files_and_generated_documents(tokenizer, qa_file, tmp_path)
     (tmp_path / "plain.jsonl").write_text(json.dumps({"text": "one"}) + "\n" + json.dumps({"text": "two"}) + "\n")
     (named,) = load_datasets(["books=plain.jsonl"], tokenizer, data_dir=str(tmp_path))
     assert (named.name, named.tasks()) == ("books", (CONTINUATION, RECONSTRUCTION))
+
+
+def test_data_sets_say_what_they_were_read_from_and_no_folder(tokenizer, mrqa):
+    fields = {
+        "columns": {"question": "question"},
+        "rows": [0, 9],
+        "where": {"length": {"below": 20}},
+        "max_samples": 3,
+    }
+    read = {"path": "mrqa/*.parquet", "by": "subset", "title": "MRQA", "weight": 2, "tasks": [QA], **fields}
+    found = load_datasets([read], tokenizer, data_dir=str(mrqa))
+    said = {"path": "*.parquet", "by": "subset", **fields}
+    assert {data.name: data.source for data in found} == {
+        f"MRQA/{name}": said for name in ("SQuAD", "NewsQA", "TriviaQA", "HotpotQA")
+    }
+    (data,) = load_datasets([str(mrqa / "mrqa" / "train.parquet")], tokenizer)
+    assert data.source == {"path": "train.parquet"}
+    (data,) = load_datasets(["generated:two_hop#4"], tokenizer, num_documents=2)
+    assert data.source == {"generated": True, "config": "two_hop", "split": "test", "max_samples": 4}
+    (data,) = load_datasets([{"name": str(mrqa / "mrqa"), "split": "train", "where": {"length": 3}}], tokenizer)
+    assert data.source == {"name": "mrqa", "split": "train", "where": {"length": 3}}
+    hub = DataSource(name="rajpurkar/squad", config="plain", split="train", where={"day": [date(2020, 1, 2)]})
+    assert source_in_report(hub) == {
+        **{"name": "rajpurkar/squad", "config": "plain", "split": "train"},
+        "where": {"day": ["2020-01-02"]},
+    }
 
 
 def test_generated_documents_come_from_the_test_split_by_hops(tokenizer):

@@ -117,6 +117,15 @@ def test_samples_say_which_row_and_which_document_they_are_from(tokenizer):
     assert [(sample.id, sample.document) for sample in texts] == [("first", 0), ("1", 1)]
 
 
+def test_windows_of_a_document_are_one_document_and_as_many_memories(tokenizer, model):
+    windows = [{**row, "source_texts": ["All of it."]} for row in ROWS]
+    apart, together = (run(model, tokenizer, rows, tasks=(QA,), ratios=(2,)) for rows in (ROWS, windows))
+    assert {row.num_documents for row in apart.rows} == {len({row["context"] for row in ROWS})}
+    assert {row.num_documents for row in together.rows} == {1}
+    # A document's first window is not all that it costs.
+    assert [row.costs for row in together.rows] == [row.costs for row in apart.rows]
+
+
 def test_samples_are_drawn_by_the_seed(tokenizer):
     data = EvaluationDataset("tiny", [{"text": f"text number {index}"} for index in range(50)])
     drawn = [builder(tokenizer, seed=seed).build(data, RECONSTRUCTION, 5) for seed in (0, 0, 1)]

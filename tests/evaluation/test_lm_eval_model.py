@@ -156,6 +156,51 @@ def test_a_text_longer_than_the_decoder_is_scored_in_windows_behind_the_slots(ne
     assert found == pytest.approx(wanted, abs=1e-3)
 
 
+@pytest.mark.parametrize("has_document", [True, False])
+def test_a_prompt_that_the_decoder_has_no_positions_for_is_cut_on_the_left(
+    new, model, tokenizer, monkeypatch, caplog, has_document
+):
+    words_as_slots(model, monkeypatch)
+    rest = "\nQuestion: Who keeps a cat named Tom?\nAnswer:"
+    # The harness counts a prompt's last white space to the continuation.
+    rows, asked = ROWS[:2], "{passage}" * has_document + rest
+    slots = [encode(tokenizer, row["passage"]) if has_document else [] for row in rows]
+    limit = max(map(len, slots)) + 42
+    monkeypatch.setattr(model.config.decoder_config, "max_position_embeddings", limit)
+    lm = new(batch_size=2, document_field="passage" if has_document else None)
+    found = lm.loglikelihood(
+        requests("loglikelihood", lambda row: asked.format(**row), lambda _: " Ada does", rows=rows), disable_tqdm=True
+    )
+    words, target = encode(tokenizer, rest), encode(tokenizer, " Ada does")
+    num_cut = 0
+    for own, (score, greedy) in zip(slots, found, strict=True):
+        room = limit - len(own) - 1 - (len(target) - 1)
+        num_cut += len(words) > room
+        wanted = whole_decoder(model, [*own, tokenizer.bos_token_id, *words[-room:]], target)
+        assert (score, greedy) == (pytest.approx(wanted[0], abs=1e-3), wanted[1])
+    assert num_cut == lm.get_model_info()["prompts_cut"] == (1 if has_document else 2)
+    # What is written has its positions, too, and the warning comes once.
+    read, kept_generate = [], model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda **kwargs: read.append(kwargs["input_ids"].tolist()) or kept_generate(**kwargs)
+    )
+    how = {"until": [], "max_gen_toks": 5}
+    lm.generate_until(
+        requests("generate_until", lambda row: asked.format(**row), lambda _: how, rows=rows[:1]), disable_tqdm=True
+    )
+    assert read == [[[tokenizer.bos_token_id, *words[-(limit - len(slots[0]) - 1 - 5) :]]]]
+    assert caplog.text.count("prompts are cut on the left") == 1
+    assert (
+        f"the decoder has {limit} positions, fewer than {len(slots[0])} for slots, {len(words) + 1} for a"
+        in caplog.text
+    )
+    # A continuation is never cut.
+    with pytest.raises(
+        ValueError, match=f"{limit} positions, too few however short the prompt is: .* and 299 for what"
+    ):
+        lm.loglikelihood(requests("loglikelihood", lambda row: asked.format(**row), lambda _: "x" * 300, rows=rows))
+
+
 @pytest.mark.parametrize("options", [{"ratio": 4}, {"document_field": None}])
 def test_a_batch_gives_what_single_requests_give(new, options):
     one, four = new(**options), new(**options, batch_size=4)
@@ -223,6 +268,9 @@ def test_a_chat_is_read_as_the_checkpoint_was_trained(model, monkeypatch, opens_
     # The harness counts a prompt's last white space to the continuation.
     assert read[0].target_ids == encode(tokenizer, "\nAda")
     assert read[0].text_ids == message_ids(model.config, tokenizer, "Who?")[:-1]
+    # Where a prompt is cut, the slots keep their place in the user's turn.
+    opening = opening_ids(tokenizer)
+    assert read[0].text_ids[: read[0].num_kept] == ([] if opens_context else opening)
 
 
 @pytest.mark.parametrize(

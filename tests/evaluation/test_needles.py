@@ -3,9 +3,11 @@
 
 import json
 import random
+import re
 import shutil
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 from naive_twin import encode
 
@@ -23,6 +25,7 @@ from context_compressors.evaluation.needles import (
     draw_needle,
     evaluate_needles,
     needle_examples,
+    needle_interval,
     wilson_interval,
 )
 from context_compressors.evaluation.paired import paired_difference
@@ -127,12 +130,30 @@ def test_wilson_intervals_are_those_of_the_textbook():
     assert wilson_interval(10, 10) == pytest.approx((72.2467, 100), abs=0.01)
 
 
+def test_needles_in_one_document_are_drawn_together():
+    rng = np.random.default_rng(0)
+    # Of each of eight documents, all five needles are found or none is: as much is told as by eight needles.
+    found = [document < 4 for document in range(8) for _ in range(5)]
+    documents = [document for document in range(8) for _ in range(5)]
+    low, high = needle_interval(found, documents, 4000)
+    drawn = 100 * rng.binomial(8, 0.5, 40_000) / 8
+    assert (low, high) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=0.1)
+    assert high - low > 1.5 * np.diff(wilson_interval(20, 40))[0]
+    # One needle of each: Wilson's, which says more than nothing where all are found, as where documents do not differ.
+    assert needle_interval(found, range(40)) == wilson_interval(20, 40)
+    assert needle_interval([True] * 40, documents) == wilson_interval(40, 40)
+    assert needle_interval([True, False] * 8, sorted([*range(8)] * 2)) == wilson_interval(8, 16)
+    assert needle_interval([True], [3]) == wilson_interval(1, 1)
+    assert np.isnan(needle_interval([True, False], [3, 3])).all()
+
+
 def found(id, condition_scores, dataset="256 tokens"):
     scores = {
         name: {"substring_accuracy": contained, "exact_match": exact}
         for name, (contained, exact) in condition_scores.items()
     }
-    return SampleAnswers(dataset, "question_answering", id, 0, "?", ["1"], {}, scores)
+    number = int(id.partition("/")[2])
+    return SampleAnswers(dataset, "question_answering", id, number, "?", ["1"], {}, scores)
 
 
 @pytest.fixture
@@ -165,6 +186,7 @@ def test_a_grid_is_saved_printed_and_drawn(grid, tmp_path):
     table = grid.to_markdown()
     assert "## Answer contained in the output: names (2 a cell)" in table
     assert "| 256    | 100 [51, 100] | 50 [15, 85] |" in table
+    assert "in percent, with 95 % Wilson intervals." in table
     assert plot_needles(grid, tmp_path / "grid.png").stat().st_size > 10_000
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(ValueError, match=r"other\.json is not a grid of needles"):
@@ -175,9 +197,32 @@ def test_a_grid_of_an_earlier_version_is_read(grid, tmp_path):
     content = json.loads(grid.save(tmp_path / "grid.json").read_text())
     for name in ("bounds", "num_parameters", "documents", "held_out"):
         del content[name]
+    for cell in content["cells"]:
+        del cell["num_documents"]
     (tmp_path / "old.json").write_text(json.dumps(content))
     old = NeedleGrid.load(tmp_path / "old.json")
     assert (old.cell(256, "ratio=4").accuracy, old.documents, old.num_parameters) == (50, {}, None)
+    assert "with 95 % Wilson intervals." in old.to_markdown()
+
+
+def test_a_grid_says_what_its_intervals_are(grid, tmp_path):
+    report = EvaluationReport("tiny", settings={"seed": 3, "num_resamples": 50})
+    for number in range(6):
+        scores = dict.fromkeys(grid.conditions(), (100.0 * (number < 3), 100.0 * (number > 0)))
+        sample = found(f"{KINDS[number % 3]}/{number}", scores, "128 tokens")
+        report.answers.append(replace(sample, document=number // 3))
+    more = NeedleGrid.from_report(report, grid)
+    cell = more.cell(128, "ratio=4")
+    assert (cell.accuracy, cell.number, cell.num_documents, cell.interval) == (50, 6, 2, (0, 100))
+    said = "with 95 % bootstrap intervals over documents, Wilson's where each needle has its own"
+    assert f"{said}." in more.to_markdown()
+    earlier = replace(more, cells=[replace(cell, num_documents=None) for cell in grid.cells] + more.cells)
+    assert f"{said}, and at lengths that an earlier version asked." in earlier.to_markdown()
+    # Of several needles in one document nothing is told.
+    report.answers = [replace(sample, document=0) for sample in report.answers]
+    alone = NeedleGrid.load(NeedleGrid.from_report(report).save(tmp_path / "alone.json"))
+    assert np.isnan(alone.cell(128, "ratio=4").interval).all()
+    assert re.search(r"\| 128 +\| 50 +\| 50 +\|", alone.to_markdown())
 
 
 @pytest.mark.slow
@@ -303,7 +348,8 @@ def test_two_grids_are_paired_needle_by_needle(folders, tmp_path, capsys):
         assert main([str(folders / model), *shared, "--lengths", "100", "--keep-answers", str(file)]) == 0
     ours, theirs = map(read_answers, files)
     found = paired_difference(ours, theirs, "substring_accuracy", "full_context")
-    assert (found.num_samples, found.num_documents) == (6, 6)
+    # Needles whose contexts begin in one text are drawn together.
+    assert (found.num_samples, found.num_documents) == (6, 4)
     capsys.readouterr()
     assert cli.main(["compare", *map(str, files), "--metric", "substring_accuracy"]) == 0
     assert "| 100 tokens | substring_accuracy | ours full_context | theirs full_context |" in capsys.readouterr().out
@@ -319,4 +365,22 @@ def test_text_that_a_model_was_trained_on_hides_no_needle_unless_that_is_said(fo
         main(argv)
     assert main([*argv, "--allow-trained-documents", "--output", str(tmp_path / "needles.json")]) == 0
     assert "**Not held out**: among the" in capsys.readouterr().out
-    assert NeedleGrid.load(tmp_path / "needles.json").held_out["tiny-compressor"]["shared"]["100 tokens"]["trained"]
+    grid = NeedleGrid.load(tmp_path / "needles.json")
+    assert grid.held_out["tiny-compressor"]["shared"]["100 tokens"]["trained"]
+    assert grid.settings["sources"] == {"books": {"path": "books.jsonl"}}
+    # Nor does text of a grid that the model was chosen by, here or where questions are asked.
+    (compressor / "training_documents.json").unlink()
+    chosen = ["--chosen-by", str(tmp_path / "needles.json")]
+    with pytest.raises(ValueError, match=r"documents of '100 tokens' chose tiny-compressor, by needles\.json"):
+        main([*argv, *chosen])
+    asked = ["evaluate", str(compressor), "--data", str(tmp_path / "books.jsonl"), "--tasks", "reconstruction"]
+    assert cli.main([*asked, "--context-tokens", "8", "--device", "cpu", *chosen]) == 1
+    assert "documents of 'books' chose tiny-compressor, by needles.json" in capsys.readouterr().err
+    for content, message in (("[]", "is no result file with the documents"), ("{}", "does not say which documents")):
+        (tmp_path / "needles.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            main([*argv, *chosen])
+    # Of windows it would not be known what they are from.
+    (tmp_path / "books.jsonl").write_text(json.dumps({"text": TEXTS[0], "source_texts": TEXTS}))
+    with pytest.raises(ValueError, match="--text takes whole texts, and rows name source_texts"):
+        main(argv)

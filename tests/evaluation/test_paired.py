@@ -3,6 +3,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,9 @@ def test_a_paired_difference_is_that_of_the_same_samples_and_resamples_documents
     drawn = np.random.default_rng(5).multinomial(6, [1 / 6] * 6, 2000)
     means = [np.average(by_row, weights=np.repeat(counts, 2)) for counts in drawn]
     assert found.interval == pytest.approx(tuple(np.quantile(means, [0.025, 0.975], method="nearest")))
+    for scores, interval in ((first, found.first_interval), (second, found.second_interval)):
+        means = [np.average(scores, weights=np.repeat(counts, 2)) for counts in drawn]
+        assert interval == pytest.approx(tuple(np.quantile(means, [0.025, 0.975], method="nearest")))
     cut = answers_of(second, condition="cut=4")
     assert paired_difference(answers_of(first), cut, "f1", "ratio=4", "cut=4", seed=5) == found
     # What makes a question hard is the same for both.
@@ -84,9 +88,13 @@ def test_a_perplexity_is_compared_in_nats():
 
 def test_other_samples_are_not_compared():
     one = answers_of([1.0, 2.0])
-    for other in (answers_of([1.0]), answers_of([1.0, 2.0], "nq"), [*one, *one], [one, one[:1]]):
+    for other in (answers_of([1.0]), answers_of([1.0, 2.0], "nq"), [one, one[:1]]):
         with pytest.raises(ValueError, match="must have the same samples of a data set and task"):
             paired_difference(one, other, "f1", "ratio=4")
+    doubled = [*one, one[1]]
+    for first, second in ((doubled, doubled), (one, [one, doubled])):
+        with pytest.raises(ValueError, match=r"different ones, got 1 of 'squad', .* more than once, such as '1'"):
+            paired_difference(first, second, "f1", "ratio=4")
     # Other windows of a text have its name.
     with pytest.raises(
         ValueError, match=r"the sample '0' with what it should be, \['another window'\], in one of them"
@@ -115,7 +123,12 @@ def test_command_compares_conditions_and_systems(tmp_path, capsys):
     assert [cell.strip() for cell in shown[2].split("|")][1:8] == [
         *("squad", "f1", "a ratio=4", "b ratio=4", "40", "20", "2 and 1"),
     ]
-    assert [cell.strip() for cell in shown[2].split("|")][10:12] == ["6.00 [5.00, 7.00]", "better"]
+    cells = [cell.strip() for cell in shown[2].split("|")]
+    assert cells[10:12] == ["6.00 [5.00, 7.00]", "better"]
+    for cell, interval in ((cells[8], "first_interval"), (cells[9], "second_interval")):
+        low, high = json.loads((tmp_path / "out.json").read_text())["differences"][0][interval]
+        assert re.fullmatch(r"\d+\.\d\d \[(\S+), (\S+)\]", cell)
+        assert tuple(map(float, re.findall(r"[\d.]+", cell)[1:])) == pytest.approx((low, high), abs=0.01)
     assert "cannot be told" in shown[3]
     found = json.loads((tmp_path / "out.json").read_text())["differences"]
     assert [(row["conditions"], row["verdict"]) for row in found] == [

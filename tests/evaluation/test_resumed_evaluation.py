@@ -66,6 +66,25 @@ def test_an_evaluation_goes_on_where_it_stopped(model, tokenizer, tmp_path):
     assert comparable(done) == comparable(whole)
 
 
+def test_sources_stand_in_a_report_and_decide_nothing(model, tokenizer, tmp_path):
+    first, second = (EvaluationDataset(name, ROWS, source={"path": f"{name}.jsonl"}) for name in "ab")
+    settings = EvaluationSettings(tasks=(QA,), max_new_tokens={QA: 2, SUMMARISATION: 2}, ratios=(4,), ratios_only=True)
+
+    def evaluate(datasets, **options):
+        return evaluate_model(model, tokenizer, datasets, settings, progress=False, **options)
+
+    earlier = EvaluationReport.load(evaluate([first]).save(tmp_path / "report.json"))
+    assert earlier.settings["sources"] == {"a": {"path": "a.jsonl"}}
+    both = evaluate([second], resume_from=earlier)
+    assert both.settings["sources"] == {"a": {"path": "a.jsonl"}, "b": {"path": "b.jsonl"}}
+    # A report of an earlier version has none, and the same samples may lie in another file.
+    del earlier.settings["sources"]
+    moved = replace(first, source={"path": "moved.jsonl"})
+    again = evaluate([moved, second], resume_from=EvaluationReport.load(earlier.save(tmp_path / "old.json")))
+    assert [sample.dataset for sample in again.answers] == ["b"] * len(ROWS)
+    assert again.settings["sources"]["a"] == {"path": "moved.jsonl"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [QA, RECONSTRUCTION])
 def test_an_evaluation_goes_on_inside_a_data_set(model, tokenizer, tmp_path, monkeypatch, task):

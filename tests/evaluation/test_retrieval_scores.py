@@ -12,6 +12,7 @@ from context_compressors import DeCALConfig, DeCALForRetrieval, cli
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.data.retrieval_sources import JudgedQueries, RetrievalCollection, RetrievalSource, TextEncoder
 from context_compressors.evaluation import retrieval
+from context_compressors.evaluation.answers_file import read_answers
 from context_compressors.evaluation.retrieval import (
     Rankings,
     encode_texts,
@@ -131,8 +132,9 @@ def test_a_corpus_in_parts_has_the_scores_of_one_in_memory(retriever, tokenizer,
     assert evaluate_retrieval(retriever, tokenizer, judged, 2, max_document_tokens=24) == whole
     assert (whole["documents"], whole["queries"]) == (8, 2)
     assert whole["documents_cut"] == 6
-    low, high = whole["ndcg_at_10_interval"]
-    assert low <= whole["ndcg_at_10"] <= high
+    for name in ("ndcg_at_10", "recall_at_100"):
+        low, high = whole[f"{name}_interval"]
+        assert low <= whole[name] <= high
     assert evaluate_bm25(judged)["ndcg_at_10"] > 80
 
 
@@ -208,6 +210,29 @@ def test_a_ranking_goes_on_with_the_ratios_that_are_left(saved, beir, tmp_path, 
     assert "--resume goes on with what is in --output: name it" in capsys.readouterr().err
 
 
+def test_ratios_and_bm25_are_compared_query_by_query(saved, beir, tmp_path, capsys):
+    output, kept = tmp_path / "scores.json", tmp_path / "kept" / "queries.jsonl"
+    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--output", str(output)]
+    argv += ["--keep-answers", str(kept)]
+    assert cli.main([*argv, "--bm25", "--ratios", "4"]) == 0
+    assert cli.main([*argv, "--ratios", "2", "--resume"]) == 0
+    samples, rows = read_answers(kept), json.loads(output.read_text())["rows"]
+    assert [(sample.id, sample.question, sample.references) for sample in samples] == [
+        ("2020-01-00", "Where sleeps the otter?", ["000", "001"]),
+        ("2020-01-05", "Where sleeps the raven?", ["005"]),
+    ]
+    for name, row in zip(("bm25", "ratio=4", "ratio=2"), rows, strict=True):
+        for metric in ("ndcg_at_10", "recall_at_100"):
+            mean = sum(sample.scores[name][metric] for sample in samples) / 2
+            assert mean == pytest.approx(row[metric], rel=1e-3)
+    capsys.readouterr()
+    assert cli.main(["compare", str(kept), "--conditions", "bm25", "ratio=4"]) == 0
+    assert "| animals, test | ndcg_at_10 | bm25  | ratio=4 | 2       | 2 " in capsys.readouterr().out
+    kept.write_text("".join(f"{sample.to_json()}\n" for sample in samples[:1]))
+    assert cli.main([*argv, "--resume"]) == 1
+    assert "queries.jsonl lacks scores of bm25, ratio=4, ratio=2, which are not ranked" in capsys.readouterr().err
+
+
 def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(saved, beir, tmp_path, capsys):
     output = tmp_path / "scores.json"
     argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--ratios", "2", "--output", str(output)]
@@ -232,6 +257,10 @@ def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(s
     assert "**Not held out**: among the 1 that trained retriever" in capsys.readouterr().out
     shared = json.loads(output.read_text())["held_out"]["retriever"]["shared"]
     assert shared == {"animals, test": {"trained": 1, "chose": 1}}
+    # What chose the checkpoint, say by these scores, is not reported again.
+    (saved / "training_documents.json").unlink()
+    assert cli.main([*argv, "--output", str(tmp_path / "more.json"), "--chosen-by", str(output)]) == 1
+    assert "3 of 3 documents of 'animals, test' chose retriever, by scores.json" in capsys.readouterr().err
 
 
 def test_the_command_ranks_a_folder_at_every_ratio(saved, beir, tmp_path, capsys):

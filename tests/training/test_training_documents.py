@@ -3,12 +3,20 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from small_recipes import write_recipe
 
 from context_compressors import cli
 from context_compressors.data.document_ids import TrainingDocuments, document_id
+from context_compressors.training.arguments import DataArguments
+from context_compressors.training.log_answers import add_sample_answers
+from context_compressors.training.objectives.compression_dataset import CompressionDataset
+from context_compressors.training.objectives.denoising import DenoisingDataset
+from context_compressors.training.objectives.joint_pretraining import JointDataset
+from context_compressors.training.objectives.language_modeling import LanguageModelingRows
+from context_compressors.training.objectives.packed_texts import PackedTexts
 from context_compressors.training.train import main
 
 TEXTS = [
@@ -99,6 +107,55 @@ def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(
         chose = expected["chose"] if is_whole else set()
         assert TrainingDocuments.of(tmp_path / "out") == TrainingDocuments(trained, chose, is_whole)
         (first / "training_documents.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (CompressionDataset, {"tasks": ["question_answering"]}),
+        (CompressionDataset, {"tasks": ["question_answering"], "contexts_per_document": 3}),
+        (CompressionDataset, {"tasks": ["summarisation"]}),
+        (CompressionDataset, {"tasks": ["reconstruction", "continuation"]}),
+        (DenoisingDataset, {"tasks": ["continuation"]}),
+        (JointDataset, {"tasks": ["reconstruction", "continuation"]}),
+        (PackedTexts, {"tasks": ["continuation"]}),
+    ],
+)
+def test_a_window_counts_as_its_document_too(tmp_path, tokenizer, kind, source):
+    whole = " ".join(TEXTS[:6])
+    row = {"question": "Which mill?", "answers": ["one"], "summary": "Mills.", "source_texts": [whole]}
+    rows = [{"context": text, **row} for text in TEXTS[:6]] + [{"context": TEXTS[6], **row, "source_texts": None}]
+    (tmp_path / "windows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = {"max_context_tokens": 600, "min_context_tokens": 16, "min_document_tokens": 16}
+    data = DataArguments(sources=[{"path": "windows.jsonl", **source}], data_dir=str(tmp_path), **limits)
+    examples = kind(data, tokenizer, 12)
+    found = set()
+    for names in (set(examples[index]["documents"]) for index in range(12)):
+        # Its own id stays: a row that does not name the document has the same.
+        own = names & set(map(document_id, TEXTS[:7]))
+        assert own
+        assert names - own == ({document_id(whole)} if own - {document_id(TEXTS[6])} else set())
+        found |= names
+    assert document_id(whole) in found
+
+
+@pytest.mark.parametrize(("task", "kind"), [("question_answering", "question_answering"), ("continuation", "text")])
+def test_a_language_model_that_reads_windows_has_read_their_documents(tmp_path, tokenizer, task, kind):
+    row = {"context": TEXTS[0], "question": "Which?", "answers": ["one"], "source_texts": TEXTS[1:3]}
+    (tmp_path / "windows.jsonl").write_text(json.dumps(row))
+    sources = [{"path": "windows.jsonl", "tasks": [task]}]
+    data = DataArguments(sources=sources, data_dir=str(tmp_path), row_mixture={kind: 1})
+    assert LanguageModelingRows(data, tokenizer).document_ids == set(map(document_id, TEXTS[:3]))
+
+
+def test_documents_of_questions_that_are_looked_at_choose(tmp_path, tokenizer):
+    rows = [{"context": text, "question": "?", "answers": ["1"], "source_texts": [f"{text} More."]} for text in TEXTS]
+    (tmp_path / "windows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(tmp_path / "windows.jsonl"), "tasks": ["question_answering"]}
+    trainer = SimpleNamespace(args=SimpleNamespace(seed=0), documents=TrainingDocuments(), processing_class=tokenizer)
+    trainer.add_callback = lambda callback: None
+    add_sample_answers(trainer, DataArguments(sources=[source], eval_sources=[source]), 2)
+    assert trainer.documents.chose == {document_id(text + more) for text in TEXTS[:4] for more in ("", " More.")}
 
 
 def test_a_document_has_one_id_and_another_file_is_refused(tmp_path):

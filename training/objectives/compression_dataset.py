@@ -345,7 +345,7 @@ class CompressionDataset(Dataset):
                 f"{self._shortest_row} or longer than {limit} tokens"
             )
         identifier = source.identifier(row)
-        documents: dict[str, Any] = {"documents": [texts.document_id(row)]}
+        documents: dict[str, Any] = {"documents": source.document_ids(task, row)}
         if self.with_log_ratios:
             documents["log_ratio"] = self._log_ratio(source, row, len(ids))
         if is_window:
@@ -359,7 +359,8 @@ class CompressionDataset(Dataset):
         context_ids = ids.tolist()
         if source.source.contexts_per_document > 1:
             texts_of, context_ids = self._joined_contexts(source, row, limit, rng)
-            documents = {"documents": [texts.texts.document_id(text) for text in texts_of]}
+            rows_of = (source.rows_of_text[text][0] for text in texts_of)
+            documents = {"documents": [name for first in rows_of for name in source.document_ids(task, first)]}
             passages = [passage for text in texts_of for passage in texts.texts.passages(text)]
             stays_apart = source.source.separate_passages or source.has_passages
             passages = passages if stays_apart else [context_ids]

@@ -170,10 +170,10 @@ class DenoisingDataset(CompressionDataset):
         row = first = self._row(position, source.num_rows, turn)
         texts = source.texts(tasks[0])
         ids: list[int] = []
-        documents = []
+        documents: list[str] = []
         for _ in range(MAX_ATTEMPTS):
             text = texts[row]
-            documents.append(texts.document_id(row))
+            documents += source.document_ids(tasks[0], row)
             missing = self.longest - len(ids)
             start = rng.randrange(max(1, len(text) - missing + 1))
             ids += text[start : start + missing].tolist()

@@ -110,7 +110,7 @@ class JointDataset(CompressionDataset):
         longest = max(self.shortest, min(limit, available))
         length = rng.randint(self.shortest, longest)
         example = self._split(ids.tolist(), length, source.identifier(row), rng)
-        return {**example, "documents": [texts.document_id(row)]}
+        return {**example, "documents": source.document_ids(tasks[0], row)}
 
     def _split(self, ids: list[int], length: int, identifier: str, rng: random.Random) -> dict[str, Any]:
         """A document of `length` tokens from a random place of a text, cut in the middle."""

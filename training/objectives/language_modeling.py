@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
 from ...configuration.nearest_names import check_choice
-from ...data.document_ids import document_id
+from ...data.document_ids import document_id, source_ids_of
 from ...data.prompts import format_prompt, load_prompts
 from ...data.rows import PassageText, distinct_texts, draw_document, read_rows
 from ...data.sources import DataSource
@@ -49,10 +49,11 @@ class _QuestionSource:
 
     def __init__(self, source: DataSource, data_dir: str | None, seed: int, tokenizer: PreTrainedTokenizerBase):
         by_context: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for row in read_rows(source, data_dir, seed).select(["context", "question", "answers"]).to_pylist():
+        table = read_rows(source, data_dir, seed)
+        for row in table.select(["context", "question", "answers"]).to_pylist():
             context = row["context"] if isinstance(row["context"], str) else PassageText(row["context"])
             by_context[context].append((row["question"], row["answers"][0]))
-        self.document_ids = list(map(document_id, by_context))
+        self.document_ids = {*map(document_id, by_context), *source_ids_of(table)}
         pairs = [(encode(tokenizer, context), questions) for context, questions in by_context.items()]
         self.rows = sorted(pairs, key=lambda pair: len(pair[0]))
         self.lengths = [len(ids) for ids, _ in self.rows]
@@ -73,7 +74,8 @@ class LanguageModelingRows:
         seed: draws the rows that a source's `max_samples` keeps.
 
     Attributes:
-        document_ids: ids of all texts and contexts that rows may be drawn from, but for generated ones.
+        document_ids: ids of all texts and contexts that rows may be drawn from, but for generated ones, and of the
+            documents that these are cut from.
 
     Raises:
         ValueError: an unknown kind of row, shares that are negative or all zero, or a kind without a source.
@@ -109,8 +111,9 @@ class LanguageModelingRows:
                 wanted = {"continuation", "reconstruction"} & set(source.tasks)
                 texts = None
                 if wanted:
-                    found = distinct_texts(read_rows(source, data_dir, seed))
-                    self.document_ids.update(map(document_id, found))
+                    table = read_rows(source, data_dir, seed)
+                    found = distinct_texts(table)
+                    self.document_ids.update(map(document_id, found), source_ids_of(table))
                     texts = TokenizedTexts(found, self.tokenizer)
                 if "question_answering" in source.tasks:
                     questions = _QuestionSource(source, data_dir, seed, self.tokenizer)

@@ -18,7 +18,7 @@ from .compression_dataset import CompressionDataset
 
 
 class _Text(NamedTuple):
-    """A whole text: its name, its id as a document (none of a generated one), its tokens and EOS."""
+    """A whole text: its name, its ids as a document (none of a generated one), its tokens and EOS."""
 
     name: str
     documents: list[str]
@@ -122,6 +122,6 @@ class PackedTexts(CompressionDataset):
             else:
                 row, texts = self._row(position, source.num_rows, turn), source.texts("continuation")
                 ids = [*texts[row].tolist(), self.end]
-                text = _Text(source.identifier(row), [texts.document_id(row)], ids)
+                text = _Text(source.identifier(row), source.document_ids("continuation", row), ids)
             self._open = ((position, turn), text)
         return self._open[1]

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the comparison's page says in short: the title's question, the best first, and what has found nothing yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.comparison.page_tables import interval, ratio_title
+from context_compressors.evaluation.bootstrap import percentile_interval
+from context_compressors.evaluation.paired import resampled_means
+from context_compressors.reporting.tables import markdown_table
+
+Row = Mapping[str, Any]
+_BOUNDS = ("no_context", "full_context")
+_NOTHING = {"scores": {"f1": 0.0}}
+_THAN_CUT = {"holds": "above", "does not": "below", "cannot be told": "?", "not run": ""}
+_IN_WORDS = {"holds": "above cut text", "does not": "below cut text", "cannot be told": "not told from cut text"}
+
+
+def answer(
+    rows: Sequence[Row],
+    first: Sequence[Row],
+    results: Mapping[str, Any],
+    table: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    titles: Mapping[str, str],
+) -> str:
+    """The title's question in a few lines: the best at each ratio, and what is above and below text that is cut.
+
+    Args:
+        rows: means over sets, of systems that answered all questions.
+        first: of `rows_on_the_first`.
+        results: the result file's content.
+        table: `systems.yaml`.
+        kinds: system -> what it keeps.
+        titles: system -> what it is called.
+    """
+    ratios, than_cut = results["settings"]["ratios"], _than_cut(results["orderings"])
+    aware = {name for name, entry in table["peers"].items() if entry.get("aware")}
+    once = {*table["family"], *table["peers"]} - {*aware, *_BOUNDS, "cut"}
+    vectors = {name for name in once if kinds.get(name) == "embeddings"}
+    untrained = {*table["peers"], *(name for name, entry in table["family"].items() if not entry.get("trains", True))}
+
+    def best(rows: Sequence[Row], names: set[str], than_cut: Mapping[Any, Row]) -> str:
+        return _best([row for row in rows if row["system"] in names], ratios, than_cut, untrained, titles)
+
+    lines = {
+        "Made once for all questions, F1 is highest with": best(rows, once, than_cut),
+        "Of vectors with": best(rows, vectors, than_cut),
+        "Made anew for each question with": best(rows, aware, than_cut),
+    }
+    if first:
+        asked = f"On the first {first[0]['num_questions']} questions, of all whose scores by question are kept, made"
+        lines |= {f"{asked} once with": best(first, once, {}), f"{asked} anew with": best(first, aware, {})}
+    lines |= _beside_cut(than_cut, ratios, vectors, titles)
+    low, high = results["settings"]["context_tokens"]
+    tokens = results["budget"].get("run", {}).get("tokens")
+    budget = f"{tokens:,} tokens of training" if tokens else "its budget of training"
+    lines["The verdict is for"] = f"{budget} and contexts of {low} to {high} tokens"
+    return "\n".join(f"- {title} {text}." for title, text in lines.items() if text)
+
+
+def _best(
+    rows: Sequence[Row],
+    ratios: Sequence[int],
+    than_cut: Mapping[tuple[str, int | str], Row],
+    untrained: set[str],
+    titles: Mapping[str, str],
+) -> str:
+    """The row with the highest F1 at each ratio, and what is known of its system."""
+    found: dict[str, list[str]] = {}
+    for of_ratio in ([row for row in rows if row["ratio"] == ratio] for ratio in ratios):
+        if of_ratio:
+            row = max(of_ratio, key=lambda row: row["scores"]["f1"])
+            at = than_cut.get((row["system"], row["ratio"]), {"verdict": "not run"})
+            said = ["not trained" if row["system"] in untrained else "trained", _IN_WORDS.get(at["verdict"], "")]
+            said += ["earlier"] if at.get("earlier") else []
+            title = f"{titles[row['system']]} ({', '.join(filter(None, said))}),"
+            found.setdefault(title, []).append(f"{row['scores']['f1']:.1f} at {ratio_title(row['ratio'])}")
+    return "; ".join(f"{title} {', '.join(f1)}" for title, f1 in found.items())
+
+
+def _beside_cut(
+    than_cut: Mapping[tuple[str, int | str], Row],
+    ratios: Sequence[int],
+    vectors: set[str],
+    titles: Mapping[str, str],
+) -> dict[str, str]:
+    """What is above cut text, and at which ratios this is above all vectors, or no vectors are above it."""
+    above: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for name, _ in than_cut):
+        found = [ratio for ratio in ratios if than_cut.get((name, ratio), {}).get("verdict") == "holds"]
+        above.setdefault(_at(found, ratios), []).append(titles[name])
+    verdicts = {
+        ratio: {at["verdict"] for (name, one), at in than_cut.items() if name in vectors and one == ratio}
+        for ratio in ratios
+    }
+    below = [ratio for ratio, found in verdicts.items() if found == {"does not"}]
+    untold = [ratio for ratio, found in verdicts.items() if found and "holds" not in found and ratio not in below]
+    return {
+        **{f"Above text cut to as many positions {at} are": "; ".join(names) for at, names in above.items() if at},
+        "Text cut to as many positions is above every memory of vectors that was paired with it": _at(below, ratios),
+        "No memory of vectors is told above text cut to as many positions": _at(untold, ratios),
+    }
+
+
+def _at(found: Sequence[int], ratios: Sequence[int]) -> str:
+    """Those of the ratios at which something is so, in words."""
+    return "at every ratio" if found == ratios else f"at {', '.join(map(ratio_title, found))}" if found else ""
+
+
+def _than_cut(orderings: Sequence[Row]) -> dict[tuple[str, int | str], Row]:
+    """Of each system at each ratio what the ordering against cut text says."""
+    found = [(entry["first"], at) for entry in orderings if entry["second"] == "cut" for at in entry["ratios"]]
+    return {(name, at["ratio"]): at for name, at in found if at["verdict"] != "not run"}
+
+
+def short_table(
+    rows: Sequence[Row],
+    orderings: Sequence[Row],
+    kinds: Mapping[str, str],
+    titles: Mapping[str, str],
+    aware: set[str],
+    common: Sequence[int],
+) -> str:
+    """A line for each system, the best at the middle ratio first, and whether it is above text that is merely cut."""
+    ratios, than_cut = _ratios(rows, common), _than_cut(orderings)
+    middle = len(ratios) // 2
+    lines, is_earlier = [], False
+    for system, found in _ranked(rows, ratios):
+        at = [than_cut[system, ratio] for ratio in ratios if (system, ratio) in than_cut]
+        told, earlier = [_THAN_CUT[entry["verdict"]] for entry in at], any(entry.get("earlier") for entry in at)
+        is_earlier |= earlier
+        lines.append(
+            [
+                titles[system],
+                _keeps(system, kinds, aware),
+                "" if found[middle] is None else _kilobytes(found[middle]),
+                *("" if row is None else interval(row, "f1") for row in found),
+                (told[0] if len(set(told)) == 1 else ", ".join(told)) + ", earlier" * earlier,
+            ]
+        )
+    text = (
+        f"F1, mean over the sets, the best at {ratios[middle]}x first, and kB at that ratio. {_bounds(rows, titles)}"
+        f"The last column says, at {', '.join(map(ratio_title, ratios))}, whether it is above or below text that is "
+        'cut to as many positions, with an interval that does not hold zero; "?" is what cannot be told, an empty '
+        "cell what is not paired"
+    )
+    if is_earlier:
+        text += ', and "earlier" what is of answers before cut text was answered anew'
+    header = ["system", "keeps", "kB", *map(ratio_title, ratios), "than cut text"]
+    return f"{text}.\n\n{markdown_table(header, lines)}"
+
+
+def rows_on_the_first(results: Mapping[str, Any], sets: Sequence[str]) -> list[Row]:
+    """Means on the questions that all peers answered: their own, and of others what these questions scored.
+
+    Without a system that answered these alone there are none.
+    """
+    fewer = {name: entry["peers"] for name, entry in results["settings"]["sets"].items() if name in sets}
+    total = sum(fewer.values())
+    values: dict[tuple[str, int | str], dict[str, np.ndarray]] = {}
+    for row in results["rows"]:
+        number = fewer.get(row["set"])
+        of_seeds = [of_seed[:number] for of_seed in row.get("by_question", ()) if number]
+        if of_seeds and all(len(of_seed) == number and None not in of_seed for of_seed in of_seeds):
+            values.setdefault((row["system"], row["ratio"]), {})[row["set"]] = np.array(of_seeds)
+    found: list[Row] = []
+    means = [row for row in results["rows"] if row["set"] == "mean"]
+    for row in means:
+        of_sets = values.get((row["system"], row["ratio"]), {})
+        if row["num_questions"] == total:
+            found.append(row)
+        elif len(of_sets) == len(fewer):
+            f1 = fmean(float(of_set.mean()) for of_set in of_sets.values())
+            intervals = _interval_on_the_first(of_sets, results["question_documents"])
+            found.append({**row, "scores": {"f1": f1}, "intervals": intervals, "num_questions": total})
+    return found if any(row["num_questions"] == total for row in means) else []
+
+
+def _interval_on_the_first(values: Mapping[str, np.ndarray], documents: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The interval of a mean over sets, over documents; none as long as these are not known."""
+    if not documents:
+        return {}
+    resamples = [
+        resampled_means([of_set], documents[title][: of_set.shape[1]], seed=number)[0]
+        for number, (title, of_set) in enumerate(values.items())
+    ]
+    return {"f1": percentile_interval(np.mean(resamples, axis=0))}
+
+
+def first_table(
+    rows: Sequence[Row], kinds: Mapping[str, str], titles: Mapping[str, str], aware: set[str], common: Sequence[int]
+) -> str:
+    """A line for each system of `rows_on_the_first`, the best at the middle ratio first."""
+    ratios = _ratios(rows, common)
+    lines = [
+        [titles[system], _keeps(system, kinds, aware), *("" if row is None else interval(row, "f1") for row in found)]
+        for system, found in _ranked(rows, ratios)
+    ]
+    text = (
+        f"\nThe peers that prune or drop tokens answered the first {rows[0]['num_questions']} of these questions. On "
+        f"these alone, of all whose scores by question are kept: {_bounds(rows, titles)}In brackets 95 % intervals "
+        "over documents.\n\n"
+    )
+    return text + markdown_table(["system", "keeps", *map(ratio_title, ratios)], lines)
+
+
+def _ratios(rows: Sequence[Row], common: Sequence[int]) -> list[int]:
+    return sorted({row["ratio"] for row in rows} & set(common))
+
+
+def _ranked(rows: Sequence[Row], ratios: Sequence[int]) -> list[tuple[str, list[Row | None]]]:
+    """Each system with its rows at the ratios, the best at the middle one first."""
+    found = {(row["system"], row["ratio"]): row for row in rows}
+    systems = dict.fromkeys(system for system, ratio in found if ratio in ratios)
+    at = [(system, [found.get((system, ratio)) for ratio in ratios]) for system in systems]
+    return sorted(at, key=lambda entry: -(entry[1][len(ratios) // 2] or _NOTHING)["scores"]["f1"])
+
+
+def _bounds(rows: Sequence[Row], titles: Mapping[str, str]) -> str:
+    return "".join(f"{titles[row['system']]}: {interval(row, 'f1')}. " for row in rows if row["system"] in _BOUNDS)
+
+
+def _keeps(system: str, kinds: Mapping[str, str], aware: set[str]) -> str:
+    """What a system keeps of a context, in words."""
+    keeps = {"embeddings": "vectors", "text": "text"}
+    return keeps.get(kinds[system], "keys, values") + (" (question seen)" if system in aware else "")
+
+
+def _kilobytes(row: Row) -> str:
+    size = row["costs"].get("memory_bytes")
+    return "" if size is None else f"{size / 1000:,.1f}"
+
+
+def not_found(results: Mapping[str, Any], titles: Mapping[str, str]) -> list[str]:
+    """Sentences about methods whose slots tell nothing yet: at no ratio is F1 told above that without context."""
+    against, parts = results.get("against_no_context", {}), []
+    of_trained = {name: against[name] for name in results["family"] if name in against}
+    nothing = [name for name, found in of_trained.items() if all(at["interval"][0] <= 0 for at in found)]
+    if nothing:
+        parts.append(
+            f"\nWith this budget the slots of {'; '.join(titles[name] for name in nothing)} tell the decoder nothing "
+            "yet: at no ratio does the interval of F1 less that of no context, paired on the same questions, lie "
+            "above zero. Such rows say how much training a method takes, and nothing of what it comes to."
+        )
+    below = {
+        titles[name]: ", ".join(ratio_title(at["ratio"]) for at in found if at["interval"][1] < 0)
+        for name, found in against.items()
+    }
+    if named := "; ".join(f"{title} at {ratios}" for title, ratios in below.items() if ratios):
+        parts.append(f"\nBelow no context, the whole interval below zero: {named}.")
+    return parts
