@@ -198,7 +198,7 @@ def option_rows(records: Iterable[Record], folder: Path | None, split: str) -> I
 
 
 def choice_rows(records: Iterable[Record], folder: Path | None, split: str) -> Iterator[Record]:
-    """QuALITY's files again, as LLoCO reads them: options stand behind the question, with letters, as in the answer."""
+    """QuALITY's files as LLoCO reads them: options stand behind the question, with letters, as in the answer."""
     for record in records:
         for question in record["questions"]:
             label = question.get("gold_label")
