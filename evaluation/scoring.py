@@ -190,6 +190,8 @@ class Scorer:
                 readings = self._readings(condition, batch, memories)
                 prompts = [self._prompt(condition, task, sample) for sample in readings]
                 note_costs(tally, rows, prompts, memory, None if condition.ratio is None else seconds)
+                if condition.with_context:
+                    tally.used[1, rows] = self._kept_bytes(condition, batch, readings)
                 with condition.active():
                     if writes:
                         own = [sample.max_new_tokens or max_new_tokens for sample in batch]
@@ -283,6 +285,11 @@ class Scorer:
                 kept = cut_context(sample.context_ids, budget)
             readings.append(replace(sample, context_ids=kept))
         return readings
+
+    def _kept_bytes(self, condition: Condition, batch: Sequence[Sample], readings: Sequence[Sample]) -> list[int]:
+        """UTF-8 bytes of the text that later questions need; what picks by the question needs all of it."""
+        kept = batch if condition.selection == BM25 else readings
+        return [len(text.encode()) for text in self.tokenizer.batch_decode([sample.context_ids for sample in kept])]
 
     def _self_information(self, sample: Sample) -> list[float]:
         """Of each token of a context; the last contexts' are kept for their other ratios and questions."""
