@@ -191,8 +191,7 @@ def test_llocos_recipe_holds_the_authors_settings(tmp_path):
     assert (args.num_train_epochs, args.lr_scheduler_type, args.weight_decay) == (3, "cosine", 0.0)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
     config = changed_config(AutoCompressorConfig(), model.checkpoint_config)
-    of_the_class = AutoCompressorConfig(training_stage="reader", bos_before_text=False)
-    assert config.to_dict() == of_the_class.to_dict(), "the class's defaults, but for BOS"
+    assert config.to_dict() == AutoCompressorConfig(training_stage="reader").to_dict(), "the class's defaults"
     lora = {"rank": 8, "alpha": 16, "dropout": 0.05, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     assert config.decoder_adapter == lora
     _, data, args = parse("lloco/lloco.yaml", "lloco/data/hotpotqa.yaml", *checkpoint, folder=tmp_path)
