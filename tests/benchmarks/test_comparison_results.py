@@ -1,116 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison's answers at toy size: what a stop does not lose, verdicts, equal bytes, and the page."""
+"""The comparison's answers at toy size: verdicts, equal bytes, and the page."""
 
 import json
 import re
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
+from comparison_files import ask, write_answers, write_member
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
-
-from context_compressors.data.document_ids import TrainingDocuments, document_id
-from context_compressors.evaluation.rows import SampleAnswers
-
-METRICS = ("f1", "exact_match", "substring_accuracy")
-
-
-def questions_file(folder: Path, tokenizer, count: int = 3) -> Path:
-    file, lines = folder / "squad.jsonl", []
-    for number in range(count):
-        context = f"The mill {number} stands by the river. It was built by Nora Zill {number}. Bees live in it."
-        lines.append(
-            {
-                "set": "squad",
-                "task": "question_answering",
-                "id": f"q{number}",
-                "question": "Who built the mill?",
-                "references": [f"Nora Zill {number}"],
-                "context": context,
-                "head_ids": [256, 1],
-                "context_ids": tokenizer(context, add_special_tokens=False)["input_ids"],
-                "prompt_ids": [5, 6],
-                "eos_token_id": 257,
-                "max_new_tokens": 4,
-            }
-        )
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return file
-
-
-def answers_of(path: Path) -> list[dict]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
-
-
-def test_peers_answer_as_generate_does_and_go_on_where_they_stopped(script, base: Path, tokenizer, tmp_path: Path):
-    peers, file, output = script("comparison.peers"), questions_file(tmp_path, tokenizer), tmp_path / "cut.jsonl"
-    options = ["--reader", str(base), "--base", str(base), "--dtype", "float32", "--questions", f"{file}#2"]
-    peers.main(["--system", "cut", "--ratios", "1", "4", "--output", str(output), *options])
-    found = answers_of(output)
-    assert [(line["id"], line["ratio"]) for line in found] == [("q0", 1), ("q0", 4), ("q1", 1), ("q1", 4)]
-    model, question = AutoModelForCausalLM.from_pretrained(base), json.loads(file.read_text().splitlines()[0])
-    for line, kept in zip(found, (None, -(-len(question["context_ids"]) // 4)), strict=False):
-        context = question["context_ids"][:kept]
-        row = torch.tensor([[*question["head_ids"], *context, *question["prompt_ids"]]])
-        output_ids = model.generate(row, max_new_tokens=4, do_sample=False, eos_token_id=257, pad_token_id=257)
-        assert line["answer"] == tokenizer.decode(output_ids[0, row.shape[1] :], skip_special_tokens=True).strip()
-        assert (line["kept_positions"], line["memory_bytes"]) == (len(context), len(tokenizer.decode(context)))
-    # Killed in the middle of the third line.
-    whole = output.read_text().splitlines(keepends=True)
-    output.write_text("".join(whole[:2]) + whole[2][:20])
-    peers.main(["--system", "cut", "--ratios", "1", "4", "--output", str(output), *options])
-    assert answers_of(output) == found
-    peers.main(
-        ["--system", "self_information", "--ratios", "1", "4", "--output", str(tmp_path / "own.jsonl"), *options]
-    )
-    whole, quarter, *_ = answers_of(tmp_path / "own.jsonl")
-    assert whole == found[0]
-    assert quarter["kept_positions"] == found[1]["kept_positions"]
-    states = [*question["head_ids"][:1], *question["context_ids"]]
-    logits = model(torch.tensor([states])).logits[0, :-1].log_softmax(-1)
-    nll = -logits[range(len(states) - 1), states[1:]]
-    kept = sorted(nll.topk(quarter["kept_positions"]).indices.tolist())
-    assert quarter["memory_bytes"] == len(
-        tokenizer.decode([question["context_ids"][place] for place in kept]).encode()
-    )
-    peers.main(["--system", "no_context", "--ratios", "0", "--output", str(tmp_path / "none.jsonl"), *options])
-    assert [line["kept_positions"] for line in answers_of(tmp_path / "none.jsonl")] == [0, 0]
-
-
-def write_answers(folder: Path, name: str, ratio: int, answers: list[str], table: dict) -> None:
-    """A peer's answers to the same questions in all sets."""
-    lines = [
-        {
-            "set": title,
-            "id": f"q{number}",
-            "ratio": ratio,
-            "answer": answer,
-            "kept_positions": 20 * ratio,
-            "memory_bytes": 100,
-            "compress_seconds": 0.1,
-            "answer_seconds": 0.2,
-        }
-        for title, entry in table["sets"].items()
-        if entry["task"] == "question_answering"
-        for number, answer in enumerate(answers)
-    ]
-    folder.mkdir(exist_ok=True)
-    with (folder / f"{name}.jsonl").open("a") as file:
-        file.writelines(f"{json.dumps(line)}\n" for line in lines)
-
-
-def ask(systems, tokenizer) -> str:
-    """The same 12 questions in all sets."""
-    for folder in (systems.questions, systems.peers):
-        folder.mkdir(parents=True)
-    text = questions_file(systems.questions, tokenizer, 12).read_text()
-    for title in systems.table["sets"]:
-        (systems.questions / f"{title}.jsonl").write_text(text.replace('"squad"', f'"{title}"'))
-    return text
 
 
 def test_the_page_says_what_holds_what_does_not_and_what_cannot_be_told(script, comparison, tokenizer, tmp_path: Path):
@@ -253,55 +151,6 @@ def test_where_the_full_text_is_no_better_than_none_there_is_no_retention(
     assert found["nq"]["retention"] == 100
 
 
-def test_the_documents_that_train_choose_and_are_reported_are_named_and_kept_apart(
-    script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    results, page, plan = script("comparison.results"), script("comparison.page"), script("comparison.plan")
-    monkeypatch.setattr(plan, "PUBLISHED", tmp_path / "comparison.json")
-    systems = comparison(tmp_path / "first", "--reader", "reader")
-    ask(systems, tokenizer)
-    windows = systems.questions / "openstax.jsonl"
-    windows.write_text(windows.read_text().replace('"id": "q', '"id": "book#'))
-    text = pyarrow.Table.from_pylist([{"id": "book", "text": "All of the book."}, {"id": "other", "text": "Other."}])
-    pyarrow.parquet.write_table(text, systems.data / systems.table["sets"]["openstax"]["path"])
-    for place, trained, chose in (
-        (systems.peers / "reader", {"0" * 12, "1" * 12}, set()),
-        (systems.checkpoint("gmsa", 1), {"0" * 12, "1" * 12, "2" * 12}, {"3" * 12}),
-    ):
-        place.mkdir(parents=True)
-        TrainingDocuments(trained, chose).save(place)
-    found = results.gather(systems)["documents_apart"]
-    documents = found["documents"]
-    assert (documents["trained"], documents["chose"]) == ("2" * 12, "3" * 12), "without those of the reader"
-    assert documents["openstax"] == document_id("all of the  book.")
-    assert len(documents["squad"].split()) == 12
-    assert found["model"] == "reader"
-    assert {name: (said["trained"], said["shared"]) for name, said in found["held_out"].items()} == {
-        "reader": (2, {}), "family": (3, {}),
-    }  # fmt: skip
-    # Without a run, and without the data, what is published stays.
-    write_answers(systems.peers, "cut", 4, ["bees"] * 12, systems.table)
-    page.write(results.gather(systems), tmp_path)
-    assert "`comparison.json` has the ids of the three parts" in (tmp_path / "README.md").read_text()
-    later = comparison(tmp_path / "second", "--reader", "reader")
-    ask(later, tokenizer)
-    again = results.gather(later)["documents_apart"]
-    assert again["documents"] == documents
-    assert again["held_out"]["reader"] == found["held_out"]["reader"]
-    TrainingDocuments({documents["nq"].split()[0]}).save(systems.checkpoint("gmsa", 1))
-    with pytest.raises(ValueError, match="1 of 12 documents of 'nq' trained family"):
-        results.gather(systems)
-
-
-def test_the_documents_of_the_committed_file_are_apart(script):
-    plan = script("comparison.plan")
-    content = plan.read_results(plan.PUBLISHED)
-    documents = content.get("documents_apart", {}).get("documents", {})
-    parts = {name: set(documents.pop(name, "").split()) for name in ("trained", "chose")}
-    parts["reported"] = {id_ for ids in documents.values() for id_ in ids.split()}
-    assert sum(map(len, parts.values())) == len(set().union(*parts.values()))
-
-
 def test_published_rows_stay_until_as_much_is_answered_again(
     script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -367,30 +216,6 @@ def test_published_rows_stay_until_as_much_is_answered_again(
     assert '"earlier": by answers before' in written
     assert re.search(r"\| LongLLMLingua +\| 2x .* 0.0 \[-?0.0, 0.0\], earlier +\|", written)
     assert not re.search(r"\| BM25 sentences +\| 2x .*\], earlier +\|", written)
-
-
-def write_member(systems, name: str, model_type: str, found: dict[int, tuple[int, int]]) -> None:
-    """A trained system's answers: ratio -> how many of the 12 questions are right, and the bytes of a memory."""
-    sets = [title for title, entry in systems.table["sets"].items() if entry["task"] == "question_answering"]
-    for report, ratios in systems.reports(name, 1, "question_answering").items():
-        report.parent.mkdir(parents=True, exist_ok=True)
-        rows = [
-            {"dataset": title, "condition": f"ratio={ratio}", "costs": {"slots": 5, "memory_bytes": found[ratio][1]}}
-            for title in sets
-            for ratio in ratios
-        ]
-        report.write_text(json.dumps({"rows": rows}))
-        lines = []
-        for title in sets:
-            for number in range(12):
-                f1 = {ratio: 100.0 * (number < found[ratio][0]) for ratio in ratios}
-                scores = {f"ratio={ratio}": dict.fromkeys(METRICS, score) for ratio, score in f1.items()}
-                lines.append(
-                    SampleAnswers(title, "question_answering", f"q{number}", number, "", [""], {}, scores).to_json()
-                )
-        report.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
-    systems.checkpoint(name, 1).mkdir(parents=True, exist_ok=True)
-    (systems.checkpoint(name, 1) / "config.json").write_text(json.dumps({"model_type": f"{model_type}_compressor"}))
 
 
 @pytest.mark.slow
