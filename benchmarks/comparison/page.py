@@ -49,7 +49,9 @@ the last batch. What fails stops its own system alone. `--list` prints the jobs,
 does some. Rows of `comparison.json` stay until all of them is answered anew. Systems whose rows there have a score for
 each question are not done again without `--again`, and those that are added are put beside them on the same questions;
 rows from before these scores were kept cannot be paired, and are done again. `--dtype float32` is for processors
-without `avx512_bf16`. The second command measures seconds, one system at a time: run it on a machine at rest.
+without `avx512_bf16`. Where there is an accelerator everything runs on it, and nothing is taken from what a CPU has
+published; `--device cpu` leaves it alone. The second command measures seconds, one system at a time: run it on a
+machine at rest.
 
 What is compared, in which order and with which budget, is in `systems.yaml`: `--size small`, the default, is some
 ten hours of one core and at most 9 GiB for each system at work; `--size full` has the numbers of questions of a
@@ -273,7 +275,8 @@ def _computed_in(results: Mapping[str, Any]) -> str:
     for row in results["rows"]:
         found.setdefault(row["dtype"], {})[titles[row["system"]]] = None
     common, *others = sorted(found, key=lambda dtype: -len(found[dtype]))
-    text = f"Trained and answered in {common}"
+    gpus = results["environment"]["gpus"] if results.get("device", "cpu") != "cpu" else []
+    text = f"Trained and answered in {common}{f' on {gpus[0]}' if gpus else ''}"
     return text + "".join(f"; in {dtype}: {', '.join(found[dtype])}" for dtype in others) + "."
 
 

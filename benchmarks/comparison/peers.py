@@ -87,7 +87,7 @@ class SelfInformation(TextSystem):
 
         super().__init__("self_information", reader, tokenizer)
         # Of no method but the base in it.
-        self.base = from_base(base, method="streaming_llm", dtype=reader.dtype)
+        self.base = from_base(base, method="streaming_llm", dtype=reader.dtype).to(reader.device)
 
     def kept_ids(self, question: Question, budget: int) -> list[int]:
         from context_compressors.evaluation.alternatives import informative_context, self_information
@@ -110,7 +110,7 @@ class LLMLingua(TextSystem):
 
     def __init__(self, name: str, reader: Any, tokenizer: Any, base: str):
         super().__init__(name, reader, tokenizer)
-        self.compressor = _prompt_compressor(base, reader.dtype)
+        self.compressor = _prompt_compressor(base, reader.dtype, reader.device)
 
     def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
         # A rate would be of the question, too, which is not in what is returned.
@@ -122,7 +122,7 @@ class LLMLingua(TextSystem):
         return ids, len(ids), len(found.encode())
 
 
-def _prompt_compressor(base: str, dtype: torch.dtype) -> Any:
+def _prompt_compressor(base: str, dtype: torch.dtype, device: torch.device) -> Any:
     """LLMLingua on a local model; see peers in README.md for what stands in place of its own."""
     import llmlingua.prompt_compressor as library
 
@@ -152,7 +152,7 @@ def _prompt_compressor(base: str, dtype: torch.dtype) -> Any:
 
     library.tiktoken.encoding_for_model = lambda name: Counter()
     config = {"trust_remote_code": False, "torch_dtype": dtype}
-    return Compressor(base, device_map="cpu", model_config=config)
+    return Compressor(base, device_map=str(device), model_config=config)
 
 
 class Press:
@@ -186,7 +186,7 @@ class Press:
         self.press.compression_ratio = 1 - (len(row) - len(question["context_ids"]) + num_kept + 0.5) / len(row)
         cache = DynamicCache()
         with self.press(self.reader):
-            self.reader.model(torch.tensor([row]), past_key_values=cache)
+            self.reader.model(torch.tensor([row], device=self.reader.device), past_key_values=cache)
         num_kept += cache.get_seq_length() - (len(row) - len(question["context_ids"]) + num_kept)
         return (cache, rest, len(row)), num_kept, num_kept * self.position_bytes
 
@@ -203,13 +203,14 @@ class Compressor:
         base: folder of its base.
         dtype: of the weights.
         memory_dtype: that memories are kept in, "bfloat16", "int8", "int4" or "int2".
+        device: what it runs on.
     """
 
-    def __init__(self, folder: str, base: str, dtype: str, memory_dtype: str):
+    def __init__(self, folder: str, base: str, dtype: str, memory_dtype: str, device: str):
         from context_compressors.cli.loading import load_compressor
         from context_compressors.evaluation.analysis.attention import context_tokenizer
 
-        self.model, tokenizer = load_compressor(folder, device="cpu", dtype=dtype, base_model=base)
+        self.model, tokenizer = load_compressor(folder, device=device, dtype=dtype, base_model=base)
         self.tokenizer = context_tokenizer(self.model, tokenizer)
         self.memory_dtype = memory_dtype
 
@@ -218,13 +219,14 @@ class Compressor:
 
         # In the tokens of the encoder, which may be another model's.
         ids = document_ids(self.model.config, self.tokenizer, question["context"])
-        memory = self.model.compress(torch.tensor([ids]), ratio=ratio, allow_untrained_ratio=True)
+        row = torch.tensor([ids], device=self.model.device)
+        memory = self.model.compress(row, ratio=ratio, allow_untrained_ratio=True)
         dtype = self.memory_dtype
         memory = memory.to(dtype=dtype) if dtype == "bfloat16" else memory.quantize(dtype)
         return memory, int(memory.num_slots), memory.nbytes
 
     def answer(self, question: Question, memory: Any) -> list[int]:
-        row = torch.tensor([[*question["head_ids"], *question["prompt_ids"]]])
+        row = torch.tensor([[*question["head_ids"], *question["prompt_ids"]]], device=self.model.device)
         eos, most = question["eos_token_id"], question["max_new_tokens"]
         options = {"do_sample": False, "eos_token_id": eos, "pad_token_id": eos, "max_new_tokens": most}
         options["min_new_tokens"] = most if question.get("whole_length") else 0
@@ -244,8 +246,9 @@ def greedy(model: Any, cache: DynamicCache, ids: Sequence[int], position: int, q
     written: list[int] = []
     ends = () if question.get("whole_length") else (question["eos_token_id"],)
     while len(written) < question["max_new_tokens"] and not (written and written[-1] in ends):
-        place = torch.arange(position, position + len(ids))[None]
-        output = model(torch.tensor([list(ids)]), past_key_values=cache, position_ids=place, logits_to_keep=1)
+        row = torch.tensor([list(ids)], device=model.device)
+        place = torch.arange(position, position + len(ids), device=model.device)[None]
+        output = model(row, past_key_values=cache, position_ids=place, logits_to_keep=1)
         position, ids = position + len(ids), [int(output.logits[0, -1].argmax())]
         written += ids
     return written
@@ -255,8 +258,10 @@ def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     """The system that the command line names."""
     name = arguments.system
     if arguments.checkpoint is not None:
-        return Compressor(arguments.checkpoint, arguments.base, arguments.dtype, arguments.memory_dtype)
-    reader = AutoModelForCausalLM.from_pretrained(arguments.reader, dtype=getattr(torch, arguments.dtype)).eval()
+        folder, base = arguments.checkpoint, arguments.base
+        return Compressor(folder, base, arguments.dtype, arguments.memory_dtype, arguments.device)
+    reader = AutoModelForCausalLM.from_pretrained(arguments.reader, dtype=getattr(torch, arguments.dtype))
+    reader = reader.to(arguments.device).eval()
     if name.removesuffix(_AWARE) in _PRESSES:
         return Press(name, reader)
     if name == "self_information":
@@ -270,6 +275,8 @@ def ask(system: Any, question: Question, ratio: int, tokenizer: Any) -> dict[str
     """A system's answer to one question, with positions, bytes and seconds."""
     start = time.perf_counter()
     state, kept, memory_bytes = system.compress(question, ratio)
+    if torch.accelerator.is_available():  # which may not be done yet
+        torch.accelerator.synchronize()
     compressed = time.perf_counter()
     ids = system.answer(question, state)
     return {
@@ -305,6 +312,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--questions", nargs="+", required=True, metavar="FILE[#N]", help="JSONL of questions, the first N of them")
     add("--ratios", nargs="+", type=int, required=True, metavar="R", help="tokens for a position; 0: none are kept")
     add("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
+    add("--device", default="cpu", help="such as cuda (default: cpu)")
     add("--whole-length", action="store_true", help="write as many tokens as an answer may have, whatever EOS says")
     add("--output", required=True, metavar="FILE", help="JSONL of answers")
     return parser

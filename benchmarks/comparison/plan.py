@@ -92,10 +92,13 @@ class Comparison:
 
     @cached_property
     def published(self) -> dict[str, Any]:
-        """The result file beside this one; empty where it is about other questions or another reader."""
+        """The result file beside this one; empty where it is about other questions, another reader or device."""
         content = read_results(PUBLISHED)
         asked = {name: self.table[name] for name in ("base", "ratios", "sets", "context_tokens", "max_new_tokens")}
-        is_same = asked.items() <= content.get("settings", {}).items() and content["reader"] == self.reader_name
+        if not asked.items() <= content.get("settings", {}).items():
+            return {}
+        # Seconds of two devices do not stand in one table.
+        is_same = content["reader"] == self.reader_name and content.get("device", "cpu") == self.device
         return content if is_same else {}
 
     def is_published(self, *names: str) -> bool:
@@ -111,6 +114,13 @@ class Comparison:
         found = whole & paired
         wanted = {(name, ratio) for name in names for ratio in self.ratios(name)}
         return wanted <= found and len(self.arguments.seeds) == 1 and not self.arguments.again
+
+    @cached_property
+    def device(self) -> str:
+        """What models run on: "cpu", or an accelerator such as "cuda"."""
+        from context_compressors.cli.loading import default_device
+
+        return default_device() if self.arguments.device == "auto" else self.arguments.device
 
     # --- the order of things ---
 
@@ -249,7 +259,7 @@ class Comparison:
     def training_command(self, name: str, seed: int, rate: float, folder: Path, **options: Any) -> list[str]:
         """Recipes and fields of a system's training."""
         steps = read_json(self.questions / "budget.json")["run"]["steps"]
-        recipes = [*SHARED, *self.recipe_of(name), "smollm2/cpu.yaml"]
+        recipes = [*SHARED, *self.recipe_of(name), *(["smollm2/cpu.yaml"] if self.device == "cpu" else [])]
         leader = self.entry(name).get("behind")
         start = {"base": "null", "checkpoint": self.checkpoint(leader, seed)} if leader else {"base": self.start}
         options = {
@@ -311,7 +321,7 @@ class Comparison:
 
     def _evaluate(self, model: Path, report: Path, *given: str) -> list[str]:
         files = ["--output", str(report), "--keep-answers", f"{report}l", "--resume", "--dtype", self.arguments.dtype]
-        return ["-m", "context_compressors.cli", "evaluate", str(model), *given, *files, "--device", "cpu"]
+        return ["-m", "context_compressors.cli", "evaluate", str(model), *given, *files, "--device", self.device]
 
     # --- what people would use instead ---
 
@@ -378,6 +388,7 @@ class Comparison:
 
         def command() -> list[str]:
             models = ["--base", str(self.base), "--reader", str(self.reader), "--dtype", self.arguments.dtype]
+            models += ["--device", self.device]
             asked = ["--ratios", *map(str, ratios), "--output", str(output), "--questions", *sources]
             return [str(HERE / "peers.py"), "--system", system, *models, *given, *asked]
 

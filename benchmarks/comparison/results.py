@@ -83,6 +83,7 @@ def gather(comparison: Any) -> dict[str, Any]:
         "settings": {name: table[name] for name in _SETTINGS},
         "reader": comparison.reader_name,
         "budget": read_json(comparison.questions / "budget.json"),
+        "device": comparison.device,
         "environment": environment(),
         "family": {name: found for name, found in trained.items() if found},
         "carriers": {name: carrier for name, carrier in carriers.items() if carrier},

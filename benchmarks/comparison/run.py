@@ -57,6 +57,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="to compute in: float32 where the processor has no avx512_bf16 (default: bfloat16)",
     )
     add(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu"),
+        help="auto: an accelerator if there is one, of several the first (default: auto)",
+    )
+    add(
         "-n", "--side-by-side", type=positive_int, default=1, metavar="N", help="systems at the same time (default: 1)"
     )
     add("--only", nargs="+", default=[""], metavar="TEXT", help="jobs whose names start with one of these")
@@ -158,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("data", "output", "base", "reader", "environments", "encoder"):
         if (place := getattr(arguments, name)) is not None:
             setattr(arguments, name, str(Path(place).resolve()))
+    # Of several GPUs a training would take all, and with them other steps.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     folder = Path(arguments.output)
     if _FROZEN not in os.environ:
         # In place of this process, which is the one that whoever started it can stop.

@@ -57,7 +57,7 @@ def load_compressor(
     trusts = not is_ours
     model = load_from_place(name, base_model=base_model, revision=revision, dtype=dtype, trust_remote_code=trusts)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusts)
-    model = model.to(_accelerator() if device == "auto" else device).eval()
+    model = model.to(default_device() if device == "auto" else device).eval()
     return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
 
 
@@ -118,7 +118,7 @@ def load_model(
         model = _load_adapter(name, base_model, dtype)
     else:
         model = load_from_place(name, base_model=base_model, dtype=dtype, trust_remote_code=trust_remote_code)
-    return model.to(_accelerator() if device == "auto" else device)
+    return model.to(default_device() if device == "auto" else device)
 
 
 def load_retriever(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
@@ -139,7 +139,7 @@ def load_retriever(name: str, dtype: str = "auto", device: str = "auto") -> PreT
     model = AutoModelForTextEncoding.from_pretrained(name, dtype=dtype)
     if not hasattr(model, "score"):
         raise ValueError(f"{name} must be a checkpoint that ranks texts by vectors, got a {type(model).__name__}")
-    return model.to(_accelerator() if device == "auto" else device).eval()
+    return model.to(default_device() if device == "auto" else device).eval()
 
 
 def _load_adapter(folder: str | os.PathLike[str], base_model: str | None, dtype: str) -> PreTrainedModel:
@@ -155,8 +155,8 @@ def _load_adapter(folder: str | os.PathLike[str], base_model: str | None, dtype:
     return model
 
 
-def _accelerator() -> str:
-    """What a model runs on when no device is named."""
+def default_device() -> str:
+    """What a model runs on when no device is named: an accelerator, such as "cuda", or "cpu"."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -319,7 +319,7 @@ def test_positions_of_llmlingua_are_the_readers_tokens_and_bytes_those_of_the_te
     asked, of_reader = write_question(tmp_path, tokenizer), copy.deepcopy(tokenizer)
     # Long tokens: a byte is no token any more.
     of_reader.add_tokens(["The mill stands", "built by"])
-    system = peers.LLMLingua("llmlingua", SimpleNamespace(dtype=torch.float32), of_reader, str(base))
+    system = peers.LLMLingua("llmlingua", SimpleNamespace(dtype=torch.float32, device="cpu"), of_reader, str(base))
     ids, kept, memory_bytes = system.compress(asked, 1)
     assert of_reader.decode(ids) == asked["context"]
     assert (kept, memory_bytes) == (len(ids), len(asked["context"].encode()))
@@ -329,7 +329,7 @@ def test_positions_of_llmlingua_are_the_readers_tokens_and_bytes_those_of_the_te
 def test_llmlingua_goes_on_behind_keys_and_values_that_it_cut(peers, llmlingua, reader, tokenizer, tmp_path: Path):
     reader.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    compressor = peers._prompt_compressor(str(tmp_path), torch.float32)
+    compressor = peers._prompt_compressor(str(tmp_path), torch.float32, torch.device("cpu"))
     ids = torch.tensor([question(40)["context_ids"]])
     mask = torch.ones_like(ids)
     whole, pairs = compressor.get_ppl("", "token", ids, mask, past_key_values=None, return_kv=True)
@@ -344,6 +344,22 @@ def test_llmlingua_goes_on_behind_keys_and_values_that_it_cut(peers, llmlingua, 
         assert [tensor.shape[2] for pair in cut for tensor in pair] == [start] * 4
     mean = compressor.get_ppl("", granularity="sentence", input_ids=ids, attention_mask=mask)
     torch.testing.assert_close(mean, whole.mean())
+
+
+def test_what_is_read_stands_where_the_model_is(peers):
+    """The meta device stands in for an accelerator."""
+
+    class Model:
+        device, read = torch.device("meta"), []
+
+        def __call__(self, ids, past_key_values, position_ids, logits_to_keep):
+            assert ids.device == position_ids.device == self.device
+            self.read.append(ids.shape[1])
+            return SimpleNamespace(logits=torch.nn.functional.one_hot(torch.tensor([[len(self.read)]]), 9).float())
+
+    model = Model()
+    assert peers.greedy(model, None, [5, 6, 7], 0, {"eos_token_id": 3, "max_new_tokens": 8}) == [1, 2, 3]
+    assert model.read == [3, 1, 1]
 
 
 def answers_of(path: Path) -> list[dict]:

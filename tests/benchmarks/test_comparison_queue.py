@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from context_compressors.cli import loading
+
 ROOT = Path(__file__).resolve().parents[2]
 # A job writes when it begins and ends, and its own file last. `waits` are files that it waits for.
 QUEUE = """
@@ -211,6 +213,30 @@ def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
     # Of more seeds there is nothing, and another reader's answers are others.
     assert systems("--seeds", "1", "2") == everything
     assert systems("--reader", "other") - {"reader"} == everything
+
+
+def test_everything_runs_on_an_accelerator_where_there_is_one_and_takes_nothing_from_a_cpu(
+    script, comparison, base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(script("comparison.plan"), "PUBLISHED", tmp_path / "comparison.json")
+    content = {"settings": comparison(tmp_path).table, "reader": "base", "rows": []}
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(loading, "default_device", lambda device=device: device)
+        systems, own = (comparison(tmp_path, "--base", str(base), "--device", given) for given in ("auto", "cpu"))
+        systems.questions.mkdir(exist_ok=True)
+        (systems.questions / "budget.json").write_text(json.dumps({"run": {"steps": 4}}))
+        assert (systems.device, own.device) == (device, "cpu")
+        assert ("smollm2/cpu.yaml" in systems.training_command("icae", 1, 1e-3, tmp_path)) == (device == "cpu")
+        jobs = {job.name: job for stage in systems.stages() for jobs in stage for job in jobs}
+        for name in ("icae/seed_1/question_answering", "peers/cut", "peers/restored"):
+            command = jobs[name].command()
+            assert command[command.index("--device") + 1] == device
+        (tmp_path / "comparison.json").write_text(json.dumps(content | {"device": device}))
+        assert bool(comparison(tmp_path).published)
+        assert bool(comparison(tmp_path, "--device", "cpu").published) == (device == "cpu")
+    # Of before files named it.
+    (tmp_path / "comparison.json").write_text(json.dumps(content))
+    assert comparison(tmp_path).published
 
 
 def test_rounded_memories_and_more_ratios_are_asked_of_the_checkpoint_that_is_there(comparison, base, tmp_path: Path):
