@@ -11,6 +11,7 @@ from comparison_files import ask, write_answers
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 
 
+@pytest.mark.slow
 def test_the_documents_that_train_choose_and_are_reported_are_named_and_kept_apart(
     script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -11,6 +11,7 @@ from comparison_files import ask, write_answers, write_member
 from safetensors.torch import save_file
 
 
+@pytest.mark.slow
 def test_the_page_says_what_holds_what_does_not_and_what_cannot_be_told(script, comparison, tokenizer, tmp_path: Path):
     results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
     text = ask(systems, tokenizer)
@@ -68,6 +69,7 @@ def test_the_page_says_what_holds_what_does_not_and_what_cannot_be_told(script, 
     assert (tmp_path / "again" / "README.md").read_text() == committed
 
 
+@pytest.mark.slow
 def test_systems_that_answered_fewer_questions_are_ranked_beside_others_on_these_alone(
     script, comparison, tokenizer, tmp_path: Path
 ):
@@ -151,6 +153,7 @@ def test_where_the_full_text_is_no_better_than_none_there_is_no_retention(
     assert found["nq"]["retention"] == 100
 
 
+@pytest.mark.slow
 def test_published_rows_stay_until_as_much_is_answered_again(
     script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -347,6 +350,7 @@ def test_ratios_of_a_systems_own_and_those_that_texts_select_have_rows_and_order
     assert set(again) == {2, 4, 8, "auto"}
 
 
+@pytest.mark.slow
 def test_steps_to_a_loss_are_told_of_the_trial_that_went_on(script, comparison, tokenizer, tmp_path: Path):
     results, page, systems = script("comparison.results"), script("comparison.page"), comparison(tmp_path)
     ask(systems, tokenizer)

@@ -61,6 +61,7 @@ def test_it_runs_and_the_page_shows_what_its_results_say(voco_digits, tmp_path):
     assert all(len(row["right"]) == 2 and len(row["right"][0]) == 300 for row in rows[:-1])
 
 
+@pytest.mark.slow
 def test_the_page_has_the_accuracies_of_its_result_files(voco_digits):
     page = (PAGE / "README.md").read_text(encoding="utf-8")
     found = sorted(PAGE.glob("*.json"))

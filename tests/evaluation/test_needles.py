@@ -297,6 +297,7 @@ def test_command_writes_table_file_and_picture(folders, tmp_path, capsys):
     assert plot.exists()
 
 
+@pytest.mark.slow
 def test_a_grid_keeps_its_answers_and_documents_and_says_when_it_is_done(folders, tmp_path, capsys, monkeypatch):
     (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     output, answers = tmp_path / "needles.json", tmp_path / "needles.jsonl"

@@ -132,6 +132,7 @@ def test_what_the_encoders_tokenizer_puts_around_a_text_stands_around_each_passa
     assert (own.config.passage_start_ids, own.config.passage_end_ids) == ([], [SEP, SEP])
 
 
+@pytest.mark.slow
 def test_the_readout_is_that_which_is_published_beside_the_encoder(folders, tmp_path, caplog):
     shutil.copytree(folders[1], tmp_path / "encoder")
     file = tmp_path / "encoder" / "1_Pooling" / "config.json"

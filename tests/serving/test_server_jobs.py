@@ -32,6 +32,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 def test_a_long_text_takes_no_more_room_beside_short_ones(small_checkpoints, tmp_path):
     pipe = CorpusCompressor(small_checkpoints / "mean_pooling", device="cpu").pipe
     store = MemoryStore.find_or_create(tmp_path / "s.lance", CorpusCompressor(pipe).form)

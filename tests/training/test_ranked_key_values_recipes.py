@@ -189,6 +189,7 @@ def test_a_reader_its_memories_and_fitted_scorers(tmp_path, base_folder):
     assert len(last) == len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}u {{ m.content }} a{% endfor %}"])
 @torch.no_grad()
 def test_fit_makes_a_compressor_of_texts_and_leaves_the_model_as_it_is(tmp_path, base_folder, tokenizer, template):

@@ -146,6 +146,7 @@ def test_a_run_of_epochs_that_is_resumed_inside_of_one_is_the_same(tmp_path, bas
     assert losses_of(tmp_path / "workers") == losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["compression", "teacher"])
 def test_a_resumed_run_counts_its_tokens_on(tmp_path, base_folder, objective):
     fields = {"method_config": {"compression_ratios": [2]}} if objective == "compression" else {}
