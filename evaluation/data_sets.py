@@ -104,12 +104,13 @@ def source_in_report(source: DataSource) -> dict[str, Any]:
 
 
 def data_set_name(source: DataSource) -> str:
-    """What reports call the data set of a source: its title, or what names it."""
+    """What reports call the data set of a source: its title, or what names it, of folders the last part alone."""
     if source.title is not None:
         return source.title
     if source.path is not None:
         return Path(source.path).stem
-    return ":".join(filter(None, [source.label, source.config, source.kind]))
+    label = source.label if source.name is None else model_label(source.name)
+    return ":".join(filter(None, [label, source.config, source.kind]))
 
 
 def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> list[EvaluationDataset]:

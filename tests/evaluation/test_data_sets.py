@@ -265,7 +265,7 @@ def test_data_sets_say_what_they_were_read_from_and_no_folder(tokenizer, mrqa):
     (data,) = load_datasets(["generated:two_hop#4"], tokenizer, num_documents=2)
     assert data.source == {"generated": True, "config": "two_hop", "split": "test", "max_samples": 4}
     (data,) = load_datasets([{"name": str(mrqa / "mrqa"), "split": "train", "where": {"length": 3}}], tokenizer)
-    assert data.source == {"name": "mrqa", "split": "train", "where": {"length": 3}}
+    assert (data.name, data.source) == ("mrqa", {"name": "mrqa", "split": "train", "where": {"length": 3}})
     hub = DataSource(name="rajpurkar/squad", config="plain", split="train", where={"day": [date(2020, 1, 2)]})
     assert source_in_report(hub) == {
         **{"name": "rajpurkar/squad", "config": "plain", "split": "train"},
