@@ -29,7 +29,7 @@ from .command import (
 )
 from .loading import merge_adapters, set_ratio_scale
 from .records import add_model_records, records_of_reports
-from .resuming import earlier_results, progress_path, say_if_done
+from .resuming import earlier_results, progress_path, say_if_done, writer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -175,7 +175,6 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     """Load what the arguments name, score it, and write the report and the answers while they come."""
     from transformers import AutoTokenizer
 
-    from ..evaluation.answers_file import AnswersFile
     from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import can_compress, evaluate_model, model_label
     from ..evaluation.report import EvaluationReport
@@ -217,16 +216,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         )
     add_model_records(records, arguments, on_hub=can_compress(model))
     teacher = None if arguments.teacher is None else _load(arguments.teacher, arguments, arguments.teacher_base)
-    done = set() if earlier is None else {(row.dataset, row.task) for row in earlier.rows}
-    answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None
-
-    def write(report: EvaluationReport) -> None:
-        # Answers first: what the report has, it has answers for.
-        if answers is not None:
-            answers.write_new(report)
-        if arguments.output:
-            report.save(arguments.output)
-
+    write = writer(arguments, [] if earlier is None else earlier.rows)
     report = evaluate_model(
         model,
         tokenizer,

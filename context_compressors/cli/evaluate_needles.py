@@ -21,7 +21,7 @@ from .command import (
     positive_int_or_auto,
 )
 from .records import add_model_records, records_of_reports
-from .resuming import earlier_results, progress_path, say_if_done
+from .resuming import earlier_results, progress_path, say_if_done, writer
 
 _EXAMPLES = """
 # 102 facts in running text, at 256 to 4,096 tokens and every ratio of the checkpoint:
@@ -85,7 +85,6 @@ def main(arguments: argparse.Namespace) -> None:
     """
     from transformers import AutoTokenizer
 
-    from ..evaluation.answers_file import AnswersFile
     from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import can_compress, model_label
     from ..evaluation.needles import LENGTHS, NUM_NEEDLES, NeedleGrid, evaluate_needles
@@ -120,16 +119,7 @@ def main(arguments: argparse.Namespace) -> None:
         allow_trained_documents=arguments.allow_trained_documents,
     )
 
-    done = {(row.dataset, row.task) for row in earlier.as_report().rows} if earlier is not None else set()
-    answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None
-
-    def write(grid: NeedleGrid) -> None:
-        # Answers first: what the grid has, it has answers for.
-        if answers is not None:
-            answers.write_new(grid)
-        if arguments.output:
-            grid.save(arguments.output)
-
+    write = writer(arguments, [] if earlier is None else earlier.as_report().rows)
     grid = evaluate_needles(
         model,
         tokenizer,

@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from ..evaluation.needles import NeedleGrid
+    from ..evaluation.report import EvaluationReport
+    from ..evaluation.rows import EvaluationRow
 
 Results = TypeVar("Results")
 
@@ -40,6 +45,30 @@ def progress_path(arguments: argparse.Namespace) -> str | None:
     if not arguments.resume:
         path.unlink(missing_ok=True)
     return str(path)
+
+
+def writer(
+    arguments: argparse.Namespace, earlier: Iterable[EvaluationRow]
+) -> Callable[[EvaluationReport | NeedleGrid], None]:
+    """What writes results to `--output` as they come, and their answers to `--keep-answers`.
+
+    Args:
+        arguments: with `output` and `keep_answers`.
+        earlier: rows that are gone on from, whose answers stand there.
+    """
+    from ..evaluation.answers_file import AnswersFile
+
+    done = {(row.dataset, row.task) for row in earlier}
+    answers = AnswersFile(arguments.keep_answers, done) if arguments.keep_answers else None
+
+    def write(results: EvaluationReport | NeedleGrid) -> None:
+        # Answers first: what the results have, they have answers for.
+        if answers is not None:
+            answers.write_new(results)
+        if arguments.output:
+            results.save(arguments.output)
+
+    return write
 
 
 def say_if_done(arguments: argparse.Namespace, is_done: bool) -> None:
