@@ -89,8 +89,9 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 - Mean pooling "alone" is trained at its ratio from the first step on, where that of several ratios begins with 2x; its
   trials' losses are of that ratio. Of "semi-dynamic" each text selects its ratio at "auto", where positions are those
   that it came to; the selector learns from summaries, of which the last two fifths of a small run have 13.
-- LLoCO goes on from AutoCompressor's run, with the whole budget once more, for an adapter of the decoder alone. It is
-  one adapter for all sets, where its paper has one for each.
+- LLoCO goes on from AutoCompressor's run, with the whole budget once more, for an adapter of the decoder alone; from
+  one in float32, at the rate that the trials of AutoCompressor's own row chose. It is one adapter for all sets,
+  where its paper has one for each.
 - An ablation of ComprExIT changes one part, and trains what is left; of one layer alone, where two parts go, the
   decoder has a larger adapter instead.
 - KVzip, SnapKV and StreamingLLM are this package's, on the reader's weights; of kvpress's own the last two are rows
