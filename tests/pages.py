@@ -5,7 +5,8 @@
 
 runs README.md and docs/use.md on the checkpoints of this repository, and writes into them what their code prints; and
 into README.md and benchmarks/smollm2/README.md the scores of the file that lies there for each checkpoint, under its
-name, and those of files with many sets (several files make one table, and each task has its own), and with needles.
+name, those of files with many sets (several files make one table, and each task has its own), and with needles, and
+differences of two checkpoints on the same samples.
 A `text` block that stands right behind a `python` or `bash` block is what that block prints. With `--scores` nothing
 runs.
 """
@@ -39,7 +40,7 @@ SCORES = ROOT / "benchmarks" / "smollm2"
 # Pages whose output is that of the checkpoint, and what of them runs.
 OF_THE_CHECKPOINT = {README: ("python",), DOCS / "use.md": ("python", "bash")}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_SCORES = re.compile(r"(<!-- (scores|sets|needles) ?([^>]*?) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
+_SCORES = re.compile(r"(<!-- (scores|sets|needles|paired) ?([^>]*?) -->\n).*?(?=\n<!-- /\2 -->)", re.DOTALL)
 _MISSING = "…"
 _RATIOS = (2, 4, 8, 16)
 # Of each task the metric, and its title.
@@ -350,12 +351,37 @@ def needle_table(path: Path) -> str:
     return NeedleGrid.load(path).to_markdown().split("\n\n")[3]
 
 
+def paired_table(content: Mapping[str, Any]) -> str:
+    """Two systems on the same samples, a line for each data set and condition.
+
+    Args:
+        content: of a file that `context-compressors compare` wrote of two systems.
+    """
+    from context_compressors.reporting.tables import markdown_table
+
+    found = content["differences"]
+    titles = dict(_METRICS.values())
+    body = [
+        [
+            f"{row['dataset']} ({row['num_samples']:,} about {row['num_documents']:,})",
+            row["conditions"][0].replace("_", " "),
+            *(_with(row[name], row[f"{name}_interval"]) for name in ("first", "second")),
+            _with(row["difference"], row["interval"]),
+        ]
+        for row in found
+    ]
+    metric, systems = found[0]["metric"], found[0]["systems"]
+    return markdown_table([titles.get(metric, metric), "condition", *systems, "difference"], body)
+
+
 def with_scores(text: str) -> str:
     """A page with the scores of the result files: README's table, or those of the file that the place names."""
 
     def table(match: re.Match[str]) -> str:
         if match[2] == "needles":
             return match[1] + needle_table(SCORES / f"{match[3]}.json")
+        if match[2] == "paired":
+            return match[1] + paired_table(json.loads((SCORES / f"{match[3]}.json").read_text(encoding="utf-8")))
         if match[2] == "sets":
             files = [SCORES / f"{name}.json" for name in match[3].split()]
             return match[1] + tables_by_set(*(json.loads(file.read_text(encoding="utf-8")) for file in files))

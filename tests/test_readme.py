@@ -108,6 +108,19 @@ def test_sets_of_questions_have_a_line_each_and_their_means():
     ]
 
 
+def test_two_systems_on_the_same_samples_have_a_line_for_each_ratio():
+    row = {"dataset": "nq", "metric": "f1", "systems": ["after", "before"], "num_samples": 1200, "num_documents": 8}
+    row |= {"first": 9, "first_interval": [7, 11], "second": 8, "second_interval": [6, 10]}
+    row |= {"difference": 1, "interval": [-1.5, 3]}
+    rows = [row | {"conditions": [name, name]} for name in ("ratio=4", "full_context")]
+    lines = [" ".join(line.split()) for line in pages.paired_table({"differences": rows}).splitlines()]
+    assert [line for line in lines if not line.startswith("|-")] == [
+        "| F1 | condition | after | before | difference |",
+        "| nq (1,200 about 8) | ratio=4 | 9.0 [7.0, 11.0] | 8.0 [6.0, 10.0] | 1.0 [-1.5, 3.0] |",
+        "| nq (1,200 about 8) | full context | 9.0 [7.0, 11.0] | 8.0 [6.0, 10.0] | 1.0 [-1.5, 3.0] |",
+    ]
+
+
 def test_what_code_prints_goes_into_the_text_block_right_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     fences = [

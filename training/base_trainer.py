@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
+from ..configuration.configuration_compressor import CompressorConfig
 from ..data.document_ids import TrainingDocuments
 from .optimizers import OptimizerChoice
 from .run_counts import RunCounts
@@ -126,6 +127,11 @@ class BaseTrainer(OptimizerChoice):
         self.run_counts.put_together(self.accelerator)
         self.gather_documents()
         super()._save_checkpoint(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's draft of a plain language model; a compressor has a card of its own from when it is saved."""
+        if not isinstance(self.model.config, CompressorConfig):
+            super().create_model_card(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is not None:

@@ -252,6 +252,9 @@ def test_a_training_runs_own_folder_can_be_uploaded(tmp_path, base_folder, caplo
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     fields = {"method_config": {"compression_ratios": [2]}, "save_strategy": "steps", "save_steps": 1}
     main([write_recipe(tmp_path, base=str(base_folder), **fields)])
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "# MeanPooling compressor" in card
+    assert "memory = model.compress(" in card
     built = build_repository(tmp_path / "out", tmp_path / "built", license="mit")
     assert "left out, since they are states of a training run: checkpoint-1/, checkpoint-2/" in caplog.text
     names = {path.name for path in built.iterdir()}

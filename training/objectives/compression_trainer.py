@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import re
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,19 +23,6 @@ from ..fields import RATIO_MODES
 from ..forward_redirection import redirected_forward
 from ..losses import logits_function, negative_log_likelihood, prediction_positions
 from ..schedules import check_ratio_schedule
-
-_PAPER = {
-    "title": "Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
-    "id": "2510.20797",
-    "citation": textwrap.dedent("""\
-        @misc{feldman2025simple,
-            title         = {Simple Context Compression: Mean-Pooling and Multi-Ratio Training},
-            author        = {Yair Feldman and Yoav Artzi},
-            year          = 2025,
-            eprint        = {2510.20797},
-            archivePrefix = {arXiv},
-        }"""),
-}
 
 # What the log calls a loss over rows of different ratios.
 MIXED_RATIOS = "mixed_ratios"
@@ -69,8 +55,6 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     """
 
     _tag_names: tuple[str, ...] = ("context-compression",)
-    _name = "Multi-ratio compression"
-    _paper = _PAPER
     _collator_mode = "compressed"
     _is_mean_over_targets = True
 

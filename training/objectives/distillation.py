@@ -38,7 +38,6 @@ class DistillationTrainer(CompressionTrainer):
             `args.context_mode` is not "compressed".
     """
 
-    _name = "Distillation from full context"
     _collator_mode = "distillation"
     # It is one over rows.
     _is_mean_over_targets = False

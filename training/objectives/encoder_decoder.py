@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,20 +72,6 @@ class Seq2SeqCompressionTrainer(CompressionTrainer):
     Raises:
         ValueError: another `context_mode`.
     """
-
-    _name = "Encoder-decoder compression"
-    _paper = {
-        "title": "DeCAL Tokenwise Compression",
-        "id": "2508.08514",
-        "citation": textwrap.dedent("""\
-            @misc{panwar2025decal,
-                title         = {{DeCAL} Tokenwise Compression},
-                author        = {Sameer Panwar},
-                year          = 2025,
-                eprint        = {2508.08514},
-                archivePrefix = {arXiv},
-            }"""),
-    }
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
         if args.context_mode != "compressed":

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -145,21 +144,6 @@ class JointPretrainingTrainer(CompressionTrainer):
         kwargs: as for `CompressionTrainer`; batches come from `CompressionCollator(mode="joint")`.
     """
 
-    _name = "Joint pretraining on reconstruction and continuation"
-    _paper = {
-        "title": "Position IDs Matter: An Enhanced Position Layout for Efficient Context Compression in Large "
-        "Language Models",
-        "id": "2409.14364",
-        "citation": textwrap.dedent("""\
-            @inproceedings{zhao2025position,
-                title     = {Position {IDs} Matter: An Enhanced Position Layout for Efficient Context Compression in
-                             Large Language Models},
-                author    = {Runsong Zhao and Xin Liu and Xinyu Liu and Pengcheng Huang and Chunyang Xiao and
-                             Tong Xiao and JingBo Zhu},
-                booktitle = {Findings of the Association for Computational Linguistics: EMNLP 2025},
-                year      = 2025,
-            }"""),
-    }
     _collator_mode = "joint"
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):

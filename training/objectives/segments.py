@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -133,19 +132,6 @@ class SegmentTrainer(CompressionTrainer):
     Raises:
         ValueError: a model with an encoder or an encoder's adapter of its own, or "per_sample" ratios.
     """
-
-    _name = "Summary accumulation"
-    _paper = {
-        "title": "Adapting Language Models to Compress Contexts",
-        "id": "2305.14788",
-        "citation": textwrap.dedent("""\
-            @inproceedings{chevalier2023adapting,
-                title     = {Adapting Language Models to Compress Contexts},
-                author    = {Alexis Chevalier and Alexander Wettig and Anirudh Ajith and Danqi Chen},
-                booktitle = {Proceedings of the 2023 Conference on Empirical Methods in Natural Language Processing},
-                year      = 2023,
-            }"""),
-    }
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):
         config = model.config

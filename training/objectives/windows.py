@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,20 +60,6 @@ class WindowTrainer(CompressionTrainer):
         ValueError: another method, another `ratio_mode`, or a `context_mode` other than "compressed".
     """
 
-    _name = "Next tokens behind activation beacons"
-    _paper = {
-        "title": "Long Context Compression with Activation Beacon",
-        "id": "2401.03462",
-        "citation": textwrap.dedent("""\
-            @misc{zhang2024long,
-                title         = {Long Context Compression with Activation Beacon},
-                author        = {Peitian Zhang and Zheng Liu and Shitao Xiao and Ninglu Shao and Qiwei Ye and
-                                 Zhicheng Dou},
-                year          = 2024,
-                eprint        = {2401.03462},
-                archivePrefix = {arXiv},
-            }"""),
-    }
     _collator_mode = "full_context"
 
     def __init__(self, model: PreTrainedModel, args: TrainingConfig, **kwargs: Any):

@@ -283,7 +283,6 @@ def test_batches_of_the_wrong_mode_are_refused(make_trainer, build, questions, t
         make_trainer(model, DistillationTrainer, questions, "distillation", context_mode="no_context")
 
 
-def test_the_card_names_the_method_and_the_paper(make_trainer, build):
+def test_the_hub_tags_name_the_method(make_trainer, build):
     trainer = make_trainer(build("500x_enhanced"))
-    assert tuple(trainer._tag_names) == ("context-compression", "five-hundred-x")
-    assert trainer._paper["id"] == "2409.14364"
+    assert trainer.model.model_tags == ["context-compression", "five-hundred-x"]
