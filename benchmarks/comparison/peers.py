@@ -53,7 +53,11 @@ class TextSystem:
     def __init__(self, name: str, reader: Any, tokenizer: Any):
         self.name, self.reader, self.tokenizer = name, reader, tokenizer
 
-    def kept_ids(self, question: Question, budget: int) -> list[int]:
+    def read(self, question: Question) -> Any:
+        """What is read of a context once, whatever the ratio."""
+        return None
+
+    def kept_ids(self, question: Question, read: Any, budget: int) -> list[int]:
         """Token ids that are left of the context."""
         from context_compressors.evaluation.alternatives import bm25_context, cut_context
 
@@ -61,10 +65,10 @@ class TextSystem:
             return bm25_context(self.tokenizer, question["context_ids"], question["question"], budget)
         return cut_context(question["context_ids"], budget)
 
-    def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
+    def compress(self, question: Question, read: Any, ratio: int) -> tuple[Any, int, int]:
         """What answers need, positions in place of the context, and bytes that are kept for it."""
         num_tokens = len(question["context_ids"])
-        ids = self.kept_ids(question, -(-num_tokens // ratio) if ratio else 0)
+        ids = self.kept_ids(question, read, -(-num_tokens // ratio) if ratio else 0)
         return ids, len(ids), len(self.tokenizer.decode(ids).encode())
 
     def answer(self, question: Question, ids: Any) -> list[int]:
@@ -89,13 +93,15 @@ class SelfInformation(TextSystem):
         # Of no method but the base in it.
         self.base = from_base(base, method="streaming_llm", dtype=reader.dtype).to(reader.device)
 
-    def kept_ids(self, question: Question, budget: int) -> list[int]:
-        from context_compressors.evaluation.alternatives import informative_context, self_information
+    def read(self, question: Question) -> Any:
+        from context_compressors.evaluation.alternatives import self_information
 
-        start = question["head_ids"][0]
-        return informative_context(
-            question["context_ids"], self_information(self.base, start, question["context_ids"]), budget
-        )
+        return self_information(self.base, question["head_ids"][0], question["context_ids"])
+
+    def kept_ids(self, question: Question, read: Any, budget: int) -> list[int]:
+        from context_compressors.evaluation.alternatives import informative_context
+
+        return informative_context(question["context_ids"], read, budget)
 
 
 class LLMLingua(TextSystem):
@@ -112,7 +118,7 @@ class LLMLingua(TextSystem):
         super().__init__(name, reader, tokenizer)
         self.compressor = _prompt_compressor(base, reader.dtype, reader.device)
 
-    def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
+    def compress(self, question: Question, read: Any, ratio: int) -> tuple[Any, int, int]:
         # A rate would be of the question, too, which is not in what is returned.
         arguments: dict[str, Any] = {"target_token": len(question["context_ids"]) / ratio, **_LINGUA}
         if self.name == "longllmlingua":
@@ -177,18 +183,34 @@ class Press:
             2 * config.num_hidden_layers * config.num_key_value_heads * size * torch.bfloat16.itemsize
         )
 
-    def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
-        num_kept = -(-len(question["context_ids"]) // ratio)
+    def read(self, question: Question) -> Any:
+        """What each layer gives the press, which leaves all of it yet; what is read behind, and how much is in front."""
         split = len(question["prompt_ids"]) - 1 if self.is_aware else 0
-        read, rest = question["prompt_ids"][:split], question["prompt_ids"][split:]
-        row = [*question["head_ids"], *question["context_ids"], *read]
-        # The library keeps int(n (1 - ratio)) places: half a place more is not cut to one less.
-        self.press.compression_ratio = 1 - (len(row) - len(question["context_ids"]) + num_kept + 0.5) / len(row)
-        cache = DynamicCache()
+        row = [*question["head_ids"], *question["context_ids"], *question["prompt_ids"][:split]]
+        layers = []
+
+        def keep_all(*layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            layers.append(layer)
+            _, _, keys, values, *_ = layer
+            return keys, values
+
+        self.press.compress = keep_all
         with self.press(self.reader):
-            self.reader.model(torch.tensor([row], device=self.reader.device), past_key_values=cache)
-        num_kept += cache.get_seq_length() - (len(row) - len(question["context_ids"]) + num_kept)
-        return (cache, rest, len(row)), num_kept, num_kept * self.position_bytes
+            self.reader.model(torch.tensor([row], device=self.reader.device), past_key_values=DynamicCache())
+        del self.press.compress
+        return layers, question["prompt_ids"][split:], len(row)
+
+    def compress(self, question: Question, read: Any, ratio: int) -> tuple[Any, int, int]:
+        layers, rest, num_read = read
+        num_tokens = len(question["context_ids"])
+        num_kept = -(-num_tokens // ratio)
+        # The library keeps int(n (1 - ratio)) places: half a place more is not cut to one less.
+        self.press.compression_ratio = 1 - (num_read - num_tokens + num_kept + 0.5) / num_read
+        cache = DynamicCache()
+        for number, layer in enumerate(layers):
+            cache.update(*self.press.compress(*layer), number)
+        num_kept = cache.get_seq_length() - (num_read - num_tokens)
+        return (cache, rest, num_read), num_kept, num_kept * self.position_bytes
 
     def answer(self, question: Question, state: Any) -> list[int]:
         cache, rest, position = state
@@ -214,13 +236,15 @@ class Compressor:
         self.tokenizer = context_tokenizer(self.model, tokenizer)
         self.memory_dtype = memory_dtype
 
-    def compress(self, question: Question, ratio: int) -> tuple[Any, int, int]:
+    def read(self, question: Question) -> Any:
+        """The context's ids, in the tokens of the encoder, which may be another model's."""
         from context_compressors.modeling.parts.prompting import document_ids
 
-        # In the tokens of the encoder, which may be another model's.
         ids = document_ids(self.model.config, self.tokenizer, question["context"])
-        row = torch.tensor([ids], device=self.model.device)
-        memory = self.model.compress(row, ratio=ratio, allow_untrained_ratio=True)
+        return torch.tensor([ids], device=self.model.device)
+
+    def compress(self, question: Question, read: Any, ratio: int) -> tuple[Any, int, int]:
+        memory = self.model.compress(read, ratio=ratio, allow_untrained_ratio=True)
         dtype = self.memory_dtype
         memory = memory.to(dtype=dtype) if dtype == "bfloat16" else memory.quantize(dtype)
         return memory, int(memory.num_slots), memory.nbytes
@@ -271,24 +295,36 @@ def make_system(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     return TextSystem(name, reader, tokenizer)
 
 
-def ask(system: Any, question: Question, ratio: int, tokenizer: Any) -> dict[str, Any]:
-    """A system's answer to one question, with positions, bytes and seconds."""
+def ask(system: Any, question: Question, ratios: Sequence[int], tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """A system's answer to one question at each ratio, with positions, bytes and seconds.
+
+    A context is read once; the seconds of it are in those of each ratio.
+    """
     start = time.perf_counter()
-    state, kept, memory_bytes = system.compress(question, ratio)
-    if torch.accelerator.is_available():  # which may not be done yet
+    read = system.read(question)
+    read_seconds = _now() - start
+    for ratio in ratios:
+        start = time.perf_counter()
+        state, kept, memory_bytes = system.compress(question, read, ratio)
+        compressed = _now()
+        ids = system.answer(question, state)
+        yield {
+            "set": question["set"],
+            "id": question["id"],
+            "ratio": ratio,
+            "answer": tokenizer.decode(ids, skip_special_tokens=True).strip(),
+            "kept_positions": kept,
+            "memory_bytes": memory_bytes,
+            "compress_seconds": read_seconds + compressed - start,
+            "answer_seconds": time.perf_counter() - compressed,
+        }
+
+
+def _now() -> float:
+    """Seconds, when all is done that an accelerator was given."""
+    if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    compressed = time.perf_counter()
-    ids = system.answer(question, state)
-    return {
-        "set": question["set"],
-        "id": question["id"],
-        "ratio": ratio,
-        "answer": tokenizer.decode(ids, skip_special_tokens=True).strip(),
-        "kept_positions": kept,
-        "memory_bytes": memory_bytes,
-        "compress_seconds": compressed - start,
-        "answer_seconds": time.perf_counter() - compressed,
-    }
+    return time.perf_counter()
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -335,9 +371,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             questions = list(lines_of(Path(path)))[: int(number) if number else None]
             for question in questions:
                 question["whole_length"] = arguments.whole_length
-                for ratio in arguments.ratios:
-                    if (question["set"], question["id"], ratio) not in done:
-                        print(json.dumps(ask(system, question, ratio, tokenizer)), file=file, flush=True)
+                left = [ratio for ratio in arguments.ratios if (question["set"], question["id"], ratio) not in done]
+                for answer in ask(system, question, left, tokenizer) if left else ():
+                    print(json.dumps(answer), file=file, flush=True)
     return 0
 
 

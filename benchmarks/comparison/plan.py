@@ -25,15 +25,13 @@ _PEER_TASKS = ("question_answering", "summarisation")
 def read_table(size: str = "small") -> dict[str, Any]:
     """`systems.yaml` at one of its sizes, whose fields stand beside the others.
 
-    Sets have `questions` and `peers`, their numbers; those without questions at this size are left out.
+    Sets have the number of their `questions`; those without any at this size are left out.
     """
     table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
     chosen = table.pop("sizes")[size]
     asked = chosen.pop("questions")
     sets = {
-        title: {**entry, "questions": asked[title][0], "peers": asked[title][1]}
-        for title, entry in table["sets"].items()
-        if title in asked
+        title: {**entry, "questions": asked[title]} for title, entry in table["sets"].items() if title in asked
     }
     return {**table, **chosen, "size": size, "sets": sets}
 
@@ -133,7 +131,7 @@ class Comparison:
         if self.arguments.reader:
             first.append(self._own("reader", (self.reader / "tokenizer.json").is_file, "merge_reader"))
         yield [first]
-        peers = {name: entry for name, entry in self.table["peers"].items() if not self.is_published(name)}
+        peers = [name for name in self.table["peers"] if not self.is_published(name)]
         members = [
             name
             for name in self._leading()
@@ -141,12 +139,11 @@ class Comparison:
         ]
         first_seed, *seeds = self.arguments.seeds
         # What takes minutes stands between what takes longer, so that a run that is not at its end has some of both.
-        others = [name for name, entry in peers.items() if not entry.get("all")]
         mixed = []
-        for member, peer in zip_longest(members, others):
-            mixed += [self._member(member, first_seed)] if member else []
+        for member, peer in zip_longest(members, peers):
             mixed += [[self._peer(peer)]] if peer else []
-        yield [*([self._peer(name)] for name, entry in peers.items() if entry.get("all")), *mixed, [self._restored()]]
+            mixed += [self._member(member, first_seed)] if member else []
+        yield [*mixed, [self._restored()]]
         for seed in seeds:
             yield [self._member(name, seed) for name in self._leading() if self._differs_by_seed(name)]
 
@@ -330,10 +327,9 @@ class Comparison:
         return self.peers / f"{name}.jsonl"
 
     def _peer(self, name: str) -> Job:
-        entry = self.entry(name)
-        number, tasks = "questions" if entry.get("all") else "peers", entry.get("tasks", _PEER_TASKS)
+        tasks = self.entry(name).get("tasks", _PEER_TASKS)
         sources = [
-            f"{self.questions / title}.jsonl#{self._most(of_set[number])}"
+            str(self.questions / f"{title}.jsonl")
             for title, of_set in self.table["sets"].items()
             if of_set["task"] in tasks
         ]

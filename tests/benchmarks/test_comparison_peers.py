@@ -46,24 +46,35 @@ class ScorerPress:
 
     def __post_init__(self):
         assert 0 <= self.compression_ratio < 1
-        self.more = 0
+        self.more, self.read = 0, []
 
     @contextmanager
     def __call__(self, model: Any) -> Iterator[None]:
-        hook = model.model.register_forward_hook(self.drop, with_kwargs=True)
+        hooks = [model.model.register_forward_pre_hook(self.note)]
+        hooks += [
+            layer.self_attn.register_forward_hook(self.forward_hook, with_kwargs=True) for layer in model.model.layers
+        ]
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
-    def drop(self, module: Any, inputs: tuple, options: dict, output: Any) -> None:
-        self.read = inputs[0].tolist()
-        layers = options["past_key_values"].layers
-        num_read = layers[0].keys.shape[2]
+    def note(self, module: Any, inputs: tuple) -> None:
+        self.read.append(inputs[0].tolist())
+
+    def forward_hook(self, module: Any, inputs: tuple, kwargs: dict, output: Any) -> Any:
+        layer = kwargs["cache"].layers[module.layer_idx]
+        read = module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs
+        layer.keys, layer.values = self.compress(*read)
+        return output
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+        num_read = keys.shape[2]
+        assert hidden_states.shape[1] == num_read
         num_kept = max(1, int(num_read * (1 - self.compression_ratio))) + self.more
         self.kept = torch.randperm(num_read, generator=torch.Generator().manual_seed(num_read))[:num_kept]
-        for layer in layers:
-            layer.keys, layer.values = layer.keys[:, :, self.kept], layer.values[:, :, self.kept]
+        return keys[:, :, self.kept], values[:, :, self.kept]
 
 
 class PromptCompressor:
@@ -234,19 +245,22 @@ def test_a_press_keeps_a_place_for_ratio_tokens_beside_opening_and_question(
     asked = question(num_tokens)
     system = peers.Press("knorm_aware" if is_aware else "knorm", reader)
     row, rest = rows_of(asked, is_aware)
-    others = len(row) - num_tokens
+    others, read = len(row) - num_tokens, system.read(asked)
+    # Once for all ratios.
+    assert system.press.read == [[row]]
     for ratio in (1, 2, 3, 4, 5, 7, 8, 16, 500):
-        state, kept, memory_bytes = system.compress(asked, ratio)
+        state, kept, memory_bytes = system.compress(asked, read, ratio)
         assert kept == -(-num_tokens // ratio)
         assert [layer.keys.shape[2] for layer in state[0].layers] == [others + kept] * 2
         assert memory_bytes == bytes_of(state[0], others) == kept * 2 * 2 * 2 * 4 * 2
-        assert (system.press.read, state[1:]) == ([row], (rest, len(row)))
+        assert state[1:] == (rest, len(row))
+    assert len(system.press.read) == 1
 
 
 def test_positions_and_bytes_of_a_press_are_those_that_it_left(peers, kvpress, reader):
     system, asked = peers.Press("tova", reader), question(100)
     system.press.more = 5
-    (cache, _, _), kept, memory_bytes = system.compress(asked, 4)
+    (cache, _, _), kept, memory_bytes = system.compress(asked, system.read(asked), 4)
     assert (kept, memory_bytes) == (30, bytes_of(cache, 3))
 
 
@@ -254,22 +268,22 @@ def test_positions_and_bytes_of_a_press_are_those_that_it_left(peers, kvpress, r
 def test_a_question_counts_on_behind_the_whole_context_and_sees_what_is_left_of_it(peers, kvpress, reader, name: str):
     system, asked = peers.Press(name, reader), question(90)
     row, rest = rows_of(asked, name.endswith("_aware"))
-    written = {}
+    written, read = {}, system.read(asked)
     for ratio in (1, 2, 8):
-        state, *_ = system.compress(asked, ratio)
+        state, *_ = system.compress(asked, read, ratio)
         written[ratio] = system.answer(asked, state)
         assert written[ratio] == written_with_places_hidden(reader, row, system.press.kept, rest, 12)
     assert len(set(map(tuple, written.values()))) == 3
     # EOS is the last, but where the whole length is asked for.
     eos = written[8][4]
     for fields, count in (({}, written[8].index(eos) + 1), ({"whole_length": True}, 12)):
-        state, *_ = system.compress(asked, 8)
+        state, *_ = system.compress(asked, read, 8)
         assert system.answer({**asked, "eos_token_id": eos, **fields}, state) == written[8][:count]
 
 
 def test_a_press_is_off_where_answers_are_read(peers, kvpress, reader):
     system, asked = peers.Press("streamingllm", reader), question(60)
-    (cache, rest, position), kept, _ = system.compress(asked, 4)
+    (cache, rest, position), kept, _ = system.compress(asked, system.read(asked), 4)
     system.answer(asked, (cache, rest, position))
     # All but the last of what was written has been read.
     assert cache.get_seq_length() == 3 + kept + len(rest) + 11
@@ -320,7 +334,7 @@ def test_positions_of_llmlingua_are_the_readers_tokens_and_bytes_those_of_the_te
     # Long tokens: a byte is no token any more.
     of_reader.add_tokens(["The mill stands", "built by"])
     system = peers.LLMLingua("llmlingua", SimpleNamespace(dtype=torch.float32, device="cpu"), of_reader, str(base))
-    ids, kept, memory_bytes = system.compress(asked, 1)
+    ids, kept, memory_bytes = system.compress(asked, None, 1)
     assert of_reader.decode(ids) == asked["context"]
     assert (kept, memory_bytes) == (len(ids), len(asked["context"].encode()))
     assert kept == memory_bytes - len("The mill stands") - len("built by") + 2
