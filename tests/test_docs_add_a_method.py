@@ -100,6 +100,7 @@ def names_in(source: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_but_the_register_knows_the_names_of_methods():
     own = re.compile(rf"(configuration|modeling)_({'|'.join(METHODS)})")
     names = {name for method, classes in METHODS.items() for name in (method, f"{method}_compressor", *classes)}

@@ -29,6 +29,7 @@ def says(default: object, actual: object) -> bool:
     return type(default) is type(actual) and default == actual
 
 
+@pytest.mark.slow
 def test_every_method_of_the_register_has_a_page_with_its_picture_settings_sizes_and_recipes():
     assert sorted(METHODS) == sorted(TEXTS)
     readme, site = (ROOT / "README.md").read_text(encoding="utf-8"), (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

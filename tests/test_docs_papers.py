@@ -44,6 +44,7 @@ def test_every_table_and_figure_has_a_row():
             assert sorted(found) == list(range(1, count + 1)), f"{paper}: {kind}"
 
 
+@pytest.mark.slow
 def test_every_recipe_on_the_page_exists():
     named = set(re.findall(r"[\w.]+(?:/[\w.]+)+\.yaml", PAGE))
     assert len(named) > 50

@@ -162,6 +162,7 @@ def imports_of_the_package() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_files_and_folders_import_downwards_without_circles():
     imports = imports_of_the_package()
     assert len(list(TopologicalSorter(imports).static_order())) == len(imports)

@@ -139,6 +139,7 @@ def _slots(num_tokens: int, ratio: int) -> int:
     return sum(-(-chunk // ratio) for chunk in chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -39,6 +39,7 @@ def tiny_base(tmp_path_factory):
     return model, folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "decal"])
 def test_the_counts_are_those_of_saved_checkpoints(sizes, tiny_base, monkeypatch, tmp_path, method):
     monkeypatch.setitem(model_shapes._SHAPES, "tiny", TINY)

@@ -264,6 +264,7 @@ def test_positions_and_bytes_of_a_press_are_those_that_it_left(peers, kvpress, r
     assert (kept, memory_bytes) == (30, bytes_of(cache, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["snapkv", "snapkv_aware"])
 def test_a_question_counts_on_behind_the_whole_context_and_sees_what_is_left_of_it(peers, kvpress, reader, name: str):
     system, asked = peers.Press(name, reader), question(90)

@@ -140,6 +140,7 @@ def test_a_profile_tells_the_parts_of_a_method(script, tmp_path: Path, capsys: p
     assert "| language_model" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_methods_with_memory_tokens_read_the_whole_context_as_one_chunk(
     script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -25,6 +25,7 @@ def measured(script, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_similarities_of_position_vectors(measured):
     torch.manual_seed(0)
     model = BertModel(BertConfig(vocab_size=16, max_position_embeddings=12, **SIZES))

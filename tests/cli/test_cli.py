@@ -87,6 +87,7 @@ def test_devices_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch, model
         check_device("cuda:2")
 
 
+@pytest.mark.slow
 def test_compress_writes_one_memory_file_a_document(
     model_folder: str, documents: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -273,6 +274,7 @@ def test_a_light_checkpoint_takes_its_base_from_the_folder_that_is_named(
         load_compressor(ModelArguments(base=base, checkpoint_base=base))
 
 
+@pytest.mark.slow
 def test_questions_come_from_the_option_or_line_by_line(
     model_folder: str, documents: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -281,6 +283,7 @@ def test_questions_come_from_the_option_or_line_by_line(
     assert ask(capsys, model_folder, documents[0]) == given
 
 
+@pytest.mark.slow
 def test_a_memory_file_is_asked_at_a_coarser_ratio_that_it_holds(
     llama: LlamaConfig,
     tokenizer: PreTrainedTokenizerFast,
@@ -304,6 +307,7 @@ def test_a_memory_file_is_asked_at_a_coarser_ratio_that_it_holds(
     assert ask(capsys, folder, memory, documents[1], *ratio) == ask(capsys, folder, *documents, *ratio)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ICAE", "FiveHundredX"])
 def test_a_method_with_task_tokens_is_asked_with_its_own(
     method: str, llama: LlamaConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -339,6 +343,7 @@ def test_a_method_with_task_tokens_is_asked_with_its_own(
             assert "\n".join(answer) == expected
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_compresses_questions_is_asked_about_documents(
     tokenizer: PreTrainedTokenizerFast,
     documents: list[str],

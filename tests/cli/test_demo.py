@@ -183,6 +183,7 @@ def test_the_summary_counts_right_answers_of_all_pages_for_each_way_of_reading()
 # --- the command ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["chat"], indirect=True)
 def test_with_a_checkpoint_the_demo_opens_its_page(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

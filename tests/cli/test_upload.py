@@ -169,6 +169,7 @@ def test_missing_code_and_card_are_written(checkpoint, tmp_path):
 # --- licences ---
 
 
+@pytest.mark.slow
 def test_the_bases_licence_is_taken_where_the_card_has_none(checkpoint, base, tmp_path):
     built = build_repository(checkpoint, tmp_path / "built", base_model=str(base))
     assert huggingface_hub.ModelCard.load(built / "README.md").data.license == "mit"
@@ -278,6 +279,7 @@ def test_ordinary_text_passes(without_code):
     assert {Path("notes.txt"), Path("notes.json")} <= set(check_files(without_code)[0])
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_holds_passes_whatever_the_base_and_the_method(checkpoint, light):
     for folder in (checkpoint, light):
         assert set(map(str, check_files(folder)[0])) == set(contents(folder))
@@ -335,6 +337,7 @@ def test_pictures_are_searched_but_for_their_pixels(without_code):
         check_files(without_code)
 
 
+@pytest.mark.slow
 def test_a_link_out_of_the_folder_is_never_followed(checkpoint, tmp_path):
     (tmp_path / "secret.txt").write_text("a secret")
     (tmp_path / "secrets").mkdir()
@@ -405,6 +408,7 @@ def test_other_folders_are_refused(base, tmp_path, checkpoint):
 # --- the command ---
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_every_file_and_calls_nobody(checkpoint, hub, capsys):
     assert upload(checkpoint, "me/x", "--license", "mit", "--dry-run") == 0
     shown = capsys.readouterr().out
@@ -416,6 +420,7 @@ def test_a_dry_run_shows_every_file_and_calls_nobody(checkpoint, hub, capsys):
     assert f"bytes in {len(contents(checkpoint))} files" in shown
 
 
+@pytest.mark.slow
 def test_one_commit_and_its_tag_private_by_default(checkpoint, hub, capsys, tmp_path):
     assert upload(checkpoint, "me/x", "--license", "mit", "--tag", "v7", "--output", tmp_path / "kept") == 0
     assert names(hub) == ["create_repo", "repo_info", "list_repo_refs", "upload_folder", "create_tag"]

@@ -88,6 +88,7 @@ def test_rows_with_half_a_character_or_nested_too_deep_are_failures_of_their_own
     assert rows_of([str(path)])[5]["text"] == "The last."
 
 
+@pytest.mark.slow
 def test_nothing_is_read_ahead_where_there_is_no_store(monkeypatch, tmp_path):
     read = []
 

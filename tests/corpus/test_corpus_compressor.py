@@ -109,6 +109,7 @@ def test_heads_that_keep_unlike_numbers_of_key_values_keep_their_names(folder, p
         assert columns["slots"][row].shape[0] == int(alone.num_slots)
 
 
+@pytest.mark.slow
 def test_the_pipeline_returns_rows_in_order_from_batches_of_any_size(pipe, capfd):
     # Commands that are tested in the same process turn the bars of transformers off.
     logging.enable_progress_bar()

@@ -52,6 +52,7 @@ def resampled(name):
     return {name_: in_own_order(scores, name, SEED) for name_, scores in zip(tallies, means, strict=True)}
 
 
+@pytest.mark.slow
 def test_intervals_are_those_of_resamples_that_are_averaged_one_by_one():
     report, by_set = report_of(), {name: resampled(name) for name in SETS}
     averages = report.averages(QA, "f1")
@@ -127,6 +128,7 @@ def rounded_pairs(intervals):
     return {name: tuple(rounded(ends)) for name, ends in intervals.items()}
 
 
+@pytest.mark.slow
 def test_resamples_come_back_from_what_was_scored(tmp_path):
     report = report_of(["a", "b"])
     again = EvaluationReport("tiny", environment={})
@@ -141,6 +143,7 @@ def test_resamples_come_back_from_what_was_scored(tmp_path):
         assert averages[name] == expected[name]
 
 
+@pytest.mark.slow
 def test_tables_have_the_intervals_of_all_averages():
     lines = report_markdown(report_of()).splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("Averages of f1"))

@@ -146,6 +146,7 @@ def test_start_tokens_and_the_lowest_ratio_count(base, tokenizer, bos_tokenizer)
         context_limit(ICAEForCausalLM.from_base(str(base), compression_ratios=[40], chunk_size=40), bos_tokenizer, [1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "fields", "longest"),
     [

@@ -130,6 +130,7 @@ def test_impossible_curves_are_refused(steps, seeds, message):
         Curve("a", steps, seeds)
 
 
+@pytest.mark.slow
 def test_the_picture_has_every_run_its_range_and_where_it_reaches_the_loss(tmp_path, monkeypatch):
     saved = []
     save = Figure.savefig

@@ -61,6 +61,7 @@ def test_summaries_have_rouge_by_sentence_beside_the_others():
     assert (scores["rougeL"], scores["rougeLsum"]) == (pytest.approx(50.0), pytest.approx(100.0))
 
 
+@pytest.mark.slow
 def test_answers_equal_the_naive_twin(model, tokenizer):
     report = run(model, tokenizer, tasks=(QA,))
     assert set(report.metric_names(QA)) >= {"exact_match", "f1", "substring_accuracy", "rouge1", "rouge2", "rougeL"}

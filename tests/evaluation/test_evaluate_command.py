@@ -94,6 +94,7 @@ def test_command_scores_a_plain_language_model(folders, tmp_path, capsys):
     assert "--plots draws quality by ratio, and teacher is a plain language model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_merged_adapters_answer_as_those_beside_the_weights(folders, qa_file, tmp_path, capsys):
     argv = [str(folders / "tiny-compressor"), "--data-dir", str(tmp_path), "--data", "qa_rows.parquet", "--tasks", QA]
     argv += ["--max-new-tokens", "3", "--num-resamples", "50", "--device", "cpu", "--alternatives", "cut"]

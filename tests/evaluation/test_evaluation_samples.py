@@ -194,6 +194,7 @@ def test_contexts_lose_their_beginning_on_request_behind_the_prefix(tokenizer, p
         assert cut.context_ids == builder(tokenizer).build(data, CONTINUATION)[0].context_ids[-4:]
 
 
+@pytest.mark.slow
 def test_a_longest_context_is_kept_under_every_condition_and_counted(model, tokenizer):
     options = {"tasks": (QA,), "max_context_tokens": 21}
     with pytest.raises(ValueError, match=r"max_context_tokens and the model's positions leave 21 tokens"):

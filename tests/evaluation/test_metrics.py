@@ -76,6 +76,7 @@ WORDS = st.lists(st.sampled_from(["red", "fox", "jumps", "Over", "the", "dog,", 
 TEXTS = st.lists(WORDS, max_size=3).map("\n".join)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=3)), min_size=1, max_size=4))
 def test_rouge_equals_googles_scorer(samples):
     predictions, references = [sample[0] for sample in samples], [sample[1] for sample in samples]
@@ -95,6 +96,7 @@ def test_rouge_by_hand():
     assert scores == pytest.approx({"rouge1": 75.0, "rouge2": 100 / 3, "rougeL": 75.0}, abs=1e-3)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(TEXTS, st.lists(TEXTS, min_size=1, max_size=3)), min_size=1, max_size=4))
 def test_rouge_lsum_equals_googles_scorer_over_lines(samples):
     scorer = rouge_scorer.RougeScorer(["rougeLsum"], use_stemmer=False)

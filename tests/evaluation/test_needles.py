@@ -179,6 +179,7 @@ def test_cells_count_each_kind_apart(grid):
         grid.cell(1024, "ratio=4")
 
 
+@pytest.mark.slow
 def test_a_grid_is_saved_printed_and_drawn(grid, tmp_path):
     loaded = NeedleGrid.load(grid.save(tmp_path / "new" / "grid.json"))
     assert not loaded.answers
@@ -277,6 +278,7 @@ def test_a_killed_grid_goes_on_inside_a_length(model, tokenizer, tmp_path, monke
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_command_writes_table_file_and_picture(folders, tmp_path, capsys):
     (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     output, plot = tmp_path / "needles.json", tmp_path / "needles.png"
@@ -341,6 +343,7 @@ def test_a_grid_keeps_its_answers_and_documents_and_says_when_it_is_done(folders
         main([*argv, "--resume"])
 
 
+@pytest.mark.slow
 def test_two_grids_are_paired_needle_by_needle(folders, tmp_path, capsys):
     (tmp_path / "books.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     files = [tmp_path / f"{name}.jsonl" for name in ("ours", "theirs")]
@@ -356,6 +359,7 @@ def test_two_grids_are_paired_needle_by_needle(folders, tmp_path, capsys):
     assert "| 100 tokens | substring_accuracy | ours full_context | theirs full_context |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_text_that_a_model_was_trained_on_hides_no_needle_unless_that_is_said(folders, tmp_path, capsys):
     compressor = shutil.copytree(folders / "tiny-compressor", tmp_path / "tiny-compressor")
     TrainingDocuments(trained={document_id(text) for text in TEXTS}).save(compressor)

@@ -121,6 +121,7 @@ def test_models_of_nearly_one_size_do_not_print_over_each_other(tmp_path, figure
     assert not texts_overlap(figures[0])
 
 
+@pytest.mark.slow
 def test_long_model_names_do_not_print_over_each_other(tmp_path, figures):
     names = [f"some-organisation/mean-pooling-llama-3.2-1b-instruct-multi-ratio-{index}" for index in range(3)]
     plot_quality_by_ratio([report_of(name) for name in names], QA, "f1", tmp_path / "plot.png")
@@ -135,6 +136,7 @@ def test_domain_gap_draws_a_bar_per_model_and_ratio(tmp_path, figures):
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([5 / 60] * 6)
 
 
+@pytest.mark.slow
 def test_selected_ratios_stand_where_they_came_out_and_beside_the_others(tmp_path, figures):
     report = report_of(ratios=(4, 8))
     for domain, score, reached in (("in", 72.0, 3.0), ("out", 66.0, 6.0)):

@@ -135,6 +135,7 @@ def test_a_compressors_card_shows_quality_by_ratio(root: Path):
     assert pictures == {name: (root / "compressor" / name).read_bytes() for name in shown.values()}
 
 
+@pytest.mark.slow
 def test_a_compressors_card_holds_its_training(root: Path):
     text = write_card(root / "compressor", [root / "compressor.json"], LIMITS).read_text()
     summary = json.loads((root / "compressor" / "training_summary.json").read_text())
@@ -156,12 +157,14 @@ def test_a_compressors_card_holds_its_training(root: Path):
         assert part in text, part
 
 
+@pytest.mark.slow
 def test_no_card_names_a_place_on_this_machine(root: Path):
     for name in ("base", "compressor"):
         assert str(root) not in write_card(root / name, [root / f"{name}.json"], LIMITS).read_text()
     assert str(root) not in write_card(root / "base", [], LIMITS, recipe=str(root / "base.yaml")).read_text()
 
 
+@pytest.mark.slow
 def test_metadata_is_read_back_by_the_hub_library(root: Path):
     path = write_card(
         root / "compressor", [root / "compressor.json"], LIMITS, recipe=str(root / "base.yaml"), license="llama3.2"
@@ -233,6 +236,7 @@ def test_hub_sources_kinds_and_limits_are_noted(root: Path, tmp_path: Path):
     assert "| generated documents | CC0 1.0 | ledger; question answering |" in text
 
 
+@pytest.mark.slow
 def test_a_card_names_the_data_of_earlier_stages(root: Path, tmp_path: Path):
     sources = [{"generated": True, "tasks": [RECONSTRUCTION], "weight": 1, "title": "last"}]
     recipe = write_recipe(tmp_path / "last.yaml", checkpoint=str(root / "compressor"), sources=sources)
@@ -279,6 +283,7 @@ def test_a_licence_is_that_of_the_same_file_and_rows(root: Path, tmp_path: Path)
     assert "| my_set | CC BY 4.0 | train split; question answering; where length is from 4 and below 8 |" in text
 
 
+@pytest.mark.slow
 def test_reports_of_several_seeds_are_one_row(root: Path, report: EvaluationReport):
     second = replace(report, rows=[shifted(row) for row in report.rows])
     text = write_card(root / "compressor", [report, second], LIMITS).read_text()
@@ -288,6 +293,7 @@ def test_reports_of_several_seeds_are_one_row(root: Path, report: EvaluationRepo
     assert "drawn by seed 0, 1." in text
 
 
+@pytest.mark.slow
 def test_a_card_says_what_its_scores_must_not_be_read_without(root: Path, report: EvaluationReport):
     rows = [replace(row, num_truncated=1) for row in report.rows if row.condition.startswith("ratio")]
     settings = {**report.settings, "memory_dtype": "int2", "max_context_tokens": 40}
@@ -387,6 +393,7 @@ def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
         write_card(compressor, [], LIMITS, recipe="embeded/base.yaml")
 
 
+@pytest.mark.slow
 def test_a_refused_card_leaves_the_old_one(root: Path):
     path = write_card(root / "compressor", [], LIMITS)
     before = path.read_text()
@@ -402,6 +409,7 @@ def test_training_leaves_its_hours_and_hardware(root: Path):
     assert "thread" in summary["device"]
 
 
+@pytest.mark.slow
 def test_command_writes_the_card(root: Path, capsys: pytest.CaptureFixture[str]):
     argv = [str(root / "compressor"), "--scores", str(root / "compressor.json"), "--limit", LIMITS[0]]
     assert cli.main(["card", *argv, "--limit", LIMITS[1], "--summary", "Tiny.", "--model-id", "me/tiny"]) == 0

@@ -92,6 +92,7 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
         DocumentMemories(pipe).to_dict()
 
 
+@pytest.mark.slow
 def test_others_compact_a_shared_store_and_delete_from_it(folder, tmp_path):
     memories = DocumentMemories(folder, 4, store=tmp_path / "s.lance", device="cpu")
     ids = [name for text in TEXTS for name in memories.compress([text])]
@@ -106,6 +107,7 @@ def test_others_compact_a_shared_store_and_delete_from_it(folder, tmp_path):
         memories.answer(QUESTION, ids)
 
 
+@pytest.mark.slow
 def test_a_document_is_kept_at_the_ratio_that_it_selects(folder, tmp_path, monkeypatch):
     pipe = CorpusCompressor(folder, device="cpu").pipe
     model = type(pipe.model)(pipe.model.config.from_pretrained(folder, ratio_selector="ratio")).eval()

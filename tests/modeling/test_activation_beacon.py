@@ -100,6 +100,7 @@ def gradients(model, loss):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["llama-sdpa", "qwen3-eager"])
 def test_slots_and_states_are_the_naive_twins(base, case_on):
     """Values and gradients, through all windows, with keys noted before their rotation and behind Qwen3's norms."""

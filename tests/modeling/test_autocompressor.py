@@ -171,6 +171,7 @@ def test_configurations_say_what_is_allowed(tiny_base_config):
 # --- LLoCO ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_equal_settings", [False, True])
 def test_the_reader_starts_from_a_compressor_and_reads_its_memories(has_equal_settings, autocompressor, tmp_path):
     """Its adapter is new, whatever the shared one's settings, starts without effect, and names no memory."""

@@ -241,6 +241,7 @@ def test_light_checkpoints_are_trained_as_remote_code_and_their_children_load_wi
         assert not found["logits"].allclose(outputs_here(model, inputs)["logits"], atol=1e-4), child
 
 
+@pytest.mark.slow
 def test_a_child_of_a_hub_checkpoint_names_it_and_a_copy_names_nobody(form_case, tmp_path, local_hub, start_light):
     start_light(form_case, local_hub).save_pretrained(tmp_path / "first")
     repository = local_hub.folder / "models--me--compressor"

@@ -125,6 +125,7 @@ def test_other_files_are_refused(tmp_path):
         assert name in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
 def test_every_truncation_is_detected(tmp_path, carrier):
     path = tmp_path / "memory.safetensors"

@@ -26,6 +26,7 @@ def base_folder(backbone_case, tmp_path):
     return folder
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_bases_own_logits_are_there_in_bfloat16_too(backbone_case, base_folder, tmp_path):
     method, text = backbone_case.method, torch.arange(5, 17)[None]
@@ -60,6 +61,7 @@ def test_the_bases_own_logits_are_there_in_bfloat16_too(backbone_case, base_fold
     assert loaded(text, context_input_ids=text).logits.equal(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.costly
 @torch.no_grad()
 def test_a_pretrained_base_compresses_saves_and_loads(method_case, pretrained_base, tmp_path):
@@ -145,6 +147,7 @@ def test_a_wrong_value_is_refused_before_the_weights_are_read(form_case, tmp_pat
         form_case.method.causal_lm_class.from_base(tmp_path, compression_ratios=(4, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pretrained_base", ["stories260K"], indirect=True)
 def test_a_local_bases_folder_does_not_stand_in_the_checkpoint(form_case, pretrained_base, tmp_path):
     model = form_case.method.causal_lm_class.from_base(pretrained_base, **form_case.method.easy)

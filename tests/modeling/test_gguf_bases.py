@@ -64,6 +64,7 @@ def test_other_rules_are_left_as_the_library_reads_them(tmp_path):
     assert all(own.pre_tokenize_str(text) == plain.pre_tokenize_str(text) for text in TEXTS)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compressor_starts_from_a_file_and_is_saved_whole(tiny_gguf_folder, tmp_path):
     folder = tmp_path / "base"
@@ -80,6 +81,7 @@ def test_a_compressor_starts_from_a_file_and_is_saved_whole(tiny_gguf_folder, tm
     assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_file_on_the_hub_is_named_by_a_light_checkpoint(tiny_gguf_folder, tmp_path, local_hub):
     repository = local_hub.folder / "models--me--tiny-GGUF"

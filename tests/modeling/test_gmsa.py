@@ -189,6 +189,7 @@ def two_models(tiny_base_config, tmp_path):
     return make
 
 
+@pytest.mark.slow
 @both
 @torch.no_grad()
 def test_encoder_and_decoder_of_two_families(method, method_cases, two_models, tmp_path):
@@ -219,6 +220,7 @@ def test_encoder_and_decoder_of_two_families(method, method_cases, two_models, t
             assert str(tmp_path) not in path.read_text(encoding="utf-8"), path.name
 
 
+@pytest.mark.slow
 def test_the_encoders_tokenizer_is_part_of_the_checkpoint(two_models, tmp_path):
     # transformers would make a Qwen2 tokenizer of any that stands beside a Qwen2.
     decoder, encoder = two_models("mistral")

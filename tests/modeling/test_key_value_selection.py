@@ -169,6 +169,7 @@ def naive_snap_kv(model, ids, ratio, question=None):
     return kept
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_snap_kv_is_a_loop_over_layers_heads_and_places(random_rows, pad_rows):
     rows, asked = random_rows([33, 9, 1, 20]), random_rows([4, 2, 6, 1], seed=3)
@@ -303,6 +304,7 @@ def test_a_forward_pass_waits_for_the_device_no_more_than_those_of_other_methods
 # --- checkpoints without weights ---
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_checkpoint_names_its_base_and_holds_no_weights(inputs, tmp_path, local_hub, start_light):
     for number, case in enumerate((STREAMING_LLM, SNAP_KV)):

@@ -33,6 +33,7 @@ def expected_names(model):
     return own | trainable(model)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_light_checkpoint_is_the_saved_model(adapter_case, inputs, tmp_path, local_hub, start_light, slots):
     case, model = adapter_case, start_light(adapter_case, local_hub)
@@ -63,6 +64,7 @@ def test_a_light_checkpoint_is_the_saved_model(adapter_case, inputs, tmp_path, l
     assert set(stored(tmp_path / "whole")) > expected_names(model)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_light_checkpoint_serves_the_backbone_too(form_case, inputs, tmp_path, local_hub, start_light):
     model = start_light(form_case, local_hub)
@@ -98,6 +100,7 @@ def test_the_type_asked_for_is_the_bases_and_what_trains_is_float32(
         assert {n: t.dtype for n, t in stored(tmp_path / "again").items()} == types, asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["easy", "wide_encoder"])
 def test_a_base_started_in_float16_is_found_again_and_reads_the_memories_so_far(
     method_cases, inputs, tmp_path, local_hub, start_light, variant
@@ -122,6 +125,7 @@ def test_a_device_map_is_followed_and_disk_is_refused(method_cases, inputs, tmp_
         AutoModelForCausalLM.from_pretrained(tmp_path / "light", device_map={"": "disk"})
 
 
+@pytest.mark.slow
 def test_configuration_fields_can_be_replaced_while_loading(method_cases, tmp_path, local_hub, start_light):
     start_light(method_cases["mean_pooling"], local_hub).save_pretrained(tmp_path / "light")
     method = method_cases["mean_pooling"].method
@@ -140,6 +144,7 @@ def test_several_files_are_read(method_cases, inputs, tmp_path, local_hub, start
 # --- where the base is ---
 
 
+@pytest.mark.slow
 def test_a_base_in_a_folder_is_stored_unless_told_otherwise(method_cases, inputs, tmp_path, local_hub, start_light):
     case = method_cases["mean_pooling"]
     start_light(case, local_hub)
@@ -159,6 +164,7 @@ def test_a_base_in_a_folder_is_stored_unless_told_otherwise(method_cases, inputs
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_hub_base_gives_light_checkpoints(method_cases, inputs, tmp_path, local_hub, start_light):
     case = method_cases["mean_pooling"]
     start_light(case, local_hub)
@@ -172,6 +178,7 @@ def test_a_copy_of_a_hub_base_gives_light_checkpoints(method_cases, inputs, tmp_
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
+@pytest.mark.slow
 def test_a_missing_base_is_named_with_the_way_out(method_cases, inputs, tmp_path, local_hub, start_light):
     model = start_light(method_cases["mean_pooling"], local_hub)
     model.save_pretrained(tmp_path / "light")
@@ -281,6 +288,7 @@ def test_a_copy_and_a_cast_of_a_model_are_as_light(method_cases, tmp_path, local
         assert set(stored(tmp_path / "light")) == expected_names(model)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_resized_vocabulary_lies_over_the_base(form_case, inputs, tmp_path, local_hub, start_light):
     model = start_light(form_case, local_hub)
@@ -296,6 +304,7 @@ def test_a_resized_vocabulary_lies_over_the_base(form_case, inputs, tmp_path, lo
     assert loaded(**inputs).logits.equal(model(**inputs).logits)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_base_in_a_subfolder_is_found_again(method_cases, inputs, tmp_path, local_hub):
     case = method_cases["mean_pooling"]
@@ -326,6 +335,7 @@ def test_a_merged_model_is_saved_whole(method_cases, inputs, tmp_path, local_hub
         model.save_pretrained(tmp_path / "light", include_base=False)
 
 
+@pytest.mark.slow
 def test_a_whole_model_becomes_light_when_its_base_is_linked(form_case, inputs, tmp_path, local_hub, start_light):
     model = start_light(form_case, local_hub)
     model.save_pretrained(tmp_path / "whole", include_base=True)

@@ -49,6 +49,7 @@ def naive(values, bits, size=8):
     return rounded
 
 
+@pytest.mark.slow
 def test_values_and_bytes_are_those_of_a_naive_twin():
     for carrier, form in product(CARRIERS, FORMS):
         check_values(carrier, form)

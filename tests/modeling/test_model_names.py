@@ -48,6 +48,7 @@ def test_a_fingerprint_does_not_depend_on_the_type_but_on_every_weight(method_ca
         parameter.data = before
 
 
+@pytest.mark.slow
 @pytest.mark.costly
 def test_a_models_name_tells_any_changed_value(method_case):
     model = method_case.build()

@@ -100,6 +100,7 @@ def test_a_rounded_base_is_used_with_one_warning_that_names_the_error(light, loc
     )
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_checkpoint_of_a_rounded_base_is_used_on_the_unrounded_one(
     method_cases, local_hub, start_light, tmp_path, warnings
@@ -154,6 +155,7 @@ def test_a_base_with_one_kind_of_weights_of_another_model_is_refused(light, loca
         AutoModelForCausalLM.from_pretrained(light, base_model=tmp_path / "other")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_layer_of_another_model_is_refused_though_it_is_not_in_the_sample(
@@ -173,6 +175,7 @@ def test_one_layer_of_another_model_is_refused_though_it_is_not_in_the_sample(
         AutoModelForCausalLM.from_pretrained(tmp_path / "light", base_model=tmp_path / "other")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_samples_of_earlier_versions_are_read(light, local_hub, tmp_path, warnings):
     model, config = base_model(local_hub), json.loads((light / "config.json").read_text())

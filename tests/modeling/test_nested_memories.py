@@ -27,6 +27,7 @@ def compressed(model, ids, mask=None, ratio=RATIOS):
     return model.compress(ids, mask, ratio=ratio, allow_untrained_ratio=True)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_coarser_memory_is_what_compressing_again_gives(nested_models, random_rows, pad_rows):
     """Each pair, head, position and byte of it, from any finer one."""

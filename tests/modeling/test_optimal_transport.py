@@ -215,6 +215,7 @@ def test_converges_to_pots_entropic_plan():
     torch.testing.assert_close(sinkhorn(cost, source, target, 0.1, 2000), expected, rtol=1e-6, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_becomes_exact_transport_as_epsilon_goes_to_zero():
     cost = torch.tensor([[0.0, 1.0], [0.5, 0.5], [1.0, 0.0]], dtype=torch.float64)
     source, target = torch.tensor([0.2, 0.5, 0.3]).double(), torch.tensor([0.6, 0.4]).double()

@@ -196,6 +196,7 @@ def test_the_task_token_stands_where_the_first_half_of_appendix_c_ends(text_leng
     assert (int(text_ids[0]), int(text_ids[-1])) == (prefix_length, text_length)
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 500),
     st.integers(1, 120),

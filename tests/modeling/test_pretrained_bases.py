@@ -329,6 +329,7 @@ def test_a_snapshot_of_the_hub_is_known_by_its_repository(cache, tmp_path):
     assert (entry["repo_id"], entry["revision"]) == (NAME, snapshot.name)
 
 
+@pytest.mark.slow
 def test_an_encoder_is_found_in_the_cache_too(cache, fetches, tmp_path):
     pretrained_base(NAME)
     model = MeanPoolingForCausalLM.from_base(NAME, encoder=NAME, compression_ratios=[2])

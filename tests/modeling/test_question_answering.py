@@ -115,6 +115,7 @@ def test_an_encoder_decoder_is_asked_the_same_way(encoder_decoder, tiny_tokenize
         pipe.compress(DOCUMENTS[:1]).to_prompt_embeds(tiny_tokenizer, "Who?", encoder_decoder)
 
 
+@pytest.mark.slow
 def test_documents_are_compressed_with_their_question_where_the_checkpoint_does_so(tiny_tokenizer):
     model = build_encoder_decoder(question_placement="encoder")
     pipe = model.question_answering(tiny_tokenizer, **LENGTH)
@@ -152,6 +153,7 @@ def test_a_backbone_alone_cannot_be_asked(form_case, encoder_decoder, tiny_token
             backbone.question_answering(tiny_tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.costly
 def test_many_questions_about_many_documents(pipe_of_each_method):
     pipe = pipe_of_each_method
@@ -231,6 +233,7 @@ def test_what_cannot_be_compressed_is_refused(pipe):
             pipe("Who?", context="a", max_tokens=wrong)
 
 
+@pytest.mark.slow
 def test_a_generation_configuration_says_what_the_pipeline_would(pipe):
     pipe = pipe.model.question_answering(pipe.tokenizer)
     asked = {"question": QUESTIONS, "context": DOCUMENTS[0]}

@@ -87,6 +87,7 @@ def test_scorers_rank_and_while_they_learn_the_attention_of_the_second_reading_d
             assert kept[: len(kept) // 2] != kept[len(kept) // 2 :]
 
 
+@pytest.mark.slow
 def test_scorers_learn_by_the_plain_squared_error_whatever_the_loss(ranked, random_rows, pad_rows):
     """And everything else by the loss alone."""
     rows = random_rows([13, 5, 0])
@@ -216,6 +217,7 @@ def naive_logits(plain, row, rest):
     return torch.cat([first.logits, behind_it.logits], dim=1)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_chunks_of_a_context_beyond_the_bases_positions_stand_at_the_same(ranked, random_rows, pad_rows):
     """Each right behind the opening, and the text behind all of them; shorter contexts stay as they are."""

@@ -77,6 +77,7 @@ def test_one_checkpoint_serves_the_backbone_too(method_case, inputs, tmp_path, s
     assert slots(memory).equal(slots(model.compress(inputs["context_input_ids"])))
 
 
+@pytest.mark.slow
 @pytest.mark.costly
 @torch.no_grad()
 def test_a_loaded_model_saves_and_loads_again(method_case, inputs, tmp_path):
@@ -143,6 +144,7 @@ def test_checkpoints_of_decal_and_of_other_methods_and_bases_are_told_apart(meth
         type(model).from_pretrained(tmp_path / "base")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mean_pooling", "five_hundred_x"])
 @torch.no_grad()
 def test_memories_of_a_checkpoints_own_code_and_of_the_package_mix(method_cases, name, inputs, question, tmp_path):
@@ -189,6 +191,7 @@ def test_task_tokens_keep_their_embeddings_in_whatever_order_they_are_named(meth
     assert loaded.model._embed_text(ids).equal(model.model._embed_text(ids))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bfloat16_keeps_what_trains_in_float32(backbone_case, inputs, tmp_path):
     model = backbone_case.build(**({} if backbone_case.method.ranks else {"task_token_ids": {"[AE]": 128}}))
@@ -358,6 +361,7 @@ def test_a_model_whose_weights_were_exchanged_has_another_name(form_case):
 # --- adapters ---
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_adapters_can_be_off_and_can_be_merged(adapter_case, inputs, question, tmp_path, caplog):
     case, config = adapter_case, adapter_case.config()

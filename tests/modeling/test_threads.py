@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from tiny_models import METHODS, ON_EVERY_BASE, Case
+from tiny_models import METHODS, Case
 from transformers import TextIteratorStreamer
 
 from context_compressors.configuration.configuration_decal import DeCALConfig
@@ -114,17 +114,13 @@ def calls_of(model, tokenizer):
     return {name: torch.no_grad()(call) for name, call in calls.items()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ON_EVERY_BASE else pytest.mark.slow)
-        for name in (*(method.name for method in METHODS), "decal")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*(method.name for method in METHODS), "decal"])
 def test_calls_of_all_kinds_are_right_in_eight_threads(name, tiny_tokenizer):
     assert not together(calls_of(built(name), tiny_tokenizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "variant"), [("mean_pooling", "easy"), ("five_hundred_x", "easy")])
 def test_gradients_under_checkpointing_are_right_in_threads(name, variant):
     """Each recomputation uses the adapter of its own forward call, also in a thread that made no such call."""

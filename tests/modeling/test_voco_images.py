@@ -97,6 +97,7 @@ def test_a_memory_is_what_the_base_itself_would_cache_of_voco_tokens_behind_the_
     assert not memory.key_values[1][1][0].allclose(memory.key_values[1][1][1], atol=1e-3), "the images differ"
 
 
+@pytest.mark.slow
 def test_the_masked_pass_is_compressing_and_then_reading_and_reaches_the_projector(base):
     kind, *_ = base
     trains = [r"\.lora_", "memory_embeddings", "projector|connector"]
@@ -154,6 +155,7 @@ def test_padded_rows_are_read_as_alone_and_several_questions_follow_one_image(ba
         assert model.generate(question[None], **image, **GREEDY)[0].equal(answer)
 
 
+@pytest.mark.slow
 def test_it_starts_from_the_bases_own_weights_and_is_saved_and_loaded_whole(base, tmp_path):
     kind, folder, own = base
     model, context, text = start(base), images(kind), ids_of(4, seed=1, most=120)

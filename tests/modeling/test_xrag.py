@@ -39,6 +39,7 @@ def folders(tmp_path_factory):
     return folder / "decoder", folder / "encoder"
 
 
+@pytest.mark.slow
 def test_slots_equal_a_naive_twins_values_and_gradients(folders):
     context, ratios = ids_of(11, most=len(WORDS)), (4, 3, 11)
     retriever = AutoModel.from_pretrained(folders[1]).eval()
@@ -108,6 +109,7 @@ def test_the_encoders_ends_stand_around_passages_if_the_base_has_its_tokenizer(f
     assert not {CLS, SEP} & set(model.encoder_tokenizer("the otter").input_ids)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_the_encoders_tokenizer_puts_around_a_text_stands_around_each_passage(folders, tmp_path, caplog):
     model = XRAGForCausalLM.from_base(folders[0], encoder=folders[1], compression_ratios=[7])

@@ -79,6 +79,7 @@ def test_half_a_character_of_a_stop_ends_no_part_of_it(is_streamed):
     assert "".join(parts) == ("答：蜂蜜。" if is_streamed else "")
 
 
+@pytest.mark.slow
 def test_a_store_is_compacted_now_and_then_also_where_the_server_is_started_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(server_memories, "_COMPACTED_EVERY", 8)
     memory = make_memory((3, 5))

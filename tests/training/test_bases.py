@@ -90,6 +90,7 @@ def test_a_gguf_file_that_is_not_there_is_refused_with_those_that_are(tiny_gguf_
         main([recipe])
 
 
+@pytest.mark.slow
 def test_a_compressor_is_fitted_to_a_gguf_file(tiny_gguf_folder, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("it'll 123 " * 9)
     command = ["fit", str(tiny_gguf_folder), "--data", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out")]

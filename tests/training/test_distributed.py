@@ -299,6 +299,7 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_cut_up(write_r
         trainer.create_optimizer()
 
 
+@pytest.mark.slow
 def test_a_method_that_fsdp_cannot_shard_is_refused(write_recipe, tmp_path):
     from context_compressors.training.train import build_trainer
 

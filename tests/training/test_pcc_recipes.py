@@ -52,6 +52,7 @@ def test_recipes_hold_the_authors_table(tmp_path):
         assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 128
 
 
+@pytest.mark.slow
 def test_a_chunk_for_the_tokens_in_front_of_a_context_alone_is_warned_of(base_folder, tmp_path, caplog):
     sources = [{**GENERATED, "tasks": ["question_answering"]}]
     fields = {**SMALL, "base": str(base_folder), "sources": sources, "method_config": {"chunk_size": 16}}

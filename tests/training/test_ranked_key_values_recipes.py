@@ -48,6 +48,7 @@ def adapter(base_folder, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compressor_answers_as_the_adapter_that_it_starts_from(base_folder, adapter, tokenizer, tmp_path):
     """The shared adapter's compressor reads and answers with it, another's decoder answers with it."""
@@ -72,6 +73,7 @@ def test_a_compressor_answers_as_the_adapter_that_it_starts_from(base_folder, ad
     torch.testing.assert_close(icae(ids).logits, expected)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_does_not_fit_is_refused(base_folder, adapter, tmp_path):
     def changed(**fields):
         folder = tmp_path / next(iter(fields))
@@ -132,6 +134,7 @@ def test_fitted_scorers_are_the_ridge_regression_of_the_second_readings_attentio
             model.model.fit_scorers(batches, ridge=ridge)
 
 
+@pytest.mark.slow
 def test_the_error_is_shared_out_among_the_calls_of_a_step(base_folder, tmp_path):
     torch.manual_seed(0)
     model = RankedKeyValuesForCausalLM.from_base(base_folder, encoder_lora=LORA).train()

@@ -32,6 +32,7 @@ def test_the_papers_settings_and_all_of_vicuna_trains(tmp_path):
     assert trained == sum(parameter.numel() for parameter in built.parameters()) == 6_738_415_616 + 4096
 
 
+@pytest.mark.slow
 def test_the_comparisons_adapter_has_the_budget_of_all_methods(tmp_path):
     model, *_ = parse("smollm2/comparison/voco.yaml", folder=tmp_path)
     shape = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}

@@ -62,6 +62,7 @@ def test_models_that_cannot_be_averaged_are_refused(tmp_path):
             average_weights([tmp_path / "a"], tmp_path / "a", shares)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_light_checkpoints_are_stored_small_and_averaged_on_their_own_base(tmp_path):
     models = []

@@ -77,6 +77,7 @@ def test_a_method_without_memory_tokens_is_refused(llama, tokenizer):
         memory_attention(merging, tokenizer, TEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "titles"),
     [(None, ["layer 2 of 4", "layer 4 of 4"]), ([3], ["layer 3 of 4"]), ([4, 1], ["layer 4 of 4", "layer 1 of 4"])],

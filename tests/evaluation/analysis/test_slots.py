@@ -317,6 +317,7 @@ def titled(figure):
     return {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
 
 
+@pytest.mark.slow
 def test_allocation_has_a_map_for_each_model_with_its_tokens(tmp_path, figures):
     weights = torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
     path = tmp_path / "new" / "map.png"
@@ -331,6 +332,7 @@ def test_allocation_has_a_map_for_each_model_with_its_tokens(tmp_path, figures):
     assert "t" not in [label.get_text() for label in axes["b"].get_xticklabels()]
 
 
+@pytest.mark.slow
 def test_layer_weights_stand_with_layers_up_and_tokens_across(tmp_path, figures):
     weights = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
     plot_layer_weights({"a": weights, "b": weights}, tmp_path / "gate.png", {"a": ["x", "y"]}, {"b": 1})
@@ -342,6 +344,7 @@ def test_layer_weights_stand_with_layers_up_and_tokens_across(tmp_path, figures)
         assert axes.get_ylim() == (bottom, bottom + 3)
 
 
+@pytest.mark.slow
 def test_correlations_share_one_scale(tmp_path, figures):
     plot_slot_correlation({"a": torch.eye(3), "b": torch.full((2, 2), -1.0)}, tmp_path / "correlation.png")
     axes = titled(figures[0])

@@ -113,6 +113,7 @@ def test_stock_sft_trainer_trains_with_the_collator(dataset, tokenizer, compress
     assert trainable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer_class", "mode"), [(CompressionTrainer, "compressed"), (DistillationTrainer, "distillation")]
 )

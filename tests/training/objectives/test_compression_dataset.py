@@ -133,6 +133,7 @@ def test_reconstruction_repeats_the_context_exactly(tokenizer, folder):
         assert example["num_cut"] == 0
 
 
+@pytest.mark.slow
 def test_continuation_goes_on_where_the_context_ends(tokenizer, folder):
     texts = [encode(tokenizer, generate_document(seed, num_tokens=300).text) for seed in range(4)]
     source = {**TEXT, "tasks": ["continuation"]}

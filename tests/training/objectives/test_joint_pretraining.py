@@ -103,6 +103,7 @@ def separate_steps(model, batch, alpha, ratios=(2, 4)):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_shared_slots_give_the_loss_and_gradients_of_separate_steps(

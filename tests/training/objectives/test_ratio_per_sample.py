@@ -141,6 +141,7 @@ def test_draws_do_not_depend_on_batches_or_processes_and_differ_by_index_and_see
     assert set(draw([again]).tolist()) == set(RATIOS)
 
 
+@pytest.mark.slow
 def test_a_recipe_draws_with_its_seed(base_folder, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     source = {"generated": True, "tasks": ["reconstruction"], "weight": 1}
