@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from benchmarks.common.tools import tells_errors
-from benchmarks.comparison.page_short import answer, first_table, not_found, rows_on_the_first, short_table
+from benchmarks.comparison.page_short import answer, not_found, short_table
 from benchmarks.comparison.page_tables import by_bytes, by_set, main_table, orderings_table, trainings
 from benchmarks.comparison.pictures import draw
 from benchmarks.comparison.plan import BY_QUESTION, PUBLISHED, name_of_row, read_results
@@ -25,10 +25,9 @@ HERE = Path(__file__).parent
 _HEAD = """# Which compressor, at which ratio, and is it better than cutting the text?
 
 Methods of the family and what people would use instead, on one base, SmolLM2-135M-Instruct, and on the same
-questions, of which the peers that prune or drop tokens answer the first. One reader, that base trained to answer from
-the full text, reads for all that is not trained. The family is trained from the reader with one budget: the same
-examples in the same order, prompts, ratios by step and about as many trainable parameters. `page.py` writes this page,
-its tables from `comparison.json`.
+questions. One reader, that base trained to answer from the full text, reads for all that is not trained. The family is
+trained from the reader with one budget: the same examples in the same order, prompts, ratios by step and about as many
+trainable parameters. `page.py` writes this page, its tables from `comparison.json`.
 """
 _HOW = r"""## How it is run
 
@@ -177,23 +176,16 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
         kinds = _kinds(results, table)
         most = max(row["num_questions"] for row in means)
         whole = [row for row in means if row["num_questions"] == most]
-        first = rows_on_the_first(results, _averaged(results))
         parts += [
             "## In short\n",
-            answer(whole, first, results, table, kinds, titles) + "\n",
+            answer(whole, results, table, kinds, titles) + "\n",
             short_table(whole, results["orderings"], kinds, titles, aware, common),
-            *([first_table(first, kinds, titles, aware, common)] if first else []),
             *not_found(results, titles),
         ]
         for cost, label in (("kept_positions", "positions in place of the context"), ("memory_bytes", "bytes kept")):
             draw(means, kinds, titles, aware, cost, label, folder / f"f1_by_{cost}.png")
             parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
         parts.append("\nDotted: what sees the question.")
-        if first:
-            parts[-1] += (
-                f' Hollow, "n {first[0]["num_questions"]}" in the legend: what answered the first questions alone, '
-                f"where no context, full text and cut text are of all {most}."
-            )
     parts += ["\n## Is it so?\n", orderings_table(results["orderings"], titles)]
     if any(", earlier" in part for part in parts):
         parts.append(
@@ -257,10 +249,9 @@ def _paid(results: Mapping[str, Any]) -> str:
     settings, run = results["settings"], results["budget"].get("run", {})
     sets = settings["sets"]
     asked = ", ".join(f"{name} {entry['questions']}" for name, entry in sets.items())
-    answered = ", ".join(f"{name} {entry['peers']}" for name, entry in sets.items() if entry["peers"])
     low, high = settings["context_tokens"]
-    text = f"Asked: {asked}; the peers that prune or drop tokens answer the first of them: {answered}. Contexts have "
-    text += f"{low} to {high} tokens. "
+    text = f"Asked: {asked}. Contexts have {low} to {high} tokens. "
+    text += _answered_some(results)
     if run:
         text += f"Each method was trained on {run['tokens']:,} tokens, {run['examples']:,} examples: "
         text += "what it would learn from more is not known here. " if settings["size"] == "small" else "see below. "
@@ -268,6 +259,15 @@ def _paid(results: Mapping[str, Any]) -> str:
         text += "No document that is asked about trains or chooses: `comparison.json` has the ids of the three parts, "
         text += "and the reader's record those that it had seen before. "
     return text + _computed_in(results) + "\n"
+
+
+def _answered_some(results: Mapping[str, Any]) -> str:
+    """The systems that have not answered all questions."""
+    means, titles = [row for row in results["rows"] if row["set"] == "mean"], _titles()
+    most = max((row["num_questions"] for row in means), default=0)
+    found = dict.fromkeys((titles[row["system"]], row["num_questions"]) for row in means)
+    fewer = [f"{title} {number}" for title, number in found if number < most]
+    return f"Of these {most} questions some systems have answered fewer: {', '.join(fewer)}. " if fewer else ""
 
 
 def _computed_in(results: Mapping[str, Any]) -> str:

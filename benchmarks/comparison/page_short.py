@@ -4,14 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from benchmarks.comparison.page_tables import interval, ratio_title
-from context_compressors.evaluation.bootstrap import percentile_interval
-from context_compressors.evaluation.paired import resampled_means
 from context_compressors.reporting.tables import markdown_table
 
 Row = Mapping[str, Any]
@@ -23,7 +18,6 @@ _IN_WORDS = {"holds": "above cut text", "does not": "below cut text", "cannot be
 
 def answer(
     rows: Sequence[Row],
-    first: Sequence[Row],
     results: Mapping[str, Any],
     table: Mapping[str, Any],
     kinds: Mapping[str, str],
@@ -33,7 +27,6 @@ def answer(
 
     Args:
         rows: means over sets, of systems that answered all questions.
-        first: of `rows_on_the_first`.
         results: the result file's content.
         table: `systems.yaml`.
         kinds: system -> what it keeps.
@@ -45,17 +38,14 @@ def answer(
     vectors = {name for name in once if kinds.get(name) == "embeddings"}
     untrained = {*table["peers"], *(name for name, entry in table["family"].items() if not entry.get("trains", True))}
 
-    def best(rows: Sequence[Row], names: set[str], than_cut: Mapping[Any, Row]) -> str:
+    def best(names: set[str]) -> str:
         return _best([row for row in rows if row["system"] in names], ratios, than_cut, untrained, titles)
 
     lines = {
-        "Made once for all questions, F1 is highest with": best(rows, once, than_cut),
-        "Of vectors with": best(rows, vectors, than_cut),
-        "Made anew for each question with": best(rows, aware, than_cut),
+        "Made once for all questions, F1 is highest with": best(once),
+        "Of vectors with": best(vectors),
+        "Made anew for each question with": best(aware),
     }
-    if first:
-        asked = f"On the first {first[0]['num_questions']} questions, of all whose scores by question are kept, made"
-        lines |= {f"{asked} once with": best(first, once, {}), f"{asked} anew with": best(first, aware, {})}
     lines |= _beside_cut(than_cut, ratios, vectors, titles)
     low, high = results["settings"]["context_tokens"]
     tokens = results["budget"].get("run", {}).get("tokens")
@@ -154,60 +144,6 @@ def short_table(
         text += ', and "earlier" what is of answers before cut text was answered anew'
     header = ["system", "keeps", "kB", *map(ratio_title, ratios), "than cut text"]
     return f"{text}.\n\n{markdown_table(header, lines)}"
-
-
-def rows_on_the_first(results: Mapping[str, Any], sets: Sequence[str]) -> list[Row]:
-    """Means on the questions that all peers answered: their own, and of others what these questions scored.
-
-    Without a system that answered these alone there are none.
-    """
-    fewer = {name: entry["peers"] for name, entry in results["settings"]["sets"].items() if name in sets}
-    total = sum(fewer.values())
-    values: dict[tuple[str, int | str], dict[str, np.ndarray]] = {}
-    for row in results["rows"]:
-        number = fewer.get(row["set"])
-        of_seeds = [of_seed[:number] for of_seed in row.get("by_question", ()) if number]
-        if of_seeds and all(len(of_seed) == number and None not in of_seed for of_seed in of_seeds):
-            values.setdefault((row["system"], row["ratio"]), {})[row["set"]] = np.array(of_seeds)
-    found: list[Row] = []
-    means = [row for row in results["rows"] if row["set"] == "mean"]
-    for row in means:
-        of_sets = values.get((row["system"], row["ratio"]), {})
-        if row["num_questions"] == total:
-            found.append(row)
-        elif len(of_sets) == len(fewer):
-            f1 = fmean(float(of_set.mean()) for of_set in of_sets.values())
-            intervals = _interval_on_the_first(of_sets, results["question_documents"])
-            found.append({**row, "scores": {"f1": f1}, "intervals": intervals, "num_questions": total})
-    return found if any(row["num_questions"] == total for row in means) else []
-
-
-def _interval_on_the_first(values: Mapping[str, np.ndarray], documents: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The interval of a mean over sets, over documents; none as long as these are not known."""
-    if not documents:
-        return {}
-    resamples = [
-        resampled_means([of_set], documents[title][: of_set.shape[1]], seed=number)[0]
-        for number, (title, of_set) in enumerate(values.items())
-    ]
-    return {"f1": percentile_interval(np.mean(resamples, axis=0))}
-
-
-def first_table(
-    rows: Sequence[Row], kinds: Mapping[str, str], titles: Mapping[str, str], aware: set[str], common: Sequence[int]
-) -> str:
-    """A line for each system of `rows_on_the_first`, the best at the middle ratio first."""
-    ratios = _ratios(rows, common)
-    lines = [
-        [titles[system], _keeps(system, kinds, aware), *("" if row is None else interval(row, "f1") for row in found)]
-        for system, found in _ranked(rows, ratios)
-    ]
-    text = (
-        f"\nThe peers that prune or drop tokens answered the first {rows[0]['num_questions']} of these questions. On "
-        f"these alone, of all whose scores by question are kept: {_bounds(rows, titles)}In brackets 95 % intervals "
-        "over documents.\n\n"
-    )
-    return text + markdown_table(["system", "keeps", *map(ratio_title, ratios)], lines)
 
 
 def _ratios(rows: Sequence[Row], common: Sequence[int]) -> list[int]:

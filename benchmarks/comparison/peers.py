@@ -184,7 +184,7 @@ class Press:
         )
 
     def read(self, question: Question) -> Any:
-        """What each layer gives the press, which leaves all of it yet; what is read behind, and how much is in front."""
+        """What each layer gives the press, which drops nothing yet; what is read behind it; the number of places."""
         split = len(question["prompt_ids"]) - 1 if self.is_aware else 0
         row = [*question["head_ids"], *question["context_ids"], *question["prompt_ids"][:split]]
         layers = []

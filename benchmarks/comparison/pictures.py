@@ -37,7 +37,7 @@ def draw(
         rows: means over sets, see `results.gather`.
         kinds: system -> one of `PANELS`.
         titles: system -> what it is called.
-        aware: those that see the question, which are dotted; hollow are those that answered fewer questions.
+        aware: those that see the question, which are dotted.
         cost: one of the rows' costs.
         label: what it is called.
         path: the PNG file.
@@ -46,8 +46,6 @@ def draw(
     for row in rows:
         if cost in row["costs"]:
             points.setdefault(row["system"], []).append((row["costs"][cost], row))
-    asked = {system: max(row["num_questions"] for _, row in found) for system, found in points.items()}
-    most = max(asked.values(), default=0)
     panels = [kind for kind in PANELS if any(kinds[system] == kind for system in points if system not in _BOUNDS)]
     if not panels:
         return
@@ -71,15 +69,13 @@ def draw(
         mine.sort(key=lambda system: -max(row["scores"]["f1"] for _, row in points[system]))
         for index, system in enumerate(mine):
             style: dict[str, Any] = {"linestyle": ":"} if system in aware else {}
-            style |= {"markerfacecolor": "none"} if asked[system] < most else {}
             style |= {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.2, "markersize": 5}
             style["marker"] = MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
             # Ratios that texts select are a star, and no point of a line.
-            title = titles[system] + (f", n {asked[system]}" if asked[system] < most else "")
             kinds_of = {"": style, ", auto": {**style, "marker": "*", "markersize": 9, "linestyle": ""}}
             for name, of_kind in kinds_of.items():
                 if own := [point for point in points[system] if (point[1]["ratio"] == "auto") == bool(name)]:
-                    _line(axes, own, title + name, with_errors=True, **of_kind)
+                    _line(axes, own, titles[system] + name, with_errors=True, **of_kind)
         axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     save_figure(figure, path)
 

@@ -30,9 +30,7 @@ def read_table(size: str = "small") -> dict[str, Any]:
     table = yaml.safe_load((HERE / "systems.yaml").read_text(encoding="utf-8"))
     chosen = table.pop("sizes")[size]
     asked = chosen.pop("questions")
-    sets = {
-        title: {**entry, "questions": asked[title]} for title, entry in table["sets"].items() if title in asked
-    }
+    sets = {title: {**entry, "questions": asked[title]} for title, entry in table["sets"].items() if title in asked}
     return {**table, **chosen, "size": size, "sets": sets}
 
 

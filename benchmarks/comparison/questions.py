@@ -71,7 +71,7 @@ def _rows(
     units: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         units.setdefault(_document(row) if entry["task"] == "summarisation" else row["id"], []).append(row)
-    # Shuffled, so that the first ones are a fair sample for whoever answers only some.
+    # Shuffled, so that the first ones, which are timed, are a fair sample.
     order = random.Random(f"{_SEED}/{entry['path']}").sample(sorted(units), min(wanted, len(units)))
     return [row for unit in order for row in units[unit]]
 

@@ -22,6 +22,8 @@ METRICS = {
 }
 # As `evaluate` calls them.
 _KEPT = ("slots", "memory_bytes")
+# Costs of an answer that are measured apart.
+SECONDS = ("compress_seconds", "answer_seconds")
 # Ratio -> set -> question's id -> metric -> its score with each seed; of the two bounds the ratio is 0 or 1, of ratios
 # that texts select "auto".
 SystemScores = dict[int | str, dict[str, dict[str, dict[str, list[float]]]]]
@@ -116,8 +118,7 @@ def _add_restored(comparison: Any, scores: Scores) -> None:
 def seconds_of(comparison: Any, name: str, ratio: int | str) -> dict[str, float]:
     """Medians of what was timed, the same number of tokens written by each system; empty where nothing was."""
     lines = [line for line in lines_of(comparison.times(name)) if line["ratio"] == ratio]
-    kinds = ("compress_seconds", "answer_seconds") if lines else ()
-    return {kind: median(line[kind] for line in lines) for kind in kinds}
+    return {kind: median(line[kind] for line in lines) for kind in (SECONDS if lines else ())}
 
 
 def _note(

@@ -122,8 +122,9 @@ def test_seeds_and_rounds_add_jobs_and_what_an_earlier_run_answered_is_done(comp
     names = list(states(systems))
     assert names[0] == "questions"
     assert (
-        names.index("mean_pooling/seed_1/run")
-        < names.index("peers/expected_attention")
+        names.index("peers/no_context")
+        < names.index("mean_pooling/seed_1/run")
+        < names.index("peers/full_context")
         < names.index("icae/seed_1/run")
     )
     assert [name for name in names if name.startswith(("kv_zip/", "ranked_key_values_int4/"))] == [
