@@ -118,8 +118,7 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
   the prompt but its last token is read with the context.
 - LLMLingua and LongLLMLingua have the base as their small model, steps of 50 tokens (with 200, short contexts stay
   whole), and a cache of today's `transformers` in place of pairs; at 4x and 8x both keep more than they are asked to,
-  LongLLMLingua at 2x, too, see positions. Its rows are of a call that asked for a share of the question's tokens
-  besides, 6.0, 3.0 and 1.5 on average. LLMLingua-2 needs a classifier that is not at hand.
+  LongLLMLingua at 2x, too, see positions. LLMLingua-2 needs a classifier that is not at hand.
 """
 _BOUNDS = {("no_context", 0), ("full_context", 1)}
 
