@@ -100,13 +100,14 @@ class Comparison:
     def is_published(self, *names: str) -> bool:
         """Whether the result file has these systems at all of their ratios with a score for each question.
 
-        Rows without these cannot be paired with others. Of several seeds nothing counts as published.
+        Rows without these cannot be paired with others, and those of fewer questions than others' are not whole. Of
+        several seeds nothing counts as published.
         """
         rows = self.published.get("rows", [])
-        whole, paired = (
-            {(row["system"], row["ratio"]) for row in rows if is_such(row)}
-            for is_such in (lambda row: row["set"] == "mean", lambda row: "by_question" in row)
-        )
+        means = [row for row in rows if row["set"] == "mean"]
+        most = max((row["num_questions"] for row in means), default=0)
+        whole = {(row["system"], row["ratio"]) for row in means if row["num_questions"] == most}
+        paired = {(row["system"], row["ratio"]) for row in rows if "by_question" in row}
         found = whole & paired
         wanted = {(name, ratio) for name in names for ratio in self.ratios(name)}
         return wanted <= found and len(self.arguments.seeds) == 1 and not self.arguments.again

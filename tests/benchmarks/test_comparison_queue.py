@@ -187,7 +187,7 @@ def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
     table = comparison(tmp_path).table
     rows = [
         {"system": name, "ratio": ratio, **of_set}
-        for of_set in ({"set": "mean"}, {"set": "squad", "by_question": [[100.0]]})
+        for of_set in ({"set": "mean", "num_questions": 8}, {"set": "squad", "by_question": [[100.0]]})
         for name, ratios in (
             ("cut", (2, 4, 8)),
             ("snapkv", (2, 4)),
@@ -207,7 +207,10 @@ def test_what_is_published_is_not_done_again_unless_that_is_asked_for(
     # Memories of mean pooling are to be rounded, too: its checkpoint is needed.
     assert everything - systems() == {"cut", "snap_kv"}
     assert {"cut", "snapkv", "mean_pooling", "mean_pooling_int4", "snap_kv"} <= everything
-    # Rows that cannot be paired are done again.
+    # Rows of fewer questions are done again, and so are those that cannot be paired.
+    fewer = [row | {"num_questions": 6} if row["set"] == "mean" and row["system"] == "cut" else row for row in rows]
+    (tmp_path / "comparison.json").write_text(json.dumps(content | {"rows": fewer}))
+    assert everything - systems() == {"snap_kv"}
     content["rows"] = [row for row in rows if row["set"] == "mean" or row["system"] != "cut"]
     (tmp_path / "comparison.json").write_text(json.dumps(content))
     assert everything - systems() == {"snap_kv"}
@@ -303,9 +306,9 @@ def test_systems_have_fields_ratios_and_an_encoder_of_their_own(
     assert "--ratios " not in found["mean_pooling_semi_dynamic/seed_1/question_answering"]
 
     rows = [
-        {"system": "mean_pooling_semi_dynamic", "ratio": ratio, "set": title, "by_question": [[100.0]]}
+        {"system": "mean_pooling_semi_dynamic", "ratio": ratio, **of_set}
         for ratio in (2, 4, 8, "auto")
-        for title in ("mean", "squad")
+        for of_set in ({"set": "mean", "num_questions": 8}, {"set": "squad", "by_question": [[100.0]]})
     ]
     for count, is_published in ((8, True), (6, False)):
         content = {"settings": {**systems.table, "budget": {}}, "reader": "base", "rows": rows[:count]}
