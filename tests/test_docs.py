@@ -72,10 +72,7 @@ def test_links_lead_to_files_and_headings():
 
 
 @pytest.mark.slow
-def test_the_pages_on_use_and_on_the_demo_run(workplace: Path):
-    names, outputs = pages.run_page(DOCS / "use.md")
-    assert {path.stem for path in (workplace / "library").iterdir()} == set(names["collection"])
-    assert all(printed for _, printed in outputs)
+def test_the_page_on_the_demo_runs(workplace: Path):
     names, _ = pages.run_page(DOCS / "demo.md")
     assert len(names["found"].is_likeliest) == len(names["ids"])
 

@@ -168,7 +168,7 @@ def test_command_keeps_answers_and_goes_on_with_its_report(folders, qa_file, tmp
 
 @pytest.mark.slow
 def test_a_killed_evaluation_goes_on_with_the_samples_that_are_left(folders, tmp_path):
-    rows = [{**ROWS[number % 3], "question": f"{number}?", "id": str(number)} for number in range(400)]
+    rows = [{**ROWS[number % 3], "question": f"{number}?", "id": str(number)} for number in range(120)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = [str(folders / "tiny-compressor"), "--data", str(tmp_path / "rows.jsonl"), "--tasks", QA]
     argv += ["--max-new-tokens", "3", "--device", "cpu", "--batch-size", "4", "--num-resamples", "50", "--resume"]
@@ -192,7 +192,7 @@ def test_a_killed_evaluation_goes_on_with_the_samples_that_are_left(folders, tmp
     assert not (tmp_path / "killed" / "out.json").exists()
     assert main([*argv, *outputs("killed")]) == 0
     assert main([*argv, *outputs("whole")]) == 0
-    assert 10 < kept.count("\n") < 101
+    assert 10 < kept.count("\n") < 31
     assert not progress.exists()
     found, expected = (json.loads((tmp_path / name / "out.json").read_text()) for name in ("killed", "whole"))
     for row in [*found["rows"], *expected["rows"]]:
