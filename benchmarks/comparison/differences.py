@@ -17,32 +17,7 @@ from context_compressors.evaluation.rows import NO_CONTEXT, ascending
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not", "cannot be told", "not run"
 
 
-def published_differences(published: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Published differences that answers of today cannot replace: a side's rows have no scores by question.
-
-    They are `earlier` where the other side has been answered anew since.
-    """
-    found = {}
-    for entry in published.get("orderings", []):
-        for at in entry["ratios"]:
-            found[(entry["first"], at["ratio"]), (entry["second"], at["second_ratio"])] = at
-    for entry in published.get("against_embeddings", []):
-        for side in ("positions", "fewer", "more"):
-            if at := entry.get(side):
-                found[(entry["system"], entry["ratio"]), (at["system"], at["ratio"])] = at
-    names = ("difference", "interval", "num_questions", "verdict")
-    sides = {pair: [system in kept for system, _ in pair] for pair in found}
-    return {
-        pair: {name: at[name] for name in names}
-        | ({} if all(sides[pair]) and "earlier" not in at else {"earlier": True})
-        for pair, at in found.items()
-        if "difference" in at and any(sides[pair])
-    }
-
-
-def ordering(
-    pair: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any], published: Mapping[Any, Any]
-) -> dict[str, Any]:
+def ordering(pair: Sequence[str], scores: Scores, questions: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     """Whether the first system's F1 is above the second's, at each ratio, or at those that the names end in ("=4")."""
     (first, _, ratio), (second, _, other) = (side.partition("=") for side in pair)
     ratios = [(parsed_ratio(ratio), parsed_ratio(other))] if ratio else [(ratio, ratio) for ratio in table["ratios"]]
@@ -50,7 +25,7 @@ def ordering(
         {
             "ratio": one,
             "second_ratio": two,
-            **_paired((first, one), (second, two), scores, questions, table, published),
+            **_paired((first, one), (second, two), scores, questions, table),
         }
         for one, two in ratios
     ]
@@ -63,7 +38,6 @@ def _paired(
     scores: Scores,
     questions: Any,
     table: Mapping[str, Any],
-    published: Mapping[Any, dict[str, Any]],
 ) -> dict[str, Any]:
     """How much a system's F1 at a ratio is above another's: the mean over sets of paired differences."""
     mine, theirs = (scores.get(name, {}).get(ratio, {}) for name, ratio in (first, second))
@@ -71,7 +45,7 @@ def _paired(
     for number, title in enumerate(averaged_sets(table)):
         ids = whole(questions[title], mine.get(title, {}), theirs.get(title, {}))
         if not ids:
-            return published.get((first, second), {"verdict": NOT_RUN})
+            return {"verdict": NOT_RUN}
         values = [values_of(system[title], ids, "f1") for system in (mine, theirs)]
         documents = [questions[title][id_]["document"] for id_ in ids]
         better, worse = resampled_means(values, documents, seed=number)
@@ -94,7 +68,7 @@ def against_no_context(
     found: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         for ratio in ascending(scores.get(name, {})):
-            at = _paired((name, ratio), (NO_CONTEXT, 0), scores, questions, table, {})
+            at = _paired((name, ratio), (NO_CONTEXT, 0), scores, questions, table)
             if "difference" in at:
                 kept = {"ratio": ratio, "difference": at["difference"], "interval": at["interval"]}
                 found.setdefault(name, []).append(kept)

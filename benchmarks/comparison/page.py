@@ -120,7 +120,6 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
   whole), and a cache of today's `transformers` in place of pairs; at 4x and 8x both keep more than they are asked to,
   LongLLMLingua at 2x, too, see positions. LLMLingua-2 needs a classifier that is not at hand.
 """
-_BOUNDS = {("no_context", 0), ("full_context", 1)}
 
 
 def write(results: Mapping[str, Any] | None, folder: Path) -> None:
@@ -186,11 +185,6 @@ def _found(results: Mapping[str, Any], table: Mapping[str, Any], folder: Path) -
             parts.append(f"\n![F1 by {label}](f1_by_{cost}.png)")
         parts.append("\nDotted: what sees the question.")
     parts += ["\n## Is it so?\n", orderings_table(results["orderings"], titles)]
-    if any(", earlier" in part for part in parts):
-        parts.append(
-            '\n"Earlier": one of the two has been answered anew since, and of the other the scores of each question '
-            "were not kept: the difference is that of the answers before."
-        )
     if results["family"]:
         parts += ["\n## What was trained\n", trainings(results, titles)]
     return [*parts, ""]
@@ -200,8 +194,6 @@ def _all_rows(results: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]
     """Every row: means over the sets, by what is stored, and set by set."""
     titles, aware, settings = _titles(), _aware(table), results["settings"]
     means = [row for row in results["rows"] if row["set"] == "mean"]
-    paired = {(row["system"], row["ratio"]) for row in results["rows"] if "by_question" in row}
-    earlier = {(row["system"], row["ratio"]) for row in means} - paired if paired >= _BOUNDS else set()
     timed = settings.get("timed_questions")
     parts = []
     if means:
@@ -209,14 +201,13 @@ def _all_rows(results: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]
             "## Answers to questions\n",
             f"Means over {', '.join(_averaged(results))}; in brackets 95 % bootstrap intervals over documents. "
             "Retention: (score - none) / (full - none) by F1, on the questions that a system answered"
-            + ('; "earlier": by answers before no context and full text were answered anew' if earlier else "")
             + (f". Seconds: medians over the first {timed} questions of squad" if timed else "")
             + f". Reader: `{results['reader']}`.\n",
             "### Made once for all questions\n",
-            main_table([row for row in means if row["system"] not in aware], titles, earlier),
+            main_table([row for row in means if row["system"] not in aware], titles),
         ]
         if seeing := [row for row in means if row["system"] in aware]:
-            parts += ["\n### Made anew for each question\n", main_table(seeing, titles, earlier)]
+            parts += ["\n### Made anew for each question\n", main_table(seeing, titles)]
         parts += ["\n## At equal stored bytes\n", by_bytes(means, results["against_embeddings"], titles, aware)]
     for task, heading in (
         ("question_answering", "By set of questions"),

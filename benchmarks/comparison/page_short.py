@@ -34,9 +34,10 @@ def answer(
     """
     ratios, than_cut = results["settings"]["ratios"], _than_cut(results["orderings"])
     aware = {name for name, entry in table["peers"].items() if entry.get("aware")}
-    once = {*table["family"], *table["peers"]} - {*aware, *_BOUNDS, "cut"}
+    once = {*table["family"], *table["rounded"], *table["peers"]} - {*aware, *_BOUNDS, "cut"}
     vectors = {name for name in once if kinds.get(name) == "embeddings"}
     untrained = {*table["peers"], *(name for name, entry in table["family"].items() if not entry.get("trains", True))}
+    untrained |= {name for name, entry in table["rounded"].items() if entry["of"] in untrained}
 
     def best(names: set[str]) -> str:
         return _best([row for row in rows if row["system"] in names], ratios, than_cut, untrained, titles)
@@ -68,7 +69,6 @@ def _best(
             row = max(of_ratio, key=lambda row: row["scores"]["f1"])
             at = than_cut.get((row["system"], row["ratio"]), {"verdict": "not run"})
             said = ["not trained" if row["system"] in untrained else "trained", _IN_WORDS.get(at["verdict"], "")]
-            said += ["earlier"] if at.get("earlier") else []
             title = f"{titles[row['system']]} ({', '.join(filter(None, said))}),"
             found.setdefault(title, []).append(f"{row['scores']['f1']:.1f} at {ratio_title(row['ratio'])}")
     return "; ".join(f"{title} {', '.join(f1)}" for title, f1 in found.items())
@@ -120,18 +120,17 @@ def short_table(
     """A line for each system, the best at the middle ratio first, and whether it is above text that is merely cut."""
     ratios, than_cut = _ratios(rows, common), _than_cut(orderings)
     middle = len(ratios) // 2
-    lines, is_earlier = [], False
+    lines = []
     for system, found in _ranked(rows, ratios):
         at = [than_cut[system, ratio] for ratio in ratios if (system, ratio) in than_cut]
-        told, earlier = [_THAN_CUT[entry["verdict"]] for entry in at], any(entry.get("earlier") for entry in at)
-        is_earlier |= earlier
+        told = [_THAN_CUT[entry["verdict"]] for entry in at]
         lines.append(
             [
                 titles[system],
                 _keeps(system, kinds, aware),
                 "" if found[middle] is None else _kilobytes(found[middle]),
                 *("" if row is None else interval(row, "f1") for row in found),
-                (told[0] if len(set(told)) == 1 else ", ".join(told)) + ", earlier" * earlier,
+                told[0] if len(set(told)) == 1 else ", ".join(told),
             ]
         )
     text = (
@@ -140,8 +139,6 @@ def short_table(
         'cut to as many positions, with an interval that does not hold zero; "?" is what cannot be told, an empty '
         "cell what is not paired"
     )
-    if is_earlier:
-        text += ', and "earlier" what is of answers before cut text was answered anew'
     header = ["system", "keeps", "kB", *map(ratio_title, ratios), "than cut text"]
     return f"{text}.\n\n{markdown_table(header, lines)}"
 

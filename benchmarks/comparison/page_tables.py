@@ -35,18 +35,8 @@ def _number(row: Mapping[str, Any], name: str, digits: int = 0) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def main_table(
-    rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], earlier: set[tuple[str, int | str]]
-) -> str:
-    """Each row with its costs and scores; columns that no row fills are left out.
-
-    Retention of systems at ratios that are `earlier` is marked.
-    """
-
-    def retention(row: Mapping[str, Any]) -> str:
-        text = interval(row, "retention")
-        return f"{text}, earlier" if text and (row["system"], row["ratio"]) in earlier else text
-
+def main_table(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:
+    """Each row with its costs and scores; columns that no row fills are left out."""
     lines = [
         [
             titles[row["system"]],
@@ -56,8 +46,7 @@ def main_table(
             _number(row, "memory_bytes"),
             _number(row, "compress_seconds", 2),
             _number(row, "answer_seconds", 2),
-            *(interval(row, metric) for metric in ("f1", "exact_match", "substring_accuracy")),
-            retention(row),
+            *(interval(row, metric) for metric in ("f1", "exact_match", "substring_accuracy", "retention")),
         ]
         for row in rows
     ]
@@ -123,7 +112,7 @@ def _difference(entry: Mapping[str, Any], number: int | None = None) -> str:
     low, high = entry["interval"]
     text = f"{entry['verdict']}: {entry['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
     own = "" if number in (None, entry["num_questions"]) else f", n {entry['num_questions']}"
-    return text + own + (", earlier" if entry.get("earlier") else "")
+    return text + own
 
 
 def orderings_table(orderings: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> str:

@@ -18,7 +18,6 @@ from benchmarks.comparison.differences import (
     against_embeddings,
     against_no_context,
     ordering,
-    published_differences,
 )
 from benchmarks.comparison.documents import documents_of
 from benchmarks.comparison.plan import read_json, summary
@@ -56,7 +55,7 @@ def gather(comparison: Any) -> dict[str, Any]:
     table, questions, published = comparison.table, questions_of(comparison), comparison.published
     family = [*table["family"], *table["rounded"]]
     scores, costs = read_scores(comparison, questions)
-    kept = _kept(published, scores)
+    kept = _kept(comparison, published, scores)
     for name, of_system in kept.items():
         scores[name] = published_scores(of_system, questions)
     rows = []
@@ -78,7 +77,7 @@ def gather(comparison: Any) -> dict[str, Any]:
     carriers = {
         name: published["carriers"].get(name) if name in kept else _carrier(comparison, name) for name in family
     }
-    given = scores, questions, table, published_differences(published, kept)
+    given = scores, questions, table
     compared = [*table["family"], *(name for name in table["peers"] if name not in (NO_CONTEXT, FULL_CONTEXT, "cut"))]
     return {
         "format_version": 1,
@@ -126,12 +125,15 @@ def _against_cut(comparison: Any, name: str) -> list[tuple[str, str]]:
     return [(f"{name}={ratio}", f"cut={ratio}") for ratio in own if ratio in common]
 
 
-def _kept(published: Mapping[str, Any], scores: Scores) -> dict[str, list[dict[str, Any]]]:
-    """The published rows of systems that have not answered all of it here."""
+def _kept(comparison: Any, published: Mapping[str, Any], scores: Scores) -> dict[str, list[dict[str, Any]]]:
+    """The published rows of systems that have not answered all of it here.
+
+    Not those of a checkpoint that is gone: memories are rounded anew where what makes them was trained anew.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for row in published.get("rows", []):
         found.setdefault(row["system"], []).append(row)
-    return {
+    kept = {
         name: rows
         for name, rows in found.items()
         if any(
@@ -140,6 +142,10 @@ def _kept(published: Mapping[str, Any], scores: Scores) -> dict[str, list[dict[s
             if row["set"] != "mean"
         )
     }
+    for name, entry in comparison.table["rounded"].items():
+        if entry["of"] in found and entry["of"] not in kept and comparison.trains(entry["of"]):
+            kept.pop(name, None)
+    return kept
 
 
 def _training(comparison: Any, name: str) -> dict[str, Any]:

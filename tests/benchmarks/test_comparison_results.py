@@ -93,12 +93,6 @@ def test_a_system_that_has_not_answered_all_is_paired_on_what_it_has_and_not_ran
     assert re.search(r"\| LLMLingua +\| 2x +\| 33.3 [^|]*, n 6 +\|", written)
     assert "Of these 48 questions some systems have answered fewer: LLMLingua 24. " in written
     assert "- Above text cut to as many positions at every ratio are BM25 sentences." in short
-    for entry in content["orderings"]:
-        entry["ratios"] = [{**at, "earlier": True} for at in entry["ratios"]]
-    page.write(content, tmp_path / "page")
-    written = (tmp_path / "page" / "README.md").read_text()
-    assert re.search(r"\| BM25 sentences .*\| above, earlier +\|", written)
-    assert 'and "earlier" what is of answers before cut text was answered anew.' in written
 
 
 def test_what_is_not_above_no_context_and_what_is_below_it_is_named(script, comparison, tokenizer, tmp_path: Path):
@@ -171,7 +165,7 @@ def test_published_rows_stay_until_as_much_is_answered_again(
     row = next(row for row in content["rows"] if (row["system"], row["ratio"], row["set"]) == ("cut", 4, "squad"))
     assert row["scores"]["retention"] == 50, "from published bounds"
 
-    # A file of before that has no scores by question: what it says of two systems stays, others cannot be paired.
+    # A file without scores by question: its rows stay, and cannot be paired.
     for row in published["rows"]:
         row.pop("by_question", None)
     (tmp_path / "comparison.json").write_text(json.dumps(published))
@@ -179,9 +173,8 @@ def test_published_rows_stay_until_as_much_is_answered_again(
     again = comparison(tmp_path / "second")
     again.table["orderings"] = second.table["orderings"]
     content = results.gather(again)
-    found = {entry["second"]: entry["ratios"][0] for entry in content["orderings"] if entry["first"] == "bm25"}
-    assert found["cut"] == {"ratio": 2, "second_ratio": 2, "verdict": "not run"}
-    assert found["longllmlingua"] == published["orderings"][1]["ratios"][0]
+    assert [row for row in content["rows"] if row["system"] != "cut"] == published["rows"]
+    assert [entry["ratios"][0]["verdict"] for entry in content["orderings"]][:2] == ["not run"] * 2
 
     for ratio in (4, 8):
         write_answers(second.peers, "bm25", ratio, wrong, second.table)
@@ -189,24 +182,25 @@ def test_published_rows_stay_until_as_much_is_answered_again(
     row = next(row for row in content["rows"] if (row["system"], row["set"]) == ("bm25", "mean"))
     assert row["scores"]["f1"] == 0, "all of it is answered again"
     assert row["costs"]["answer_seconds"] == 0.2, "not timed again"
-    earlier = {**published["orderings"][1]["ratios"][0], "earlier": True}
-    page.write(content, tmp_path)
-    assert "holds: +100.0 [+100.0, +100.0], earlier" in (tmp_path / "README.md").read_text()
-    # Also when that has been published.
-    third = comparison(tmp_path / "third")
-    ask(third, tokenizer)
-    third.table["orderings"] = second.table["orderings"]
-    for found in (content, results.gather(third)):
-        assert found["orderings"][1]["ratios"][0] == earlier
-    # Retention of what stays is by the bounds of before.
-    for number, (name, answers) in enumerate((("no_context", wrong), ("full_context", right))):
-        assert '"earlier": by answers before' not in (tmp_path / "README.md").read_text()
-        write_answers(third.peers, name, number, answers, third.table)
-        page.write(results.gather(third), tmp_path)
-    written = (tmp_path / "README.md").read_text()
-    assert '"earlier": by answers before' in written
-    assert re.search(r"\| LongLLMLingua +\| 2x .* 0.0 \[-?0.0, 0.0\], earlier +\|", written)
-    assert not re.search(r"\| BM25 sentences +\| 2x .*\], earlier +\|", written)
+
+
+def test_rounded_memories_of_a_checkpoint_that_was_trained_anew_are_not_kept(
+    script, comparison, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    results, plan, page = (script(f"comparison.{name}") for name in ("results", "plan", "page"))
+    first, second = (comparison(tmp_path / name) for name in ("first", "second"))
+    found = {2: (12, 400), 4: (6, 200), 8: (3, 100), 16: (3, 50), 18: (3, 50), 32: (3, 50), 37: (3, 50)}
+    members = {"mean_pooling": "mean_pooling", "ranked_key_values_fitted": "ranked_key_values"}
+    rounded = {"mean_pooling_int4": "mean_pooling", "ranked_key_values_fitted_int2": "ranked_key_values"}
+    for systems, names in ((first, members | rounded), (second, members)):
+        ask(systems, tokenizer)
+        for name, model_type in names.items():
+            write_member(systems, name, model_type, found)
+    page.write(results.gather(first), tmp_path)
+    monkeypatch.setattr(plan, "PUBLISHED", tmp_path / "comparison.json")
+    assert {row["system"] for row in second.published["rows"]} == {*members, *rounded}
+    # What is fitted gives the same checkpoint again.
+    assert {row["system"] for row in results.gather(second)["rows"]} == {*members, "ranked_key_values_fitted_int2"}
 
 
 @pytest.mark.slow
