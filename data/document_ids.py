@@ -46,6 +46,17 @@ def source_ids(source_texts: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(map(document_id, source_texts or ())))
 
 
+def ends_as_source(text: str, source_texts: Sequence[str] | None) -> bool:
+    """Whether a row's text comes to the end of a document; one that is cut from the middle of longer texts does not.
+
+    Args:
+        text: what is read of the row; spaces at its end make no difference.
+        source_texts: as in `source_ids`; a text of a row that names none is a whole document.
+    """
+    end = text.rstrip()
+    return not source_texts or any(whole.rstrip().endswith(end) for whole in source_texts)
+
+
 def source_ids_of(table: pyarrow.Table) -> set[str]:
     """Ids of the documents that rows are cut from, as far as they have `source_texts`; raises as `source_ids`."""
     named = table["source_texts"].to_pylist() if "source_texts" in table.column_names else []

@@ -18,7 +18,7 @@ from .sources import COLUMNS, FILE_TYPES, TEXT_FILES
 
 _ID_COLUMNS = ("id", "query_id", "doc_id")
 # What training, evaluation and retrieval read of a table.
-_READ_COLUMNS = (*_ID_COLUMNS, *COLUMNS, "query", "title", "score")
+_READ_COLUMNS = (*_ID_COLUMNS, *COLUMNS, "query", "title", "score", "source_texts")
 _LARGEST_BLOCK = 2**31 - 1
 _UNREADABLE = (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError)
 
@@ -31,8 +31,9 @@ def read_files(source: Any, data_dir: str | None = None) -> pyarrow.Table:
         data_dir: folder that the path is relative to.
 
     Returns:
-        The rows of all files, in order of the files' names, with the columns that all of them have. Ids are brought to
-        texts where files differ; a column that nothing reads and that cannot be merged is left out.
+        The rows of all files, in order of the files' names, with the columns that all of them have, and with
+        `source_texts`, null in the rows of a file that has none, where any has it. Ids are brought to texts where
+        files differ; a column that nothing reads and that cannot be merged is left out.
 
     Raises:
         ValueError: no such file, an unknown file type, a file that cannot be read, a missing column, or a column of
@@ -123,6 +124,9 @@ def _with_texts(kind: pyarrow.DataType, is_other: Callable[[pyarrow.DataType], b
 
 def _merged(tables: Sequence[pyarrow.Table], paths: Sequence[str], source: Any) -> pyarrow.Table:
     merged = {}
+    if any("source_texts" in table.column_names for table in tables):
+        # A file without them has whole documents, and its neighbours' rows stay windows of theirs.
+        tables = [_with_source_texts(table) for table in tables]
     for name in tables[0].column_names:
         if not all(name in table.column_names for table in tables):
             continue
@@ -135,8 +139,15 @@ def _merged(tables: Sequence[pyarrow.Table], paths: Sequence[str], source: Any) 
             if name in _READ_COLUMNS:
                 kinds = {str(part[name].type): path for part, path in reversed(list(zip(parts, paths, strict=True)))}
                 found = " and ".join(f"{kind} in {path}" for kind, path in reversed(kinds.items()))
+                needed = "a list of whole texts" if name == "source_texts" else "of one type in all files"
                 raise ValueError(
-                    f"source {source.label!r}: column {(source.columns or {}).get(name, name)!r} must be of one type "
-                    f"in all files, got {found}"
+                    f"source {source.label!r}: column {(source.columns or {}).get(name, name)!r} must be {needed}, "
+                    f"got {found}"
                 ) from error
     return pyarrow.table(merged)
+
+
+def _with_source_texts(table: pyarrow.Table) -> pyarrow.Table:
+    if "source_texts" in table.column_names:
+        return table
+    return table.append_column("source_texts", pyarrow.nulls(table.num_rows))

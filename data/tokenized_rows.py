@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..modeling.parts.chat_template import DOCUMENT_END
 from ..modeling.parts.text_ids import encode, encode_all
 from .columns import is_list
-from .document_ids import document_id, source_ids
+from .document_ids import document_id, ends_as_source, source_ids
 from .rows import PassageText, context_column, read_rows
 from .sources import DataSource
 
@@ -197,6 +197,9 @@ class FileSource:
         wanted = ("id", "question", "answers", "summary", "source_texts")
         self.columns = {name: table[name] for name in wanted if name in table.column_names}
         self._column_of_task = {task: context_column(task, table.column_names) for task in source.tasks}
+        if "source_texts" in self.columns:
+            # By their ends it is known whether a document ends there, too.
+            self.columns |= {name: table[name] for name in self._column_of_task.values()}
         # Contexts that are lists are compressed passage by passage.
         self.has_passages = any(is_list(table[name].type) for name in self._column_of_task.values())
         if source.separate_passages and not self.has_passages and source.contexts_per_document == 1:
@@ -235,6 +238,11 @@ class FileSource:
         """Ids of the whole text that a task reads of a row, and of the documents that the row says it is cut from."""
         named = self.value("source_texts", row) if "source_texts" in self.columns else None
         return [self.texts(task).document_id(row), *source_ids(named)]
+
+    def ends(self, task: str, row: int) -> bool:
+        """Whether the text that a task reads of a row comes to the end of a document, see `ends_as_source`."""
+        named = self.value("source_texts", row) if "source_texts" in self.columns else None
+        return not named or ends_as_source(_as_text(self.value(self._column_of_task[task], row)), named)
 
     def identifier(self, row: int) -> str:
         return f"{self.source.label}/{self.value('id', row) if 'id' in self.columns else row}"

@@ -90,7 +90,8 @@ def check_sources(
     """Compare documents with what models have seen.
 
     Args:
-        of_data_sets: data set -> samples, or what else is reported, with the ids of their documents.
+        of_data_sets: data set -> samples, or what else is reported, with the ids of their documents; what was cut from
+            or put together from others is one beside these.
         records: what each model has seen, by its name; `None` where it has no record.
         allow_shared: also score documents that a model has seen, and say so.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..data.document_ids import document_id, source_ids
+from ..data.document_ids import document_id, ends_as_source, source_ids
 from ..data.prompts import TASKS, format_prompt
 from ..data.rows import answer_text
 from ..modeling.parts.chat_template import before_answer
@@ -74,8 +74,8 @@ class EvaluationDataset:
 class Sample:
     """One tokenized sample: what is compressed, what follows it, and what should come out.
 
-    `source_ids` are the ids of the documents that the context is, or that it was cut or put together from, see
-    `document_id`; samples with the same first one have the same `document`. `head_ids` stand in front of it: the
+    `source_ids` are the ids of the documents that the context was cut or put together from, and of its own row's text,
+    see `document_id`; samples with the same first one have the same `document`. `head_ids` stand in front of it: the
     opening of the user's turn in a chat. `passages` are compressed apart; without them the context is one. A
     benchmark's question has its own `max_new_tokens` and `metric`.
     """
@@ -110,8 +110,9 @@ class SampleBuilder:
 
     Args:
         tokenizer: makes the token ids. Its EOS ends every answer and summary, and a continuation that comes to the
-            end of its text. Where a text was merely cut, it does not end, and none is scored: not behind a
-            continuation, and never behind a reconstruction, of which the text alone is scored.
+            end of its text. Where a text was merely cut, here or by whoever names its `source_texts`, it does not
+            end, and none is scored: not behind a continuation, and never behind a reconstruction, of which the text
+            alone is scored.
         max_positions: positions for context, prompt and target together, `None` for no limit.
         max_new_tokens: task -> most tokens that an answer or summary may have.
         context_tokens: length of the windows that reconstruction and continuation take from a text.
@@ -191,10 +192,11 @@ class SampleBuilder:
         if sample is None:
             return None
         context = example.get("context", example.get("text"))
-        sources = source_ids(example.get("source_texts")) or [document_id(context)]
+        # A training records both, too.
+        sources = tuple(dict.fromkeys([*source_ids(example.get("source_texts")), document_id(context)]))
         document = documents.setdefault(sources[0], len(documents))
         question = example.get("question", "")
-        return replace(sample, document=document, source_ids=tuple(sources), id=example["id"], question=question)
+        return replace(sample, document=document, source_ids=sources, id=example["id"], question=question)
 
     def _long_enough(self, task: str, examples: Sequence[Mapping[str, Any]], name: str) -> Sequence[Mapping[str, Any]]:
         """What samples may be drawn from, where windows have a length of their own."""
@@ -286,7 +288,7 @@ class SampleBuilder:
         length = self.context_tokens + (self.continuation_tokens if task == "continuation" else 0)
         start = rng.randrange(max(1, len(ids) - length + 1))
         window = ids[start : start + length]
-        is_cut = start + length < len(ids)
+        is_cut = start + length < len(ids) or not ends_as_source(example["text"], example.get("source_texts"))
         if task == "reconstruction":
             references = [self.tokenizer.decode(window)]
             return Sample(window, prompt_ids, window, references, head_ids=head_ids)

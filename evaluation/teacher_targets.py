@@ -56,12 +56,13 @@ def write_targets(
 ) -> dict[str, Any]:
     """Let a language model answer, greedily and from the whole context, what a compressor shall learn to answer.
 
-    Each row of the sources becomes one line, in their order: `id`, `source`, `context` as it was read, `question`, and
-    as `answers` a list with what the teacher wrote, or `summary`; `finished` says whether the teacher ended it before
-    the limit, and `truncated` whether it read a part of the context only. What it left empty is an empty list or text.
-    A recipe reads the file as any other source; `where: {finished: true}` keeps what came to an end, and
-    `skip_incomplete: true` leaves out what is empty. Training on it is sequence-level distillation (Kim and Rush,
-    2016), as PISCO does; the objective `distillation` compares every token's scores instead.
+    Each row of the sources becomes one line, in their order: `id`, `source`, `context` as it was read, `question`,
+    `source_texts` where the source has them, and as `answers` a list with what the teacher wrote, or `summary`;
+    `finished` says whether the teacher ended it before the limit, and `truncated` whether it read a part of the
+    context only. What it left empty is an empty list or text. A recipe reads the file as any other source;
+    `where: {finished: true}` keeps what came to an end, and `skip_incomplete: true` leaves out what is empty.
+    Training on it is sequence-level distillation (Kim and Rush, 2016), as PISCO does; the objective `distillation`
+    compares every token's scores instead.
 
     Args:
         teacher: a causal language model.
@@ -240,7 +241,7 @@ def _asked_rows(
         if column not in table.column_names:
             raise ValueError(f"source {source.label!r} has no column {column!r}, which {task} needs")
         check_texts(table, column, source)
-    return table.select([*needed, *(["id"] if "id" in table.column_names else [])])
+    return table.select([*needed, *(name for name in ("id", "source_texts") if name in table.column_names)])
 
 
 def _groups(

@@ -148,6 +148,27 @@ def test_a_column_that_nothing_reads_may_be_anything(tmp_path):
     assert table["year"].to_pylist() == [1990.0, 1991.5]
 
 
+@pytest.mark.parametrize("last", ["a.jsonl", "c.jsonl"])
+def test_windows_keep_their_documents_beside_files_without(tmp_path, last):
+    write(tmp_path / "b.jsonl", [{"text": "b", "source_texts": ["a b"]}, {"text": "d", "source_texts": ["c d", "e"]}])
+    write(tmp_path / last, [{"text": "whole", "note": "x"}])
+    table = rows_of(tmp_path, "*.jsonl", tasks=("continuation",))
+    assert set(table.column_names) == {"text", "source_texts"}
+    found = dict(zip(*table.to_pydict().values(), strict=True))
+    assert found == {"b": ["a b"], "d": ["c d", "e"], "whole": None}
+    (tmp_path / last).unlink()
+    (tmp_path / last.replace("jsonl", "txt")).write_text("whole")
+    assert found == dict(zip(*rows_of(tmp_path, "*.*", tasks=("continuation",)).to_pydict().values(), strict=True))
+
+
+def test_a_text_in_place_of_a_list_of_documents_is_refused_in_one_of_several_files(tmp_path):
+    for name, documents in (("a", ["a b"]), ("b", "a b")):
+        write(tmp_path / f"{name}.jsonl", [{"text": "b", "source_texts": documents}])
+    message = r"column 'source_texts' must be a list of whole texts, got list.* in .*a\.jsonl and string in .*b\.jsonl"
+    with pytest.raises(ValueError, match=message):
+        rows_of(tmp_path, "*.jsonl", tasks=("continuation",))
+
+
 def test_jsonl_and_parquet_files_are_one_source(tmp_path):
     write(tmp_path / "qa_a.jsonl", [{"id": "1990-05-02", **QUESTION}])
     table = pyarrow.Table.from_pylist([{"id": 7, **QUESTION, "answers": ["six"]}])

@@ -116,13 +116,18 @@ def test_windows_count_as_the_documents_that_they_name(tokenizer, tmp_path):
     builder = SampleBuilder(tokenizer, None, LIMITS, 16, 4)
     for task in (QA, SUMMARISATION, RECONSTRUCTION, CONTINUATION):
         samples = builder.build(data, task)
-        ids = [(document_id(whole),)] * 2 + [(document_id(other["context"]),)]
+        # A row's own text may have trained a model that does not know what it was cut from.
+        ids = [(document_id(whole), document_id(row["context"])) for row in windows]
+        ids.append((document_id(other["context"]),))
         assert [sample.source_ids for sample in samples] == ids, task
         # What makes a document hard, all of its windows share: a bootstrap draws them together.
         assert [sample.document for sample in samples] == [0, 0, 1], task
     seen = {"ours": TrainingDocuments(trained={document_id(whole)})}
     work = [(data, SUMMARISATION, builder.build(data, SUMMARISATION))]
-    with pytest.raises(ValueError, match=r"1 of 2 documents of 'windows' trained ours \(samples 0\)"):
+    with pytest.raises(ValueError, match=r"1 of 4 documents of 'windows' trained ours \(samples 0\)"):
+        check_held_out(work, seen)
+    seen = {"ours": TrainingDocuments(trained={document_id(windows[1]["context"])})}
+    with pytest.raises(ValueError, match=r"1 of 4 documents of 'windows' trained ours \(samples 20\)"):
         check_held_out(work, seen)
     with pytest.raises(ValueError, match="source_texts must be a list of whole texts, got 'The harbour of"):
         builder.build(EvaluationDataset("windows", [{**other, "source_texts": whole}]), QA)

@@ -7,6 +7,7 @@ import string
 import pytest
 from naive_twin import CONTINUATION, QA, RECONSTRUCTION, ROWS, SUMMARISATION, run
 
+from context_compressors.data.document_ids import document_id
 from context_compressors.data.prompts import load_prompts
 from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource
@@ -124,6 +125,10 @@ def test_windows_of_a_document_are_one_document_and_as_many_memories(tokenizer, 
     assert {row.num_documents for row in together.rows} == {1}
     # A document's first window is not all that it costs.
     assert [row.costs for row in together.rows] == [row.costs for row in apart.rows]
+    # What `--chosen-by` keeps out of another report: the document, and the texts that were read of it.
+    own = {document_id(row["context"]) for row in ROWS}
+    assert set(apart.documents["tiny"].split()) == own
+    assert set(together.documents["tiny"].split()) == {*own, document_id("All of it.")}
 
 
 def test_samples_are_drawn_by_the_seed(tokenizer):
@@ -131,6 +136,26 @@ def test_samples_are_drawn_by_the_seed(tokenizer):
     drawn = [builder(tokenizer, seed=seed).build(data, RECONSTRUCTION, 5) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 5
+
+
+def test_a_window_is_continued_to_an_end_only_where_its_document_ends(tokenizer):
+    whole = "abcdefghijklmnop"
+    sources = {
+        "abcdef": [whole],
+        "ghijkl": ["other", whole],
+        "klmnop": ["other", f"{whole}\n"],
+        "lmnop \n": [whole],
+        "mnopqr": None,
+        "opqrst": [],
+    }
+    for column in ("text", "context"):
+        rows = [{column: text, "source_texts": texts} for text, texts in sources.items()]
+        samples = builder(tokenizer).build(EvaluationDataset("tiny", rows), CONTINUATION)
+        ends = [sample.target_ids[-1] == tokenizer.eos_token_id for sample in samples]
+        assert ends == [False, False, True, True, True, True], column
+        # Nothing but the EOS is left out.
+        read = [tokenizer.decode([*sample.context_ids, *sample.target_ids]) for sample in samples]
+        assert [text.removesuffix("<eos>") for text in read] == list(sources), column
 
 
 def test_short_texts_are_divided_for_continuation(tokenizer):

@@ -114,7 +114,7 @@ def test_tasks_are_sources_of_an_evaluation_and_refuse_what_they_lack(tokenizer,
         assert [own, *others] == sorted(taken, key=lambda text: text != own)
     builder = SampleBuilder(tokenizer, None, {QA: 4}, 16, 4)
     for sample, row in zip(builder.build(asked, QA), asked.examples, strict=True):
-        assert sample.source_ids == tuple(map(document_id, row["source_texts"]))
+        assert sample.source_ids == tuple(map(document_id, [*row["source_texts"], row["context"]]))
     # A single answer is as good as a list of one, and keeps the same documents out.
     (tmp_path / "single.jsonl").write_text("".join(json.dumps({**r, "answers": r["answers"][0]}) + "\n" for r in rows))
     (single,) = load_datasets(["{path: single.jsonl, kind: qa_1}"], tokenizer, **{**read, "document_tokens": 400})

@@ -70,6 +70,16 @@ def test_each_row_gets_what_the_teacher_writes_alone_in_the_order_of_the_source(
     assert found == [(4, 4, 0, 0), (4, 0, 4, 0)]
 
 
+def test_windows_keep_their_documents(teacher, tokenizer, settings, tmp_path):
+    named = [["All of it.", "More."], None, ["All of it."]]
+    # The first and the last are asked once.
+    rows = [{**QUESTIONS[place], "source_texts": texts} for place, texts in zip((0, 1, 3), named, strict=True)]
+    (tmp_path / "windows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    source, target = DataSource(path=str(tmp_path / "windows.jsonl")), tmp_path / "targets.jsonl"
+    write_targets(teacher, tokenizer, [source], target, settings=settings, progress=False)
+    assert [row["source_texts"] for row in read(target)] == named
+
+
 def test_what_a_model_ends_by_itself_with_ends_a_target(teacher, tokenizer, questions, settings, tmp_path):
     bias = torch.zeros(len(tokenizer))
     end = encode(tokenizer, "#")[0]

@@ -10,6 +10,7 @@ from small_recipes import write_recipe
 
 from context_compressors import cli
 from context_compressors.data.document_ids import TrainingDocuments, document_id
+from context_compressors.modeling.parts.text_ids import encode
 from context_compressors.training.arguments import DataArguments
 from context_compressors.training.log_answers import add_sample_answers
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
@@ -17,6 +18,7 @@ from context_compressors.training.objectives.denoising import DenoisingDataset
 from context_compressors.training.objectives.joint_pretraining import JointDataset
 from context_compressors.training.objectives.language_modeling import LanguageModelingRows
 from context_compressors.training.objectives.packed_texts import PackedTexts
+from context_compressors.training.objectives.windows import WindowDataset
 from context_compressors.training.train import main
 
 TEXTS = [
@@ -137,6 +139,36 @@ def test_a_window_counts_as_its_document_too(tmp_path, tokenizer, kind, source):
         assert names - own == ({document_id(whole)} if own - {document_id(TEXTS[6])} else set())
         found |= names
     assert document_id(whole) in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "tasks", "name"),
+    [
+        (CompressionDataset, ["continuation"], "target_ids"),
+        (CompressionDataset, ["reconstruction"], "target_ids"),
+        (WindowDataset, ["continuation"], "target_ids"),
+        (JointDataset, ["reconstruction", "continuation"], "continuation_ids"),
+    ],
+)
+@pytest.mark.parametrize("column", ["text", "context"])
+def test_a_window_ends_only_where_its_document_does(tmp_path, tokenizer, kind, tasks, name, column):
+    whole = " ".join(TEXTS[:3])
+    sources = {TEXTS[0]: [whole], TEXTS[1]: [TEXTS[0], whole], TEXTS[2]: [TEXTS[0], f"{whole}\n"], TEXTS[3]: None}
+    rows = [{column: text, "id": row, "source_texts": texts} for row, (text, texts) in enumerate(sources.items())]
+    # Questions about one text share its tokens.
+    rows = [{**row, "question": "Which?"} for row in rows] if column == "context" else rows
+    (tmp_path / "windows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shortest = min(len(encode(tokenizer, text)) for text in sources) - 1
+    limits = {"min_context_tokens": shortest, "min_document_tokens": shortest, "max_target_tokens": 600}
+    source = {"path": "windows.jsonl", "tasks": tasks}
+    examples = kind(DataArguments(sources=[source], data_dir=str(tmp_path), **limits), tokenizer, 60)
+    ended = {
+        examples[index]["id"].rpartition("/")[2]
+        for index in range(60)
+        if examples[index][name][-1] == tokenizer.eos_token_id
+    }
+    # What is repeated is all that was read, and ends with it.
+    assert ended == ({"0", "1", "2", "3"} if tasks == ["reconstruction"] else {"2", "3"})
 
 
 @pytest.mark.parametrize(("task", "kind"), [("question_answering", "question_answering"), ("continuation", "text")])

@@ -36,8 +36,8 @@ class CompressionDataset(Dataset):
 
     Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
     and the seed only, so that training resumes exactly. Targets end with EOS, in a chat with the template's end of a
-    turn, which behind a repeated text says that this was all of it; what goes on behind a continuation or behind
-    `max_target_tokens` ends with neither. `head_ids` stand in front of the context
+    turn, which behind a repeated text says that this was all of it; what goes on behind a continuation (in a row's
+    `source_texts`, too) or behind `max_target_tokens` ends with neither. `head_ids` stand in front of the context
     or its slots; `more_turns` holds further (prompt, target) pairs about the same context; `num_cut` counts tokens
     that the limits cut off, `passages` are the token ids of texts that are compressed apart (`context_ids` has blank
     lines between them), or `None`, and `documents` has the ids of the texts that the context is from (not of generated
@@ -349,7 +349,7 @@ class CompressionDataset(Dataset):
         if self.with_log_ratios:
             documents["log_ratio"] = self._log_ratio(source, row, len(ids))
         if is_window:
-            return documents | self._text_example(task, ids.tolist(), limit, identifier, rng)
+            return documents | self._text_example(task, ids.tolist(), limit, identifier, rng, source.ends(task, row))
         passages = texts.passages(row)
         if task == "summarisation":
             pairs = [("", source.value("summary", row))]
@@ -419,9 +419,12 @@ class CompressionDataset(Dataset):
         return min(limit, self.data.max_target_tokens - 1) if task == "reconstruction" else limit
 
     def _text_example(
-        self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random
+        self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random, text_ends: bool = True
     ) -> dict[str, Any]:
-        """A random window of a text: to repeat, or to be read up to some place and then continued."""
+        """A random window of a text: to repeat, or to be read up to some place and then continued.
+
+        Where the text itself is a window, `text_ends` says whether its document ends with it.
+        """
         longest, ends = max(1, min(limit, len(ids))), True
         length = rng.randint(min(self.shortest, longest), longest)
         if task == "reconstruction":
@@ -434,7 +437,7 @@ class CompressionDataset(Dataset):
             context = ids[start : start + length]
             end = start + length + self.data.max_target_tokens - 1
             # A text that is cut here does not end here: no EOS is learned.
-            ends = end >= len(ids)
+            ends = end >= len(ids) and text_ends
             target = ids[start + length : end + (not ends)]
         return self._finish(task, context, [(self._prompt(task, "", rng), target)], limit, identifier, ends)
 

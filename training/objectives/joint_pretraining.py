@@ -108,10 +108,13 @@ class JointDataset(CompressionDataset):
             )
         longest = max(self.shortest, min(limit, available))
         length = rng.randint(self.shortest, longest)
-        example = self._split(ids.tolist(), length, source.identifier(row), rng)
+        text_ends = source.ends(tasks[0], row)
+        example = self._split(ids.tolist(), length, source.identifier(row), rng, text_ends)
         return {**example, "documents": source.document_ids(tasks[0], row)}
 
-    def _split(self, ids: list[int], length: int, identifier: str, rng: random.Random) -> dict[str, Any]:
+    def _split(
+        self, ids: list[int], length: int, identifier: str, rng: random.Random, text_ends: bool = True
+    ) -> dict[str, Any]:
         """A document of `length` tokens from a random place of a text, cut in the middle."""
         num_text = length - len(self.start_ids)
         first = rng.randrange(len(ids) - num_text + 1)
@@ -120,7 +123,7 @@ class JointDataset(CompressionDataset):
         return {
             "context_ids": text[:split],
             "reconstruction_ids": [*text[:split], self.end],
-            "continuation_ids": text[split:] + [self.end] * (first + num_text == len(ids)),
+            "continuation_ids": text[split:] + [self.end] * (text_ends and first + num_text == len(ids)),
             "id": identifier,
             "num_cut": 0,
         }

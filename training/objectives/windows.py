@@ -31,14 +31,14 @@ class WindowDataset(CompressionDataset):
         return max(2, self.shortest)
 
     def _text_example(
-        self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random
+        self, task: str, ids: list[int], limit: int, identifier: str, rng: random.Random, text_ends: bool = True
     ) -> dict[str, Any]:
         if task != "continuation":
-            return super()._text_example(task, ids, limit, identifier, rng)
+            return super()._text_example(task, ids, limit, identifier, rng, text_ends)
         longest = max(1, min(limit, len(ids)))
         length = rng.randint(min(self.shortest, longest), longest)
         start = rng.randrange(len(ids) - length + 1)
-        target = [*ids[start : start + length], *[self.end] * (start + length == len(ids))]
+        target = [*ids[start : start + length], *[self.end] * (text_ends and start + length == len(ids))]
         texts: dict[str, Any] = {"head_ids": [], "context_ids": [], "prompt_ids": [], "target_ids": target}
         return {**texts, "more_turns": [], "task": task, "id": identifier, "num_cut": 0}
 
