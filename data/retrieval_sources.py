@@ -224,20 +224,21 @@ class JudgedQueries:
         self.grades = list(by_query.values())
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """Id and text, title in front, of one document after the other; a file is never in memory whole.
+        """Id and text, title in front, of one document after the other; of a file, only ids stay in memory.
 
         Raises:
-            ValueError: no such file, or a row without its id or text.
+            ValueError: no such file, a row without its id or text, or an id that stands twice.
         """
         for key, text, title in _texts("corpus", self._source.corpus, self._data_dir):
             yield key, _document_text(title, text)
 
 
 def _texts(name: str, table: RetrievalTable, data_dir: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Id, text and title of one row of a table after the other."""
+    """Id, text and title of one row of a table after the other; raises `ValueError` for an id that stands twice."""
     id_column, text_column, title_column = (
         (table.columns or {}).get(ours, ours) for ours in (*_NEEDED_COLUMNS[name], "title")
     )
+    seen: set[str] = set()
     for number, row in enumerate(_stream(table, data_dir)):
         key, text = row.get(id_column), row.get(text_column)
         if key is None or not isinstance(text, str):
@@ -245,7 +246,13 @@ def _texts(name: str, table: RetrievalTable, data_dir: str | None) -> Iterator[t
                 f"{table.label!r}: row {number} (counted from 0) needs {id_column!r} and a text in {text_column!r}, "
                 f"got {key!r} and {text!r}{nearest(text_column, row)}"
             )
-        yield str(key), text, row.get(title_column)
+        key = str(key)
+        if key in seen:
+            raise ValueError(
+                f"{table.label!r}: the id {key!r} of the {name} stands twice, again in row {number} (counted from 0)"
+            )
+        seen.add(key)
+        yield key, text, row.get(title_column)
 
 
 def _document_text(title: str | None, text: str) -> str:

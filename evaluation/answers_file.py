@@ -4,10 +4,11 @@
 import json
 import os
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from .rows import SampleAnswers
+from .rows import SampleAnswers, number_of
 
 
 class HasAnswers(Protocol):
@@ -61,9 +62,18 @@ def read_answers(path: str | os.PathLike[str]) -> list[SampleAnswers]:
     try:
         # Not by `splitlines`: a text may hold other ends of lines.
         lines = Path(path).read_text(encoding="utf-8").split("\n")
-        return [SampleAnswers(**json.loads(line)) for line in lines if line]
-    except (TypeError, ValueError) as error:
+        return [_sample(line) for line in lines if line]
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no file of answers: {error}") from error
+
+
+def _sample(line: str) -> SampleAnswers:
+    sample = SampleAnswers(**json.loads(line))
+    scores = {
+        condition: {metric: number_of(score) for metric, score in found.items()}
+        for condition, found in sample.scores.items()
+    }
+    return replace(sample, scores=scores)
 
 
 def _key(line: str, path: Path) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 from .metrics import normalize_answer
 
 BENCHMARK_SCORE = "benchmark_score"
+_PARAGRAPH_TASKS = ("passage_retrieval_en", "passage_retrieval_zh")
 _CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"
     "》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -46,6 +47,7 @@ class BenchmarkMetric:
 
         Raises:
             ImportError: a library of the extra `benchmarks` is missing.
+            ValueError: an answer that the task cannot be scored by.
         """
         return 100.0 * _TASKS[self.task][0](prediction, answers, self.classes)
 
@@ -54,12 +56,19 @@ def benchmark_metric(row: Mapping[str, Any]) -> BenchmarkMetric | None:
     """The metric of a row that a benchmark published; `None` of rows that none did.
 
     Args:
-        row: with the `task`, and with the `answer_prefix` of kvpress's copies or LongBench's own `all_classes`.
+        row: with the `task`, with the `answer_prefix` of kvpress's copies or LongBench's own `all_classes`, and with
+            the list of `answers` where it is known.
+
+    Raises:
+        ValueError: an answer that the task cannot be scored by.
     """
     if not {"answer_prefix", "all_classes"} & row.keys():
         return None
     # LongBench-E.
     task = str(row.get("task", "")).removesuffix("-e").removesuffix("_e")
+    if task in _PARAGRAPH_TASKS:
+        for answer in row.get("answers") or ():
+            _number_of_paragraph(answer)
     return BenchmarkMetric(task, tuple(row.get("all_classes") or ())) if task in _TASKS else None
 
 
@@ -123,7 +132,16 @@ def _share_of_numbers(prediction: str, number: str) -> float:
 
 def _paragraph(prediction: str, answer: str) -> float:
     """The number of "Paragraph 7" or "段落7"."""
-    return _share_of_numbers(prediction, re.findall(r"(?:Paragraph |段落)(\d+)", answer)[0])
+    return _share_of_numbers(prediction, _number_of_paragraph(answer))
+
+
+def _number_of_paragraph(answer: str) -> str:
+    found = re.search(r"(?:Paragraph |段落)(\d+)", answer)
+    if found is None:
+        raise ValueError(
+            f"an answer of {' or '.join(_PARAGRAPH_TASKS)} must name 'Paragraph 7' or '段落7', got {answer!r}"
+        )
+    return found[1]
 
 
 def _code_similarity(prediction: str, answer: str) -> float:
@@ -201,8 +219,7 @@ _TASKS: dict[str, tuple[Callable[[str, Sequence[str], Sequence[str]], float], in
     "samsum": (_first_line(_best(_rouge_l)), 128),
     "lsht": (_first_line(_label), 64),
     "passage_count": (_best(_share_of_numbers), 32),
-    "passage_retrieval_en": (_best(_paragraph), 32),
-    "passage_retrieval_zh": (_best(_paragraph), 32),
+    **dict.fromkeys(_PARAGRAPH_TASKS, (_best(_paragraph), 32)),
     "lcc": (_best(_code_similarity), 64),
     "repobench-p": (_best(_code_similarity), 64),
     # LongBench v2.

@@ -30,6 +30,21 @@ logger = logging.getLogger(__name__)
 
 # Fields of a source that change no data set, or only its name.
 _NOT_IN_REPORT = ("title", "tasks", "weight", "licence")
+# Fields that say something of some sources alone, of which ones, and those in words; a task of RULER has its own kind.
+_ROWS, _RULER_ROWS = ("name", "path"), ("ruler/name", "ruler/path")
+_KINDS_WITH: dict[str, tuple[tuple[str, ...], str]] = {
+    **dict.fromkeys(
+        ("rows", "where", "columns", "skip_incomplete", "supporting_passages", "separate_passages"),
+        ((*_ROWS, *_RULER_ROWS), "a file or a data set of the Hub"),
+    ),
+    "by": (_ROWS, "a file or a data set of the Hub that is no task of RULER"),
+    "config": (
+        ("name", "ruler/name", "generated"),
+        "a data set of the Hub, or generated documents that are no task of RULER",
+    ),
+    "facts_per_record": (("generated",), "generated documents that are no task of RULER"),
+    "document_tokens": (("generated", "ruler/generated", *_RULER_ROWS), "generated documents or a task of RULER"),
+}
 _HOPS = {"one_hop": 1, "two_hop": 2}
 _ATTEMPTS = 100
 
@@ -57,7 +72,8 @@ def load_datasets(
         document_tokens: length limit of these, where their source has none.
 
     Raises:
-        ValueError: no such file, data set or kind of question, a column that is not there, or a data set without rows.
+        ValueError: no such file, data set or kind of question, a column that is not there, a field that says nothing
+            of its source, or a data set without rows.
     """
     for place in sources:
         if isinstance(place, str) and (Path(data_dir or ".") / place).is_dir():
@@ -69,6 +85,7 @@ def load_datasets(
                 f"contexts_per_document of source {source.label!r} joins contexts when training draws them, and an "
                 f"evaluation asks about each alone: leave it out, got {source.contexts_per_document}"
             )
+        _check_fields(source)
         length = source.document_tokens or document_tokens
         if source.kind in ruler.TASKS:
             made = [_ruler_task(source, tokenizer, domain, data_dir, seed, num_documents, length)]
@@ -81,6 +98,18 @@ def load_datasets(
             made = _read(source, domain, data_dir, seed)
         found += [replace(data, source=source_in_report(source)) for data in made]
     return found
+
+
+def _check_fields(source: DataSource) -> None:
+    """Raise `ValueError` when a source that is evaluated has a field that says nothing of what it is."""
+    place = next(name for name in ("name", "path", "generated") if getattr(source, name))
+    kind = f"ruler/{place}" if source.kind in ruler.TASKS else place
+    for name, (kinds, words) in _KINDS_WITH.items():
+        value = getattr(source, name)
+        if value != getattr(DataSource, name) and kind not in kinds:
+            raise ValueError(
+                f"{name} of source {source.label!r} needs {words} in an evaluation: leave it out, got {value!r}"
+            )
 
 
 def source_in_report(source: DataSource) -> dict[str, Any]:
@@ -128,11 +157,17 @@ def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> l
     if source.by is None:
         return [data_set(data_set_name(source), wanted)]
     values = column_of(table, source.by, source)
+    try:
+        different = values.unique()
+    except pyarrow.ArrowNotImplementedError as error:
+        raise ValueError(
+            f"by of source {source.label!r} needs a column of texts or numbers, and {source.by!r} has {values.type}"
+        ) from error
     if values.null_count:
         logger.warning("source %r: %d rows have no %s, and are left out", source.label, values.null_count, source.by)
     return [
         data_set(f"{data_set_name(source)}/{value}", wanted.filter(pyarrow.compute.equal(values, value)))
-        for value in values.unique()
+        for value in different
         if value.is_valid
     ]
 
@@ -148,7 +183,9 @@ def _ruler_task(
 ) -> EvaluationDataset:
     texts, questions = [], []
     if not source.generated:
-        table = read_rows(replace(source, max_samples=None), data_dir, seed)
+        # A stream needs an end.
+        needs_samples = source.streaming and source.rows is None
+        table = read_rows(source if needs_samples else replace(source, max_samples=None), data_dir, seed)
         if source_ids_of(table):
             raise ValueError(f"source {source.label!r}: {source.kind} takes whole texts, and rows name source_texts")
         texts = distinct_texts(table)

@@ -79,7 +79,7 @@ def paired_difference(
 
     Raises:
         ValueError: not the same samples, one that is there twice, samples of more than one data set or task, a
-            condition or a metric that is not there, or a metric of a whole corpus.
+            condition or a metric that is not there, a score that is not finite, or a metric of a whole corpus.
     """
     if metric in _OF_A_CORPUS:
         raise ValueError(f"{metric} is a score of a whole corpus, which has no difference by sample: take another one")
@@ -190,5 +190,11 @@ def _scores(run: Run, order: Sequence[tuple[str, ...]], condition: str, metric: 
         if metric not in scores.get(condition, {}):
             known = {name: sorted(metrics) for name, metrics in scores.items()}
             raise ValueError(f"there is no {metric!r} under the condition {condition!r}; there are {known}")
+    for sample in run:
+        if not math.isfinite(score := sample.scores[condition][metric]):
+            raise ValueError(
+                f"{metric} of the sample {sample.id!r} of {sample.dataset!r} under the condition {condition!r} must "
+                f"be finite to be compared, got {score}"
+            )
     values = [found[key][condition][metric] for key in order]
     return [math.log(value) for value in values] if is_lower_better(metric) else values

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from ..reporting.tables import markdown_table
 from .answers_file import read_answers
 from .bootstrap import mean_statistic, percentile_interval, resampled_scores
 from .held_out import Sources
-from .rows import SampleAnswers
+from .rows import SampleAnswers, number_of
 
 TextVectors = list[Tensor]
 # Metric -> each query's score, in percent.
@@ -173,12 +174,16 @@ def query_scores(rankings: Sequence[Sequence[str]], judged: JudgedQueries) -> Qu
 
 
 def ranking_scores(scores: QueryScores) -> dict[str, Any]:
-    """Means over queries in percent, each with its 95 % bootstrap interval, and the number of queries."""
+    """Means over queries in percent, each with its 95 % bootstrap interval, and the number of queries.
+
+    The intervals of a single query, of which nothing can be told, are NaN.
+    """
     number = len(scores["ndcg_at_10"])
     resampled = resampled_scores({name: mean_statistic(values) for name, values in scores.items()}, range(number))
     found: dict[str, Any] = {}
     for name, values in scores.items():
-        found |= {name: mean(values), f"{name}_interval": percentile_interval(resampled[name])}
+        interval = percentile_interval(resampled[name]) if number > 1 else (math.nan, math.nan)
+        found |= {name: mean(values), f"{name}_interval": interval}
     return {**found, "queries": number}
 
 
@@ -367,7 +372,9 @@ def retrieval_table(rows: Sequence[Mapping[str, Any]]) -> str:
             own = [f"{row['vectors_per_document']:.0f}", f"{row['index_bytes_float32'] / 1e6:.1f}"]
             own += [f"{row['storage_saving']:.1f}x", f"{row['scoring_saving']:.1f}x"]
         score = f"{row['ndcg_at_10']:.1f}"
-        if "ndcg_at_10_interval" in row:
-            score += " [{:.1f}, {:.1f}]".format(*row["ndcg_at_10_interval"])
+        # Null in a file that is gone on with.
+        low, high = map(number_of, row.get("ndcg_at_10_interval", (None, None)))
+        if not math.isnan(low):
+            score += f" [{low:.1f}, {high:.1f}]"
         cells.append([row["model"], row["document_ratio"] or "-", score, *own])
     return markdown_table(header, cells)

@@ -45,7 +45,8 @@ def generation_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a generation configuration that an evaluation may take; ids of a model are left out.
 
     Raises:
-        ValueError: an unknown field, one that the evaluation decides itself, or a value that is not allowed.
+        ValueError: an unknown field, one that the evaluation decides itself, a limit of time, by which scores would
+            depend on the machine, or a value that is not allowed.
     """
     fields = {name: value for name, value in given.items() if name not in _IDS and not name.startswith("_")}
     known = [name for name in GenerationConfig().to_dict() if not name.startswith("_")]
@@ -53,6 +54,16 @@ def generation_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         check_choice("field of the generation configuration:", name, known)
         if name in _DECIDED:
             raise ValueError(f"the evaluation decides {name} itself: leave it out of the generation configuration")
+    if fields.get("max_time") is not None:
+        raise ValueError(
+            f"max_time would make scores depend on the machine: leave it out of the generation configuration, got "
+            f"{fields['max_time']!r}"
+        )
+    beams, top_p = fields.get("num_beams"), fields.get("top_p")
+    if beams is not None and (not isinstance(beams, int) or isinstance(beams, bool) or beams < 1):
+        raise ValueError(f"num_beams must be a whole number of at least 1, got {beams!r}")
+    if top_p is not None and (not isinstance(top_p, int | float) or isinstance(top_p, bool) or not 0 < top_p <= 1):
+        raise ValueError(f"top_p must be a number above 0 and at most 1, got {top_p!r}")
     GenerationConfig(**fields).validate(strict=False)
     return fields
 

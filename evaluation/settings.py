@@ -129,6 +129,8 @@ class EvaluationSettings:
         for name in ("batch_size", "context_tokens", "continuation_tokens", "num_resamples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be a whole number from 0 on, got {self.seed}")
         for name in ("max_samples", "max_context_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from ..evaluation.curves import common_loss, read_curves, table
 from .command import argument, command
@@ -36,8 +37,11 @@ def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors curves`.
 
     Raises:
-        ValueError: a source that holds no such log, or two runs of one name that was not given to them.
+        ValueError: a source that holds no such log, two runs of one name that was not given to them, or a loss that
+            is not finite.
     """
+    if arguments.loss is not None and not math.isfinite(arguments.loss):
+        raise ValueError(f"--loss must be a finite number, got {arguments.loss}")
     from ..evaluation.plots import plot_curves
 
     curves = read_curves(arguments.sources, arguments.metric)

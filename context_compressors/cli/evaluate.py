@@ -77,7 +77,7 @@ context-compressors evaluate my-base --data generated --max-samples 100 --output
 
 
 def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[EvaluationReport] = ()) -> list[Path]:
-    """Draw each task's main metric by ratio, the domain gap where there are two domains, and by model size.
+    """Draw each task's main metric by ratio, the domain gap of two domains with both bounds, and by model size.
 
     Args:
         report: what to draw.
@@ -88,13 +88,15 @@ def write_plots(report: EvaluationReport, folder: str | Path, others: Sequence[E
         The files, PNG.
     """
     from ..evaluation.plots import plot_domain_gap, plot_quality_by_model_size, plot_quality_by_ratio
+    from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT
 
     folder = Path(folder)
     paths = []
     for task in report.tasks():
         metric = report.main_metric(task)
         paths.append(plot_quality_by_ratio([report], task, metric, folder / f"{task}_by_ratio.png"))
-        if report.datasets(task, "in") and report.datasets(task, "out"):
+        has_bounds = {NO_CONTEXT, FULL_CONTEXT} <= set(report.conditions(task))
+        if has_bounds and report.datasets(task, "in") and report.datasets(task, "out"):
             paths.append(plot_domain_gap([report], task, metric, folder / f"{task}_domain_gap.png"))
         if others:
             path = folder / f"{task}_by_model_size.png"
@@ -375,12 +377,13 @@ def main(arguments: argparse.Namespace) -> None:
     from ..evaluation.report_tables import report_markdown
 
     report, paths = _evaluate(arguments), []
+    # Before anything is drawn, which may fail.
+    print(report_markdown(report))
     if arguments.plots:
         from ..evaluation.report import EvaluationReport
 
         others = [EvaluationReport.load(path) for path in arguments.compare_with]
         paths = write_plots(report, arguments.plots, others)
-    print(report_markdown(report))
     say_if_done(arguments, not report.answers)
     for path in [*filter(None, [arguments.output, arguments.keep_answers]), *paths]:
         print(f"wrote {path}")

@@ -93,6 +93,15 @@ def main(arguments: argparse.Namespace) -> None:
     from ..modeling.checkpoint.pretrained_bases import base_place
     from .loading import load_model, merge_adapters
 
+    settings = EvaluationSettings(
+        ratios=arguments.ratios and tuple(arguments.ratios),
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        max_new_tokens=dict.fromkeys(WRITTEN_TASKS, arguments.max_new_tokens),
+        prompts=arguments.prompts,
+        prompt_format=arguments.prompt_format,
+        allow_trained_documents=arguments.allow_trained_documents,
+    )
     earlier, records = earlier_results(arguments, NeedleGrid.load), records_of_reports(arguments)
     progress_file = progress_path(arguments)
     place = base_place(arguments.model)
@@ -109,16 +118,6 @@ def main(arguments: argparse.Namespace) -> None:
     teacher = None
     if arguments.teacher is not None:
         teacher = load_model(arguments.teacher, base_model=arguments.teacher_base, **how)
-    settings = EvaluationSettings(
-        ratios=arguments.ratios and tuple(arguments.ratios),
-        batch_size=arguments.batch_size,
-        seed=arguments.seed,
-        max_new_tokens=dict.fromkeys(WRITTEN_TASKS, arguments.max_new_tokens),
-        prompts=arguments.prompts,
-        prompt_format=arguments.prompt_format,
-        allow_trained_documents=arguments.allow_trained_documents,
-    )
-
     write = writer(arguments, [] if earlier is None else earlier.as_report().rows)
     grid = evaluate_needles(
         model,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..evaluation.rows import ratio_condition
+from ..evaluation.rows import plain_json, ratio_condition
 from .command import ALLOW_TRAINED_DOCUMENTS, CHOSEN_BY, DEVICE, DTYPE, KEEP_ANSWERS, argument, command, positive_int
 from .records import add_model_records, records_of_reports
 from .resuming import earlier_results, say_if_done
@@ -61,9 +61,12 @@ def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors evaluate-retrieval`.
 
     Raises:
-        ValueError, OSError: a folder that is none of BEIR's form, a checkpoint of no retriever, documents that trained
-            it or chose it, or an `--output` to resume from that is of another evaluation.
+        ValueError, OSError: a ratio that stands twice, a folder that is none of BEIR's form, a checkpoint of no
+            retriever, documents that trained it or chose it, or an `--output` to resume from that is of another
+            evaluation.
     """
+    if arguments.ratios and len(set(arguments.ratios)) < len(arguments.ratios):
+        raise ValueError(f"ratios must be one or more different numbers of at least 1, got {arguments.ratios}")
     from transformers import AutoTokenizer
 
     from ..data.retrieval_sources import JudgedQueries, RetrievalSource
@@ -104,7 +107,7 @@ def main(arguments: argparse.Namespace) -> None:
         if path:
             write_answers(query_answers(collection, judged, scores), path)
         if arguments.output:
-            write_results(content, arguments.output)
+            write_results(plain_json(content), arguments.output)
     print("\n".join([*held_out_lines(content["held_out"]), "", retrieval_table(rows)]))
     say_if_done(arguments, not left)
     for written in filter(None, [arguments.output, path]):

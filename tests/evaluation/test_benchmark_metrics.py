@@ -81,6 +81,19 @@ def test_metric_and_length_of_an_answer_are_those_of_the_row():
         assert benchmark_max_new_tokens(other) is None
 
 
+@pytest.mark.parametrize("task", ["passage_retrieval_en", "passage_retrieval_zh_e"])
+def test_an_answer_that_names_no_paragraph_is_refused_before_anything_is_written(tokenizer, task):
+    row = {"context": "c", "question": "q", "task": task, "answer_prefix": "", "answers": ["Paragraph 3", "段落4"]}
+    builder = SampleBuilder(tokenizer, None, {QA: 4}, 16, 4)
+    (sample,) = builder.build(EvaluationDataset("passages", [row]), QA)
+    assert sample.metric.score("Paragraph 4", sample.references) == 100
+    message = "an answer of passage_retrieval_en or .* must name 'Paragraph 7' or '段落7', got '3'"
+    with pytest.raises(ValueError, match=message):
+        builder.build(EvaluationDataset("passages", [{**row, "answers": ["Paragraph 3", "3"]}]), QA)
+    with pytest.raises(ValueError, match=message):
+        sample.metric.score("Paragraph 3", ["3"])
+
+
 def test_questions_of_kvpress_are_put_in_their_own_words(tokenizer):
     row = {"context": "A text.\n", "question": "Who?", "answer_prefix": "Answer:", "answers": ["Ada"], "task": "qa_1"}
     data = EvaluationDataset("tiny", [{**row, "max_new_tokens": 9}, {**row, "max_new_tokens": 3}])

@@ -166,4 +166,7 @@ def test_command_draws_the_losses_of_two_runs_by_the_names_of_their_folders(tmp_
     assert output.is_file()
     assert cli.main([*argv[:-1], str(tmp_path / "new.png"), "--metric", "accuracy"]) == 1
     assert "has no 'accuracy' in its log" in capsys.readouterr().err
+    for loss in ("nan", "inf"):
+        assert cli.main([*argv[:-1], str(tmp_path / "new.png"), "--loss", loss]) == 1
+        assert f"--loss must be a finite number, got {loss}" in capsys.readouterr().err
     assert not (tmp_path / "new.png").exists()

@@ -2,6 +2,7 @@
 """The data sets of an evaluation: files, Hub data sets and generated documents, in the forms that training takes."""
 
 import json
+import re
 from datetime import date
 
 import pyarrow
@@ -298,6 +299,50 @@ def test_generated_documents_pass_over_seeds_that_do_not_fit(tokenizer):
     assert max(len(encode(tokenizer, example["context"])) for example in data.examples) <= 50
     with pytest.raises(ValueError, match="num_tokens must be"):
         load_datasets(["generated"], tokenizer, document_tokens=5)
+
+
+def test_fields_that_say_nothing_of_a_source_are_refused(tokenizer, mrqa):
+    rows, texts, task = {"path": "mrqa/train.parquet"}, {"generated": True}, {"generated": True, "kind": "vt"}
+    asked = {**rows, "kind": "qa_1"}
+    for source, field, value, needed in (
+        (texts, "rows", [0, 2], "a file or a data set of the Hub in"),
+        (texts, "where", {"x": 1}, "a file or a data set of the Hub in"),
+        (task, "columns", {"context": "nope"}, "a file or a data set of the Hub in"),
+        (texts, "skip_incomplete", True, "a file or a data set of the Hub in"),
+        (texts, "separate_passages", True, "a file or a data set of the Hub in"),
+        (task, "supporting_passages", True, "a file or a data set of the Hub in"),
+        (texts, "by", "kind", "a file or a data set of the Hub that is no task of RULER"),
+        (asked, "by", "subset", "a file or a data set of the Hub that is no task of RULER"),
+        (rows, "config", "plain", "a data set of the Hub, or generated documents that are no task"),
+        (asked, "config", "plain", "a data set of the Hub, or generated documents that are no task"),
+        (task, "config", "one_hop", "a data set of the Hub, or generated documents that are no task"),
+        (rows, "facts_per_record", 2, "generated documents that are no task of RULER"),
+        (task, "facts_per_record", 2, "generated documents that are no task of RULER"),
+        (rows, "document_tokens", 200, "generated documents or a task of RULER"),
+    ):
+        with pytest.raises(ValueError, match=f"{field} of source '.*' needs {needed}.* got {re.escape(repr(value))}"):
+            load_datasets([{**source, field: value}], tokenizer, data_dir=str(mrqa))
+    said = {**texts, "facts_per_record": 2, "document_tokens": 200, "config": "one_hop"}
+    (data,) = load_datasets([said], tokenizer, num_documents=1)
+    assert data.source == {**said, "split": "test"}
+
+
+def test_a_stream_serves_a_task_of_ruler_as_far_as_its_samples_reach(tokenizer, mrqa):
+    stream = {"name": str(mrqa / "mrqa"), "split": "train", "streaming": True, "kind": "qa_1", "max_samples": 3}
+    for source, reached in ((stream, range(3)), ({**stream, "rows": [2, 8]}, range(2, 8))):
+        (data,) = load_datasets([source], tokenizer, document_tokens=400)
+        assert len(data.examples) == 3
+        assert {text for row in data.examples for text in row["source_texts"]} == {f"c{n}" for n in reached}
+
+
+def test_a_data_set_for_each_value_needs_a_column_of_plain_values(tokenizer, tmp_path):
+    rows = [{"text": f"t{n}", "tags": ["a"], "meta": {"kind": "a"}} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for column, kind in (("tags", "list<"), ("meta", "struct<")):
+        with pytest.raises(ValueError, match=rf"needs a column of texts or numbers, and '{column}' has {kind}"):
+            load_datasets([{"path": "rows.jsonl", "by": column}], tokenizer, data_dir=str(tmp_path))
+    (data,) = load_datasets([{"path": "rows.jsonl", "by": "meta.kind"}], tokenizer, data_dir=str(tmp_path))
+    assert data.name == "rows/a"
 
 
 def test_sources_that_are_not_there_are_refused(tokenizer, tmp_path):

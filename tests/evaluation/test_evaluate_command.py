@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from context_compressors import cli
+from context_compressors.cli import evaluate as evaluate_command
 from context_compressors.cli.evaluate import generation_from_arguments, max_new_tokens_from_arguments
 from context_compressors.evaluation.evaluate import model_label
 from context_compressors.evaluation.report import EvaluationReport
@@ -227,6 +228,44 @@ def test_generation_settings_come_from_files_and_fields(tmp_path):
     for wrong in ("nothing.json", "3=4"):
         with pytest.raises(ValueError, match=r"takes KEY=VALUE or a JSON file with fields, got"):
             generation_from_arguments([wrong])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("num_beams=0", "num_beams must be a whole number of at least 1, got 0"),
+        ("num_beams=-1", "num_beams must be a whole number of at least 1, got -1"),
+        ("num_beams=1.5", r"num_beams must be a whole number of at least 1, got 1\.5"),
+        ("top_p=7", "top_p must be a number above 0 and at most 1, got 7"),
+        ("top_p=0", "top_p must be a number above 0 and at most 1, got 0"),
+        ("max_time=0", "max_time would make scores depend on the machine: leave it out .*, got 0"),
+    ],
+)
+def test_generation_settings_that_write_nothing_or_by_the_clock_are_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        generation_fields(generation_from_arguments([value]))
+    # What a file leaves open.
+    fields = {"num_beams": None, "top_p": 1.0, "max_time": None}
+    assert generation_fields(fields) == fields
+
+
+def test_ratios_alone_are_drawn_without_a_domain_gap_and_printed_first(
+    folders, qa_file, tmp_path, capsys, monkeypatch
+):
+    argv = [str(folders / "tiny-compressor"), "--data", "in=qa_rows.parquet#1", "--out-of-domain", "qa_rows.parquet#1"]
+    argv += ["--data-dir", str(tmp_path), "--tasks", CONTINUATION, "--ratios", "4", "--ratios-only", "--device", "cpu"]
+    argv += ["--context-tokens", "8", "--continuation-tokens", "4", "--plots", str(tmp_path / "plots")]
+    assert main(argv) == 0
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == [f"{CONTINUATION}_by_ratio.png"]
+    printed = capsys.readouterr().out
+
+    def failing(*arguments):
+        raise ValueError("no picture")
+
+    monkeypatch.setattr(evaluate_command, "write_plots", failing)
+    assert main(argv) == 1
+    assert "| ratio=4" in printed
+    assert "| ratio=4" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ def test_wrong_inputs_are_refused(model, teacher, tokenizer):
         ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number above 0, got 0.0"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty must be a finite number above 0, got nan"),
         ({"num_resamples": 0}, "num_resamples must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be a whole number from 0 on, got -1"),
         ({"ratios_only": True, "bounds_only": True}, "ratios_only leaves the ratios alone"),
         ({"ratios_only": True, "alternatives": ("cut",)}, "ratios_only leaves the ratios alone"),
         ({"memory_dtype": "int3"}, "memory_dtype"),

@@ -286,6 +286,8 @@ def test_command_writes_table_file_and_picture(folders, tmp_path, capsys):
     argv += ["--lengths", "100", "--needles", "3", "--max-new-tokens", "2", "--teacher", str(folders / "teacher")]
     with pytest.raises(ValueError, match="--resume goes on with what is in --output: name it"):
         main([*argv, "--resume"])
+    with pytest.raises(ValueError, match="seed must be a whole number from 0 on, got -1"):
+        main([*argv, "--seed", "-1"])
     output.with_name("needles.json.progress").write_text("of another run")
     assert main([*argv, "--output", str(output), "--plot", str(plot)]) == 0
     assert not output.with_name("needles.json.progress").exists()

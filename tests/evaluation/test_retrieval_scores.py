@@ -20,7 +20,9 @@ from context_compressors.evaluation.retrieval import (
     evaluate_retrieval,
     judged_documents,
     ndcg,
+    ranking_scores,
     recall,
+    retrieval_table,
     score_texts,
 )
 from context_compressors.modeling.parts.late_interaction import chamfer
@@ -136,6 +138,32 @@ def test_a_corpus_in_parts_has_the_scores_of_one_in_memory(retriever, tokenizer,
         low, high = whole[f"{name}_interval"]
         assert low <= whole[name] <= high
     assert evaluate_bm25(judged)["ndcg_at_10"] > 80
+
+
+def test_of_a_single_query_no_interval_is_told():
+    single = {"ndcg_at_10": [63.0], "recall_at_100": [100.0]}
+    found = ranking_scores(single)
+    assert (found["ndcg_at_10"], found["recall_at_100"], found["queries"]) == (63.0, 100.0, 1)
+    assert all(math.isnan(end) for name in single for end in found[f"{name}_interval"])
+    row = {"model": "BM25", "document_ratio": None, **found}
+    for interval in (found["ndcg_at_10_interval"], (None, None)):
+        assert "| 63.0    |" in retrieval_table([row | {"ndcg_at_10_interval": interval}])
+
+
+def test_an_id_that_stands_twice_is_refused_by_its_name(beir):
+    def add(name, row):
+        with (beir / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    add("corpus", {"_id": "001", "text": "Another heron."})
+    judged = JudgedQueries(RetrievalSource.from_folder(beir))
+    with pytest.raises(
+        ValueError, match=r"the id '001' of the corpus stands twice, again in row 8 \(counted from 0\)"
+    ):
+        evaluate_bm25(judged)
+    add("queries", {"_id": "2020-01-03", "text": "Where is the salmon?"})
+    with pytest.raises(ValueError, match="the id '2020-01-03' of the queries stands twice, again in row 8"):
+        JudgedQueries(RetrievalSource.from_folder(beir))
 
 
 @pytest.fixture
@@ -277,3 +305,16 @@ def test_the_command_ranks_a_folder_at_every_ratio(saved, beir, tmp_path, capsys
     assert "| retriever | 4 " in capsys.readouterr().out
     assert cli.main([*argv, "--split", "tset"]) == 1
     assert "did you mean 'test'" in capsys.readouterr().err
+    assert cli.main([*argv, "--ratios", "2", "4", "2"]) == 1
+    assert "ratios must be one or more different numbers of at least 1, got [2, 4, 2]" in capsys.readouterr().err
+
+
+def test_scores_of_a_single_query_are_written_and_gone_on_with(saved, beir, tmp_path, capsys):
+    (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n2020-01-05\t005\t1\n")
+    output = tmp_path / "scores.json"
+    argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--output", str(output)]
+    assert cli.main([*argv, "--ratios", "4"]) == 0
+    assert cli.main([*argv, "--ratios", "2", "--resume"]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["ndcg_at_10_interval"] for row in rows] == [[None, None]] * 2
+    assert "[" not in capsys.readouterr().out
