@@ -106,7 +106,8 @@ class CorpusJob:
     def compressor(self, device: str = "auto") -> RowCompressor:
         """What a worker runs, with the model on a device; on an accelerator, if there is one, with "auto"."""
         made = CorpusCompressor(self.model, self.ratio, memory_dtype=self.dtype, device=device, **self.options)
-        return RowCompressor(made, self.keep_texts)
+        store = MemoryStore.find(self.store)
+        return RowCompressor(made, self.keep_texts, None if store is None else store.form)
 
 
 class RowCompressor:
@@ -115,10 +116,11 @@ class RowCompressor:
     Args:
         compressor: what compresses the texts.
         keep_texts: whether the texts are kept.
+        store_form: of the store that the rows go to, if there is one already.
     """
 
-    def __init__(self, compressor: CorpusCompressor, keep_texts: bool):
-        self._compressor, self._keep_texts = compressor, keep_texts
+    def __init__(self, compressor: CorpusCompressor, keep_texts: bool, store_form: MemoryForm | None = None):
+        self._compressor, self._keep_texts, self._store_form = compressor, keep_texts, store_form
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> pyarrow.Table:
         """Compress some rows.
@@ -129,8 +131,13 @@ class RowCompressor:
         Returns:
             The columns of a store, and `error`: why a row could not be compressed, null for all others. Rows are in
             another order.
+
+        Raises:
+            ValueError: a model that cannot be used, or not for the store that is there.
         """
         form = self._compressor.form
+        if self._store_form is not None:
+            self._store_form.check(form)
         good = [row for row, error in enumerate(batch["error"]) if error is None]
         errors = {row: error for row, error in enumerate(batch["error"]) if error is not None}
         tables = []
@@ -177,14 +184,23 @@ class CorpusReport:
 
 
 def write_rows(place: str, table: pyarrow.Table) -> CorpusReport:
-    """Append what a [`RowCompressor`] returned to a store as one version; the store is made if it is not there."""
+    """Append what a [`RowCompressor`] returned to a store as one version; the store is made if it is not there.
+
+    Raises:
+        ValueError: the store is of another model, or in another type.
+    """
     failed = pyarrow.compute.is_valid(table["error"])
     errors = table.filter(failed).select(["id", "error"]).to_pydict()
     report = CorpusReport(failures=list(zip(errors["id"], errors["error"], strict=True)))
     done = table.filter(pyarrow.compute.invert(failed)).drop_columns(["error"])
     if not len(done):
         return report
-    store = MemoryStore.find_or_create(place, MemoryForm.from_json(table.schema.metadata[b"context_compressors"]))
+    form = MemoryForm.from_json(table.schema.metadata[b"context_compressors"])
+    store = MemoryStore.find_or_create(place, form)
+    # Another process may have made it meanwhile.
+    store.form.check(form)
+    if store.form.dtype != form.dtype:
+        raise ValueError(f"the store {place} is in {store.form.dtype!r}, not in {form.dtype!r}")
     ids = done["id"].to_pylist()
     known, chosen = store.known_texts(ids), []
     for index, (name, text) in enumerate(zip(ids, done["text"].to_pylist(), strict=True)):
@@ -213,7 +229,8 @@ def compress_locally(job: CorpusJob, devices: Sequence[str]) -> Iterator[CorpusR
 
     Returns:
         a report each time that a version is written, on what has been done since the last one. Nothing is done before
-        the first is asked for; a worker that dies is an `OSError` then, a model that cannot be used a `ValueError`.
+        the first is asked for; a worker that dies is an `OSError` then, a model that cannot be used, or is not the
+        store's, a `ValueError`.
 
     Raises:
         ValueError: see `CorpusJob.parts`.

@@ -11,8 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..data.yaml_text import read_yaml
+
 _SUFFIXES = {".safetensors", ".json", ".py", ".md", ".txt", ".jinja", ".model", ".png", ".jpg", ".svg"}
 _NAMES = {"LICENSE", "LICENCE", "NOTICE", "USE_POLICY", ".gitattributes", "recipe.yaml"}
+# Further ones that a licence may have.
+_DOCUMENTS = {".rst", ".html", ".pdf"}
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
 _CACHES = {"__pycache__", ".cache", ".git", ".huggingface", ".ipynb_checkpoints", ".DS_Store"}
 # What a training run keeps in its folder beside the model, by the beginning of a file's or folder's name.
@@ -22,15 +26,24 @@ _TRAINING_STATE = re.compile(
 )
 _OPTIMIZER_TENSOR = re.compile(r"(^|[./_])(exp_avg|max_exp_avg|exp_inf|momentum_buffer|optimizer|master_param)")
 _MAX_HEADER_BYTES = 100_000_000
-_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
+_PACKED = (*_ZIP, b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
+_TAR, _TAR_PLACE = b"ustar", 257
 # Opcodes that call what a pickle names.
 _CALLS = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "REDUCE", "BUILD"}
 # A vocabulary is made of pieces of text, and some of these look like paths.
 _VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
+# Fields of a recipe that name a folder or file.
+_RECIPE_PLACES = (
+    *("base", "encoder", "adapter", "checkpoint", "checkpoint_base", "tokenizer", "teacher", "prompts", "memories"),
+    *("path", "name", "data_dir", "output_dir", "logging_dir", "resume_from_checkpoint"),
+)
 _TOKEN = re.compile(
     "|".join(
         (
-            r"\bhf_[A-Za-z0-9]{20,}\b",
+            r"\bhf_[A-Za-z0-9]{20,}\b|\bhf_oauth_(?=[\w.-]*\d)[\w.-]{20,}|\bapi_org_[A-Za-z0-9]{20,}\b",
+            # A JSON Web Token
+            r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.",
             r"\bgh[oprsu]_[A-Za-z0-9]{30,}\b",
             r"\bgithub_pat_\w{30,}\b",
             r"\bglpat-[\w-]{20,}",
@@ -92,16 +105,22 @@ def check_files(folder: Path) -> tuple[list[Path], list[str]]:
     own = {str(place) for place in (folder.resolve(), Path.cwd(), Path.home()) if len(place.parts) > 1}
     for path in paths:
         _check_text(path, _text_of(folder, path), own)
-    _check_names(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    for path in paths:
+        if path.suffix == ".json" and path.name not in _VOCABULARIES:
+            _check_names(path, json.loads((folder / path).read_bytes()))
+        elif path.name == "recipe.yaml":
+            _check_names(path, read_yaml(folder / path), _RECIPE_PLACES)
     return paths, sorted(states)
 
 
-def _check_names(value: Any) -> None:
-    """Refuse a configuration that names a model by the place of its folder, wherever that is."""
+def _check_names(path: Path, value: Any, names: tuple[str, ...] = ()) -> None:
+    """Refuse a file that names a model, or what else these fields do, by a place on one machine, wherever that is."""
     for name, inside in value.items() if isinstance(value, dict) else ():
-        if name.endswith("name_or_path") and isinstance(inside, str) and os.path.isabs(inside):
-            raise ValueError(f"config.json names a place on one machine, {inside}: take it out")
-        _check_names(inside)
+        is_place = name in names or str(name).endswith("name_or_path")
+        if is_place and isinstance(inside, str) and os.path.isabs(inside):
+            raise ValueError(f"{path} names a place on one machine, {inside}: take it out")
+    for inside in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_names(path, inside, names)
 
 
 def _check_link(folder: Path, path: Path) -> None:
@@ -115,7 +134,8 @@ def _check_kind(folder: Path, path: Path) -> None:
         raise ValueError(f"{path} is a cache: delete it")
     if path.suffix in _PICKLES:
         raise ValueError(f"{path} is a pickle, which can run code when it is loaded: delete it")
-    if path.suffix not in _SUFFIXES and path.name not in _NAMES and path.stem not in _NAMES:
+    is_licence = path.stem in _NAMES and path.suffix in _DOCUMENTS
+    if path.suffix not in _SUFFIXES and path.name not in _NAMES and not is_licence:
         raise ValueError(f"{path} is not a part of a checkpoint: move it elsewhere")
     if not (folder / path).is_file():
         raise ValueError(f"{path} is no file: a pipe, a device or a link that points nowhere")
@@ -127,8 +147,8 @@ def _text_of(folder: Path, path: Path) -> str:
         if path.suffix == ".safetensors":
             return _text_of_weights(path, stream)
         data = stream.read()
-    if data.startswith(_PACKED):
-        raise ValueError(f"{path} is an archive, as `torch.save` writes it, whatever its name says: delete it")
+    if data.startswith(_PACKED) or data.startswith(_TAR, _TAR_PLACE):
+        raise ValueError(f"{path} is an archive, such as `torch.save` writes, whatever its name says: delete it")
     if _is_pickle(data):
         raise ValueError(f"{path} is a pickle, whatever its name says: delete it")
     data = _without_pixels(data)

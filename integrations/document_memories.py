@@ -216,7 +216,10 @@ class DocumentMemories:
         there = [id_ for id_, is_there in zip(given, self._contains(given), strict=True) if is_there]
         rows = self.store.read(there, ["id", "text", "ratio"]).to_pylist() if there else []
         right = {(row["id"], row["text"]) for row in rows if self._ratio in ("auto", row["ratio"])}
-        return [id_ if (id_, text) in right else name for id_, text, name in zip(ids, texts, names, strict=True)]
+        return [
+            id_ if isinstance(id_, str) and (id_, text) in right else name
+            for id_, text, name in zip(ids, texts, names, strict=True)
+        ]
 
     def _own_id(self, text: str) -> str:
         cut = "" if self.compressor.max_tokens is None else f"-{self.compressor.max_tokens}t"

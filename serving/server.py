@@ -172,24 +172,41 @@ class _Server:
             raise ServerError(404, f"there is no model {name!r}; this server has {names}", "model_not_found", "model")
         return next(iter(self.models.values())) if name is None else self.models[name]
 
-    def find_memories(self, ids: Sequence[str]) -> dict[str, tuple[ServedModel, CompressedContext]]:
-        """Memories, each with a model that reads it."""
+    def find_memory(self, memory_id: str, name: str | None) -> tuple[ServedModel, CompressedContext]:
+        """A memory with a model that reads it: the named one, which is needed where several have one with this id."""
+        models = self.models.values() if name is None else [self.model(name)]
+        found: dict[Any, tuple[ServedModel, CompressedContext]] = {}
+        for model in models:
+            memory = model.memories.get([memory_id]).get(memory_id)
+            if memory is not None and memory.model_id == model.model_id:
+                found.setdefault(model.memories, (model, memory))
+        if len(found) > 1:
+            names = ", ".join(repr(model.name) for model, _ in found.values())
+            message = f"several models have a memory {memory_id!r}: name one of {names}, as in ?model=NAME"
+            raise ServerError(400, message, "model_missing", "model")
+        if not found:
+            raise _absent(memory_id, list(dict.fromkeys(model.memories for model in models)))
+        return next(iter(found.values()))
+
+    def find_memories(
+        self, ids: Sequence[str], asked: ServedModel
+    ) -> dict[str, tuple[ServedModel, CompressedContext]]:
+        """Memories, each with a model that reads it: the one that is asked, if it has one with this id."""
         found: dict[str, tuple[ServedModel, CompressedContext]] = {}
-        for model in self.models.values():
+        for model in sorted(self.models.values(), key=lambda model: model is not asked):
             missing = [name for name in ids if name not in found]
             memories = model.memories.get(missing) if missing else {}
             found |= {name: (model, memory) for name, memory in memories.items() if memory.model_id == model.model_id}
         for name in ids:
             if name not in found:
-                message = f"there is no memory {name!r}: {'; or '.join(place.absence for place in self.places)}"
-                raise ServerError(404, message, "memory_not_found", "memory_id")
+                raise _absent(name, self.places)
         return found
 
     def memories_for(
         self, model: ServedModel, keys: Sequence[tuple[str, int | None]]
     ) -> dict[tuple[str, int | None], CompressedContext]:
         """Memories that this model reads, by their ids and the ratios that they are wanted at."""
-        found = self.find_memories(list(dict.fromkeys(name for name, _ in keys)))
+        found = self.find_memories(list(dict.fromkeys(name for name, _ in keys)), model)
         for name, (maker, memory) in found.items():
             if memory.model_id != model.model_id:
                 message = f"the memory {name!r} was made by the model {maker.name!r}: {model.name!r} cannot read it"
@@ -325,13 +342,13 @@ def _routes(server: _Server) -> fastapi.FastAPI:
         return {"object": "list", "model": job.model.name, "data": memories, "usage": usage}
 
     @app.get("/v1/memories/{memory_id:path}")
-    def memory(memory_id: str) -> dict[str, Any]:
-        maker, found = server.find_memories([memory_id])[memory_id]
+    def memory(memory_id: str, model: str | None = None) -> dict[str, Any]:
+        maker, found = server.find_memory(memory_id, model)
         return maker.describe(memory_id, found)
 
     @app.delete("/v1/memories/{memory_id:path}")
-    def delete(memory_id: str) -> dict[str, Any]:
-        maker, _ = server.find_memories([memory_id])[memory_id]
+    def delete(memory_id: str, model: str | None = None) -> dict[str, Any]:
+        maker, _ = server.find_memory(memory_id, model)
         maker.memories.delete(memory_id)
         return {"id": memory_id, "object": "memory", "deleted": True}
 
@@ -448,6 +465,11 @@ class _Gate:
             return message
 
         return limited_receive
+
+
+def _absent(memory_id: str, places: Sequence[ProcessMemories | StoredMemories]) -> ServerError:
+    message = f"there is no memory {memory_id!r}: {'; or '.join(place.absence for place in places)}"
+    return ServerError(404, message, "memory_not_found", "memory_id")
 
 
 def _as_server_error(error: Exception) -> ServerError:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 _Text = Annotated[str, StringConstraints(min_length=1)]
+# As large as a column of a store holds.
+_Ratio = Annotated[int, Field(ge=1, lt=2**31)]
 # One text, or a list of them.
 _Texts = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 _Parts = BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
@@ -29,7 +31,7 @@ class MemoriesRequest(_Fields):
     """`POST /v1/memories`: each text becomes a memory."""
 
     text: Annotated[list[_Text], Field(min_length=1), _Texts]
-    ratio: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    ratio: _Ratio | Literal["auto"] | None = None
     model: str | None = None
 
 
@@ -45,7 +47,7 @@ class MemoryPart(_Fields):
 
     type: Literal["memory"]
     memory_id: _Text
-    ratio: Annotated[int, Field(ge=1)] | None = None
+    ratio: _Ratio | None = None
 
 
 class Message(_Fields):

@@ -16,7 +16,7 @@ from trl import SFTConfig, TrlParser
 
 from ..configuration.nearest_names import nearest
 from ..data.yaml_text import read_yaml
-from .fields import DESCRIPTION, DataArguments, ModelArguments, TrainingFields, examples, usage
+from .fields import DESCRIPTION, DataArguments, ModelArguments, TrainingFields, check_finite, examples, usage
 
 
 @dataclass
@@ -28,6 +28,11 @@ class TrainingConfig(TrainingFields, SFTConfig):
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_finite("learning_rate", self.learning_rate)
+        if self.max_steps != -1 and self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, or -1 for epochs, got {self.max_steps}")
+        if self.max_steps == -1:
+            check_finite("num_train_epochs", self.num_train_epochs)
         super().__post_init__()
 
 

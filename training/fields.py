@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +39,20 @@ OVERLONG_CONTEXTS = ("truncate", "truncate_left", "skip")
 PROMPT_FORMATS = ("plain", "chat")
 
 
+def check_finite(name: str, value: float) -> None:
+    """Raise `ValueError` naming a field whose value is not a finite number of 0 or more."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number, 0 or more, got {value}")
+
+
 def _structured(name: str, value: Any, kind: type) -> Any:
     """A mapping or list field, which the command line gives as YAML text."""
     if isinstance(value, str):
-        value = parse_yaml(value, name)
+        try:
+            # YAML reads a rare character that JSON has in two escaped halves as two.
+            value = json.loads(value)
+        except ValueError:
+            value = parse_yaml(value, name)
     if value is not None and not isinstance(value, kind):
         word = "a mapping" if kind is dict else "a list"
         raise ValueError(f"{name} must be {word}, got {value!r}")
@@ -319,9 +331,17 @@ class TrainingFields:
             check_choice("save_dtype", self.save_dtype, ("float32", "bfloat16", "float16"))
         if self.distillation_chunk_size < 1:
             raise ValueError(f"distillation_chunk_size must be at least 1, got {self.distillation_chunk_size}")
-        for name in ("kl_weight", "nll_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("kl_weight", "nll_weight", "muon_learning_rate"):
+            check_finite(name, getattr(self, name))
+        if not 0 <= self.muon_momentum < 1:
+            raise ValueError(f"muon_momentum must be from 0 to below 1, got {self.muon_momentum}")
+        if self.optimizer != "muon" and self.muon_momentum != type(self).muon_momentum:
+            raise ValueError(
+                f"muon_momentum goes with optimizer muon, got {self.muon_momentum} with {self.optimizer!r}: "
+                "leave it out"
+            )
+        if self.objective == "distillation" and self.kl_weight == self.nll_weight == 0:
+            raise ValueError("kl_weight and nll_weight are both 0: one of them must be above 0")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
         for name in ("training_substeps", "segments_per_substep"):
@@ -330,8 +350,10 @@ class TrainingFields:
         for name in ("fit_scorers", "sample_answers_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if self.contrastive_temperature <= 0:
-            raise ValueError(f"contrastive_temperature must be above 0, got {self.contrastive_temperature}")
+        if not 0 < self.contrastive_temperature < math.inf:
+            raise ValueError(
+                f"contrastive_temperature must be a finite number above 0, got {self.contrastive_temperature}"
+            )
         defaults = {field.name: field.default for field in fields(type(self))}
         for name, instead in _OF_TRL.items():
             value, is_read = getattr(self, name), self.objective == "teacher" and name != "max_length"

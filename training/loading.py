@@ -59,7 +59,9 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: i
         _check_gguf_file(model_args)
         tokenizer = gguf_tokenizer(name, model_args.base_gguf_file, revision=model_args.base_revision or "main")
     else:
-        tokenizer = AutoTokenizer.from_pretrained(base_place(name))
+        # A tokenizer or checkpoint of its own is no revision of the base.
+        revision = model_args.base_revision if name == model_args.base else None
+        tokenizer = AutoTokenizer.from_pretrained(name if revision else base_place(name), revision=revision or "main")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -24,6 +24,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         lr: learning rate of groups that give none.
         momentum: of the Muon groups.
         betas: of the AdamW groups.
+        eps: of the AdamW groups.
         weight_decay: of groups that give none (decoupled in both).
         share_work: whether the processes of the default group, which all hold the same gradients (plain DDP), each
             orthogonalise a part of the matrices and hand it to the others.
@@ -38,6 +39,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         lr: float = 1e-3,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
         share_work: bool = False,
     ):
@@ -48,7 +50,7 @@ class MuonWithAdamW(torch.optim.AdamW):
             group["params"] = list(group["params"])
             if group["muon"] and any(parameter.ndim != 2 for parameter in group["params"]):
                 raise ValueError("Muon updates matrices only: put other parameters into a group without muon=True")
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def __setstate__(self, state: dict) -> None:
         # AdamW wants a step count in every state that it restores; Muon needs none.
@@ -197,6 +199,10 @@ class OptimizerChoice(Trainer):
             groups = parameter_groups(model, "muon", args.learning_rate, args.muon_learning_rate, args.weight_decay)
             betas = (args.adam_beta1, args.adam_beta2)
             self.optimizer = MuonWithAdamW(
-                groups, momentum=args.muon_momentum, betas=betas, share_work=args.world_size > 1
+                groups,
+                momentum=args.muon_momentum,
+                betas=betas,
+                eps=args.adam_epsilon,
+                share_work=args.world_size > 1,
             )
         return super().create_optimizer(model)

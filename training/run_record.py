@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -39,7 +40,7 @@ def latest_checkpoint(output_dir: str) -> str | None:
         output_dir: the run's folder.
     """
     incomplete = []
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
         # The Trainer writes its state last.
         try:

@@ -24,6 +24,7 @@ from .weight_files import store_weights_as
 _FILES = {"joint": "joint_pretraining"}
 _READING = ("compression", "distillation", "teacher", "windows")
 _COMPRESSING = ("compression", "distillation", "joint", "segments", "windows", "denoising")
+_COMPRESSORS = (*_COMPRESSING, "retrieval")
 # Fields that have no part in other objectives than these.
 _OBJECTIVES_WITH = {
     "prompt_format": _READING,
@@ -45,6 +46,11 @@ _OBJECTIVES_WITH = {
     "eval_sources": (*_READING, "joint", "segments", "denoising"),
     "memories": ("compression", "distillation"),
     "sample_answers_steps": ("compression", "distillation"),
+    "teacher_lora": ("teacher",),
+    **dict.fromkeys(("method_config", "checkpoint_config", "encoder"), _COMPRESSORS),
+    # A teacher's recipe is read over that of its students, which names their method.
+    **dict.fromkeys(("method", "group_batches"), (*_COMPRESSORS, "teacher")),
+    "model_config": (*_COMPRESSORS, "language_modeling"),
 }
 _INSTEAD = {("eval_sources", "retrieval"): "measure rankings with `evaluate-retrieval`"}
 
@@ -56,7 +62,7 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
         ValueError: fields that do not go together, a missing source, column or file.
     """
     for name, objectives in _OBJECTIVES_WITH.items():
-        group: Any = data_args if hasattr(data_args, name) else args
+        group: Any = next(group for group in (model_args, data_args, args) if hasattr(group, name))
         value, default = getattr(group, name), group.__dataclass_fields__[name].default
         # What is empty is no setting.
         if value not in (default, [], {}) and args.objective not in objectives:

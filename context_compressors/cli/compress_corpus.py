@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +32,16 @@ context-compressors compress-corpus texts/ more.jsonl --model my-compressor --st
 context-compressors compress-corpus rajpurkar/squad:validation --column context --id-column id \\
     --model my-compressor --store squad.lance --ratio 8 --engine ray --address auto
 """
+
+
+def _megabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value
 
 
 @command(
@@ -85,7 +96,10 @@ context-compressors compress-corpus rajpurkar/squad:validation --column context 
         help="longest time that what is done waits until it is written, with --engine local (default: %(default)s)",
     ),
     argument(
-        "--commit-megabytes", type=float, default=256, help="written as one version at the most (default: %(default)s)"
+        "--commit-megabytes",
+        type=_megabytes,
+        default=256,
+        help="written as one version at the most (default: %(default)s)",
     ),
     argument("--address", help="with --engine ray: of the cluster, such as auto (default: a new one on this machine)"),
     argument("--num-gpus", type=float, help="with --engine ray: of each worker (default: 1 where there are some)"),
@@ -126,7 +140,7 @@ def main(arguments: argparse.Namespace) -> None:
         f"{f'; {total.num_there:,} rows were there already' if total.num_there else ''}",
         file=sys.stderr,
     )
-    if total.failures and not total.num_rows:
+    if total.failures and not (total.num_rows or total.num_there):
         raise ValueError(f"no row was compressed; the first one: {total.failures[0][1]}")
 
 

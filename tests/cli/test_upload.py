@@ -9,6 +9,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
+import zipfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,6 +209,8 @@ def test_no_licence_at_all_is_refused(checkpoint, tmp_path):
         ("video.mp4", "not a part of a checkpoint"),
         ("rows.csv", "not a part of a checkpoint"),
         ("config.yaml", "not a part of a checkpoint"),
+        ("LICENSE.exe", "not a part of a checkpoint"),
+        ("NOTICE.zip", "not a part of a checkpoint"),
     ],
 )
 def test_files_that_do_not_belong_are_named(without_code, tmp_path, name, kind):
@@ -223,6 +227,9 @@ def test_files_that_do_not_belong_are_named(without_code, tmp_path, name, kind):
     [
         ("token = 'hf_" + "a1B2" * 9 + "'", r"access token, hf_a1B"),
         ("ghp_" + "x" * 36, "access token"),
+        ("hf_" + "oauth_" + "a1-B_" * 9, "access token, hf_oau"),
+        ("api_" + "org_" + "a1B2" * 9, "access token, api_or"),
+        ("Bearer " + ".".join(("eyJ" + "hbGciOiJIUzI1", "eyJ" + "zdWIiOiIxMjM0", "abc")), "access token, eyJhbG"),
         ('{"data": "/home/nora/corpus"}', "/home/nora"),
         ("output_dir: /mnt/disk1/run", "/mnt/disk1"),
         ("C:\\Users\\Nora\\model", "C:.*Users"),
@@ -274,6 +281,7 @@ def test_ordinary_text_passes(without_code):
         "See https://huggingface.co/data/x and ./data/y, a ~ b, and/or work/main; hf_hub_download; a/home/b. Q:\\nWho?"
         " ssh://git@example.com, https://example.com/@nora, pypi-packages-of-the-year, http://localhost:/x, npm_config"
         f" ~/.cache, me@example.com, https://x.org/a:b@c, s3://bucket/key, commit {'0a' * 20}, mailto:me@x.org, 5:/"
+        " hf_oauth_callback_of_a_space"
     )
     (without_code / "notes.json").write_text(json.dumps({"prompt": "Q:\nWho?\nA:"}))
     assert {Path("notes.txt"), Path("notes.json")} <= set(check_files(without_code)[0])
@@ -311,6 +319,19 @@ def test_a_pickle_is_one_under_any_name(without_code, name):
             check_files(without_code)
     torch.save({"x": torch.ones(1)}, without_code / name)
     with pytest.raises(ValueError, match=rf"^{name} is (an archive|no safetensors file)"):
+        check_files(without_code)
+
+
+@pytest.mark.parametrize("name", ["spiece.model", "notes.txt"])
+def test_an_archive_is_one_under_any_name(without_code, tmp_path, name):
+    (tmp_path / "x").write_text("x")
+    with tarfile.open(without_code / name, "w") as archive:
+        archive.add(tmp_path / "x", "x")
+    with pytest.raises(ValueError, match=rf"^{name} is an archive"):
+        check_files(without_code)
+    with zipfile.ZipFile(without_code / name, "w"):
+        pass
+    with pytest.raises(ValueError, match=rf"^{name} is an archive"):
         check_files(without_code)
 
 
@@ -463,6 +484,25 @@ def test_a_model_named_by_its_folder_is_refused_wherever_that_is(without_code, p
     (without_code / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"config.json names a place on one machine, {place}"):
         check_files(without_code)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer_config.json", '{"name_or_path": "/nobackup/me/base"}'),
+        ("adapter_config.json", '[{"base_model_name_or_path": "/nobackup/me/base"}]'),
+        ("recipe.yaml", "base: /nobackup/me/base"),
+        ("recipe.yaml", "sources: [{name: me/x}, {path: /nobackup/me/base}]"),
+    ],
+)
+def test_a_place_is_refused_in_every_file_that_names_models_or_data(without_code, name, text):
+    (without_code / name).write_text(text)
+    with pytest.raises(ValueError, match=f"^{name} names a place on one machine, /nobackup/me/base"):
+        check_files(without_code)
+    (without_code / name).write_text(text.replace("/nobackup/", ""))
+    check_files(without_code)
+    (without_code / "recipe.yaml").write_text("context_prefix: /nobackup/me/base\nbase: me/base")
+    check_files(without_code)
 
 
 def test_a_refusal_names_the_file(checkpoint, hub, capsys):

@@ -3,16 +3,20 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 
 from context_compressors import CorpusCompressor, MemoryStore, cli
 from context_compressors.corpus.compress_corpus import CorpusJob, CorpusReport, compress_locally, write_rows
@@ -182,6 +186,13 @@ def test_a_failures_file_is_beside_the_store_or_here_and_can_be_written_before_a
     monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(0, 0, [("a", "why"), ("b", "how")])]))
     assert cli.main([*command, "--store", "s.lance"]) == 1
     assert "no row was compressed; the first one: why" in capsys.readouterr().err
+    monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(0, 0, [("a", "why")], num_there=2)]))
+    assert cli.main([*command, "--store", "s.lance", "--resume"]) == 0
+    assert "2 rows were there already" in capsys.readouterr().err
+    for value in ("0", "-1", "inf", "nan", "many"):
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--store", "s.lance", "--commit-megabytes", value])
+        assert f"'{value}' is not a finite number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -204,6 +215,35 @@ def test_what_is_left_out_is_counted_and_another_text_under_an_id_of_the_store_i
     assert failed["id"] == "pages.jsonl:0"
     assert "the store has another text with this id" in failed["error"]
     assert list(MemoryStore.open(tmp_path / "s.lance").texts().values()) == ["The first.", "The second.", "The third."]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_store_of_another_model_is_not_gone_on_with(model, tmp_path, num_workers):
+    other = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "compression_ratios": [4, 2]}))
+    weights = load_file(other / "model.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    for name, text in (("a", "The quay is of granite."), ("b", "The ferry runs twice a day.")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
+    job = CorpusJob((str(tmp_path / "a.jsonl"),), str(tmp_path / "s.lance"), model, 4)
+    made = list(compress_locally(job, ["cpu"]))
+    assert sum(report.num_rows for report in made) == 1
+    names = [CorpusCompressor(path, 4, device="cpu").form.model_id for path in (model, str(other))]
+    message = re.escape(f"the store holds memories of the model {names[0]!r}, not of {names[1]!r}")
+    changed = replace(job, inputs=(str(tmp_path / "b.jsonl"),), model=str(other), resume=True)
+    with pytest.raises(ValueError, match=message):
+        list(compress_locally(changed, ["cpu"] * num_workers))
+    # As where another process makes the store meanwhile.
+    rows = {"id": ["x"], "text": ["One."], "metadata": [None], "error": [None]}
+    table = replace(changed, store=str(tmp_path / "none.lance")).compressor("cpu")(rows)
+    with pytest.raises(ValueError, match=message):
+        write_rows(job.store, table)
+    in_float = replace(job, store=str(tmp_path / "none.lance"), dtype="float16").compressor("cpu")(rows)
+    with pytest.raises(ValueError, match="is in 'int8', not in 'float16'"):
+        write_rows(job.store, in_float)
+    assert len(MemoryStore.open(job.store)) == 1
 
 
 @pytest.mark.slow

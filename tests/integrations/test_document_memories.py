@@ -44,6 +44,8 @@ def test_documents_are_compressed_once_and_again_when_they_change(folder, tmp_pa
         assert sorted(compressed) == sorted(TEXTS)
         assert memories.compress(TEXTS, [None, *ids[1:3]]) == ids[:3] == json.loads(json.dumps(ids[:3]))
         assert len(compressed) == 3
+        # An id is a text, or none of ours.
+        assert memories.compress(TEXTS[:2], [["x"], ids[1]]) == ids[:2]
         # One that has changed since is another document, whatever id it carries.
         changed, kept = memories.compress([TEXTS[0].upper(), TEXTS[1]], ids[:2])
         assert (changed not in ids, kept, compressed[3:]) == (True, ids[1], [TEXTS[0].upper()])

@@ -139,6 +139,42 @@ def test_every_form_of_memory_is_served_in_batches_and_from_a_store_and_another_
         server.create_app({"m": pipes["selected"]}, stores={"m": stored["key/values"]})
 
 
+def test_an_id_of_several_models_is_read_by_the_model_that_is_asked(serve, pipe, tmp_path):
+    other = MeanPoolingForCausalLM(pipe.model.config).eval().question_answering(pipe.tokenizer)
+    pipes, stores = {"first": pipe, "second": other}, {}
+    for name, maker in pipes.items():
+        memory = maker.compress(TEXTS[:2], ratio=4)
+        stores[name] = MemoryStore.create(tmp_path / f"{name}.lance", memory)
+        stores[name].add(["both", f"of-{name}"], memory)
+    running = serve(pipes, stores=stores)
+    for name, maker in pipes.items():
+        wanted = maker(QUESTION, memory=stores[name].get(["both"]).dequantize(), max_new_tokens=12)["answer"]
+        assert running.chat(["both"], model=name).choices[0].message.content == wanted
+    with pytest.raises(openai.BadRequestError, match="was made by the model 'first': 'second' cannot read it"):
+        running.chat(["of-first"], model="second")
+    for method in ("GET", "DELETE"):
+        error = running.refusal(400, method, "/v1/memories/both")
+        assert (error["code"], error["param"]) == ("model_missing", "model")
+        assert "name one of 'first', 'second', as in ?model=NAME" in error["message"]
+        assert running.refusal(404, method, "/v1/memories/both?model=third")["code"] == "model_not_found"
+        assert running.refusal(404, method, "/v1/memories/of-first?model=second")["code"] == "memory_not_found"
+    assert running.ask("GET", "/v1/memories/of-second")[1]["model"] == "second"
+    assert running.ask("GET", "/v1/memories/both?model=second")[1]["model"] == "second"
+    assert running.ask("DELETE", "/v1/memories/both?model=second")[0] == 200
+    assert running.ask("GET", "/v1/memories/both")[1]["model"] == "first"
+
+
+def test_a_ratio_beyond_all_numbers_is_refused(serve, pipe):
+    running = serve({"m": pipe})
+    messages = about(running.compress(TEXTS[:1], ratio=4))
+    for ratio in (2**31, 10**30):
+        messages[0]["content"][0]["ratio"] = ratio
+        for path, body in (("chat/completions", {"messages": messages}), ("memories", {"text": "A.", "ratio": ratio})):
+            assert "less than 2147483648" in running.refusal(400, "POST", f"/v1/{path}", body)["message"]
+    messages[0]["content"][0]["ratio"] = 2**31 - 1
+    assert running.ask("POST", "/v1/chat/completions", {"messages": messages})[0] == 400
+
+
 def test_a_memory_is_read_at_coarser_ratios_than_it_is_kept_at(serve):
     method = next(method for method in TRAINING_FREE if method.name == "kv_zip")
     pipe = Case(method).build().question_answering(tiny_tokenizer())

@@ -3,9 +3,11 @@ import copy
 
 import pytest
 import torch
+from small_recipes import new_model, write_recipe
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from context_compressors import ComprExITForCausalLM, DeCALConfig, DeCALForConditionalGeneration, ICAEForCausalLM
+from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.optimizers import (
     MuonWithAdamW,
     adafactor,
@@ -13,6 +15,7 @@ from context_compressors.training.optimizers import (
     orthogonalise_together,
     parameter_groups,
 )
+from context_compressors.training.train import build_trainer
 
 
 def naive_muon_step(weight, gradient, buffer, lr, momentum):
@@ -72,8 +75,9 @@ def test_the_other_groups_are_plain_adamw():
     torch.manual_seed(0)
     first = torch.nn.Parameter(torch.randn(5))
     second = torch.nn.Parameter(first.detach().clone())
-    mine = MuonWithAdamW([{"params": [first], "lr": 0.1}], betas=(0.9, 0.95), weight_decay=0.1)
-    plain = torch.optim.AdamW([second], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    options = {"betas": (0.9, 0.95), "eps": 0.5, "weight_decay": 0.1}
+    mine = MuonWithAdamW([{"params": [first], "lr": 0.1}], **options)
+    plain = torch.optim.AdamW([second], lr=0.1, **options)
     for _ in range(3):
         first.grad = torch.randn(5)
         second.grad = first.grad.clone()
@@ -151,6 +155,12 @@ def test_embeddings_of_memory_task_and_layers_are_no_hidden_matrices(language_mo
         of = {id(parameter): name for name, parameter in model.named_parameters()}
         assert {of[id(p)].rpartition(".")[2] for p in others["params"]} == names
         assert {of[id(p)].rpartition(".")[2] for p in hidden["params"]} == {"weight"}
+
+
+def test_a_recipes_adam_epsilon_is_that_of_the_groups_of_adamw(tmp_path):
+    recipe = write_recipe(tmp_path, **new_model(), adam_epsilon=0.5)
+    optimizer = build_trainer(*parse_recipe([recipe])).create_optimizer()
+    assert {group["eps"] for group in optimizer.param_groups if not group["muon"]} == {0.5}
 
 
 def test_no_table_of_embeddings_is_a_hidden_matrix():

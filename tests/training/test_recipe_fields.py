@@ -2,16 +2,19 @@
 """What recipes and the command line may say, alone and together, and what is refused."""
 
 import dataclasses
+import json
 
 import pytest
 import yaml
 from small_recipes import GENERATED, new_model, write_recipe
+from transformers import AutoTokenizer
 
 from context_compressors.cli import train as train_command
 from context_compressors.data.prompts import TASKS
 from context_compressors.data.sources import DataSource
 from context_compressors.training.arguments import parse_recipe, recorded_recipe
 from context_compressors.training.fields import DataArguments, ModelArguments, TrainingFields
+from context_compressors.training.loading import load_tokenizer
 from context_compressors.training.train import build_trainer, main
 
 SCHEDULED = {"method": "mean_pooling", "task_schedule": [[0, ["reconstruction"]], [0.5, ["question_answering"]]]}
@@ -112,6 +115,23 @@ def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_f
             "loss_type has a part in the loss of the objective teacher alone: leave it out, got 'dft'",
         ),
         ({"max_length": 8}, [], "max_length cuts nothing: give max_context_tokens .*, got 8 in place"),
+        ({"muon_learning_rate": -1.0}, [], r"muon_learning_rate must be a finite number, 0 or more, got -1\.0"),
+        ({"learning_rate": -1.0}, [], r"learning_rate must be a finite number, 0 or more, got -1\.0"),
+        ({}, ["--learning_rate", "inf"], "learning_rate must be a finite number, 0 or more, got inf"),
+        ({"muon_momentum": 1.5, "optimizer": "muon"}, [], r"muon_momentum must be from 0 to below 1, got 1\.5"),
+        ({"optimizer": "muon"}, ["--muon_momentum", "nan"], "muon_momentum must be from 0 to below 1, got nan"),
+        ({"muon_momentum": 0.5}, [], r"muon_momentum goes with optimizer muon, got 0\.5 with 'adamw': leave it out"),
+        ({}, ["--kl_weight", "nan"], "kl_weight must be a finite number, 0 or more, got nan"),
+        ({}, ["--nll_weight", "inf"], "nll_weight must be a finite number, 0 or more, got inf"),
+        ({"objective": "distillation", "kl_weight": 0}, [], "kl_weight and nll_weight are both 0"),
+        ({}, ["--contrastive_temperature", "nan"], "contrastive_temperature must be a finite number above 0, got nan"),
+        ({"max_steps": 0}, [], "max_steps must be at least 1, or -1 for epochs, got 0"),
+        ({"max_steps": -2}, [], "max_steps must be at least 1, or -1 for epochs, got -2"),
+        (
+            {"max_steps": -1, "num_train_epochs": -1},
+            [],
+            "num_train_epochs must be a finite number, 0 or more, got -1",
+        ),
         ({"gradient_accumulation_steps": 0}, [], "gradient_accumulation_steps must be at least 1, got 0"),
         ({"per_device_train_batch_size": 0}, [], "per_device_train_batch_size must be at least 1, got 0"),
         ({"canonical_prompts": 1}, [], "canonical_prompts must be true or false, got 1"),
@@ -255,7 +275,13 @@ COMPRESSION = {"objective": "compression", "method": "mean_pooling"}
         ("language_modeling", "context_prefix", "### "),
         ("language_modeling", "overlong_contexts", "skip"),
         ("language_modeling", "ratio_mode", "random"),
+        ("language_modeling", "method", "mean_pooling"),
+        ("language_modeling", "group_batches", 4),
+        *(("language_modeling", name, {"a": 1}) for name in ("method_config", "checkpoint_config")),
         ("teacher", "ratio_mode", "random"),
+        *(("teacher", name, {"a": 1}) for name in ("method_config", "checkpoint_config", "model_config")),
+        ("teacher", "encoder", "other"),
+        *((name, "teacher_lora", {"rank": 2}) for name in ("compression", "distillation", "language_modeling")),
         *(("compression", name, 9) for name in ("tokens_per_batch", "max_questions", "max_query_tokens")),
         ("compression", "row_mixture", {"copy": 1}),
         *(("compression", name, 0.25) for name in ("kl_weight", "nll_weight", "alpha", "noise_density")),
@@ -302,6 +328,29 @@ def test_a_field_that_says_nothing_of_a_source_is_refused(source, field, value, 
     data = DataArguments(sources=[{**source, "tasks": ["question_answering"], field: value}])
     with pytest.raises(ValueError, match=rf"^{field} of source .* says nothing of {kind} in training: leave it out"):
         data.parsed_sources()
+
+
+def test_structured_fields_may_be_json_with_any_character(tmp_path):
+    sources = [{"path": "\U0001f600\u2028.txt", "tasks": ["reconstruction"]}]
+    for text in (json.dumps(sources), json.dumps(sources, ensure_ascii=False)):
+        _, data, _ = parse_recipe([write_recipe(tmp_path), "--sources", text])
+        assert data.sources == sources
+
+
+@pytest.mark.parametrize(
+    ("named", "place"), [(None, ("me/base", "v1")), ("me/base", ("me/base", "v1")), ("other", ("other", "main"))]
+)
+def test_a_bases_tokenizer_is_of_its_revision_and_another_is_not(base_folder, monkeypatch, named, place):
+    found, read = [], AutoTokenizer.from_pretrained
+
+    def from_pretrained(place, revision="main"):
+        found.append((place, revision))
+        return read(base_folder)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    model = ModelArguments(base="me/base", base_revision="v1", tokenizer=named)
+    load_tokenizer(model, DataArguments(), 0)
+    assert found == [place]
 
 
 def test_whole_numbers_may_be_written_as_yaml_reads_them(tmp_path):

@@ -178,6 +178,9 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
         folder.mkdir()
         if state is not None:
             (folder / "trainer_state.json").write_text(state)
+    other = tmp_path / "checkpoint-13-from-another-run"
+    other.mkdir()
+    (other / "trainer_state.json").write_text("{}")
     assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
 
 

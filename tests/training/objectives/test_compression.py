@@ -359,7 +359,7 @@ def test_wrong_models_and_arguments_are_refused(make_trainer, language_model, ma
         CompressionTrainer(model=language_model, args=make_config())
     with pytest.raises(TypeError, match="args must be a TrainingConfig"):
         CompressionTrainer(model=language_model, args=SFTConfig(str(tmp_path), bf16=False, use_cpu=True))
-    with pytest.raises(ValueError, match=r"nll_weight must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match=r"nll_weight must be a finite number, 0 or more, got -1"):
         make_config(nll_weight=-1.0)
     language_model.resize_token_embeddings(410)
     with pytest.raises(ValueError, match=r"must share a vocabulary, got \d+ and 410"):

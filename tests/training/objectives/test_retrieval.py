@@ -276,7 +276,7 @@ def test_what_a_trainer_cannot_do_is_refused(tokenizer, write_tables, base_folde
         new_trainer(tokenizer, folder, make_config, ratio_mode="random")
     with pytest.raises(TypeError, match="encode method, got Linear"):
         RetrievalTrainer(model=torch.nn.Linear(1, 1), args=make_config())
-    with pytest.raises(ValueError, match="contrastive_temperature must be above 0, got 0"):
+    with pytest.raises(ValueError, match="contrastive_temperature must be a finite number above 0, got 0"):
         make_config(contrastive_temperature=0)
     for fields, message in (
         ({"method": "gmsa"}, "method of the objective retrieval: 'gmsa'"),
