@@ -168,6 +168,7 @@ class VoCoModel(_StartsFromVisionToo, MemoryTokenModel):
         if isinstance(chunk_ratio, Tensor):
             chunk_ratio = chunk_ratio.repeat_interleave(chunks.chunks_per_row)
         counts = slot_counts(self.config, chunks.lengths, chunk_ratio)
+        self.check_places(chunks.lengths, counts)
         mask = _joined(chunks.attention_mask, first_places(counts, device), text.attention_mask)
         if offset is None:
             num_slots = torch.tensor(counts, device=device).view(-1, chunks.chunks_per_row).sum(dim=1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -112,7 +113,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
 
         Raises:
             ValueError: unknown token ids, a mask of the wrong shape, a ratio that the checkpoint does not have, "auto"
-                or a `ratio_scale` without a ratio selector, or a context longer than the encoder's positions.
+                or a `ratio_scale` without a ratio selector, one that is not finite or without "auto", or a context
+                longer than the encoder's positions.
             TypeError: an argument that is not known, or a value of another type.
         """
         beside = self.beside_contexts(unused)
@@ -121,8 +123,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
             raise TypeError(f"compress() got unexpected arguments {sorted(unknown)}")
         if ratio_scale is not None and not is_number(ratio_scale):
             raise TypeError(f"`ratio_scale` must be a number, got {ratio_scale!r}")
+        if ratio_scale is not None and not math.isfinite(ratio_scale):
+            raise ValueError(f"`ratio_scale` must be a finite number, got {ratio_scale}")
         if ratio_scale is not None and not self.config.selects_ratios:
             raise ValueError(f"`ratio_scale` is {ratio_scale}, but the checkpoint has no ratio selector to be moved")
+        asked = ratio if isinstance(ratio, (list, tuple)) else [ratio]
+        if ratio_scale is not None and not any(isinstance(one, str) and one == "auto" for one in asked):
+            raise ValueError(f"`ratio_scale` is {ratio_scale}, but no `ratio` is 'auto', got {ratio!r}")
         if ratio_scale is not None:
             beside["ratio_scale"] = ratio_scale
         return self.named_memories(input_ids, attention_mask, ratio, allow_untrained_ratio, chunk_lengths, **beside)
@@ -161,10 +168,13 @@ class CompressorBackbone(CompressorPreTrainedModel):
         ratio: Any,
         name: str = "input_ids",
         chunk_lengths: Any = None,
+        targets: Tensor | None = None,
         **beside: Any,
     ) -> CompressedContext:
-        """A memory without a name, of contexts that are read at once; arguments as `context_rows`, `compress_rows`."""
+        """A memory without a name, of contexts that are read at once; arguments as `context_rows`, `compress_rows`,
+        `TokenRows`."""
         context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
+        context.targets = targets
         check_together(context)
         return self.compress_rows(context, [ratio], **beside)[0]
 

@@ -173,17 +173,21 @@ def base_record(model: nn.Module) -> BaseRecord | None:
     return getattr(model, "model", model).__dict__.get(_RECORD)
 
 
-def stored_weights(name: str | os.PathLike, **download: Any) -> dict[str, Tensor]:
+def stored_weights(name: str | os.PathLike, variant: str | None = None, **download: Any) -> dict[str, Tensor]:
     """The weights in a checkpoint's own files, in one file or several.
 
     Args:
         name: Hub repository or folder.
+        variant: What the files' names say in front of their end, as in `model.fp16.safetensors`; nothing if not given.
         download: as for `transformers.utils.hub.cached_file`, such as `revision`, `subfolder` and `token`.
     """
-    file = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **download)
+    one, several = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+    if variant is not None:
+        one, several = (f"{stem}.{variant}.{end}" for stem, _, end in (n.rpartition(".") for n in (one, several)))
+    file = cached_file(name, one, _raise_exceptions_for_missing_entries=False, **download)
     if file is not None:
         return load_file(file)
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **download)
+    index = cached_file(name, several, **download)
     files, _ = get_checkpoint_shard_files(name, index, **download)
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 

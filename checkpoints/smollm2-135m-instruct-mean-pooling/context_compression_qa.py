@@ -112,7 +112,8 @@ class ContextCompressionQAPipeline(Pipeline):
             documents a list with one such entry for each.
 
         Raises:
-            TypeError: a question, document or message that is no text, or a `memory` that is none.
+            TypeError: a question, document, message or `prompt` that is no text, a `memory` that is none, a `join`
+                that is neither True nor False, or `max_tokens` or a `batch_size` that is no int.
             ValueError: neither or several of `context`, `memory` and `store`, neither or both of `question` and
                 `messages`, one of `store` and `ids` alone, a store of another model or without one of the ids, no
                 question or document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`,
@@ -153,7 +154,7 @@ class ContextCompressionQAPipeline(Pipeline):
 
         Args:
             documents: the texts, or a single one; one of several may be a list of passages.
-            ratio, allow_untrained_ratio: as in the model's `compress`.
+            ratio, allow_untrained_ratio: as in the model's `compress`; a LongTensor has a ratio for each document.
             max_tokens: keep only so many tokens of each, with those that stand in front of it; all if not given.
             batch_size: documents at once; the pipeline's, or 8, if not given.
             show_progress_bar: whether to show one.
@@ -163,8 +164,10 @@ class ContextCompressionQAPipeline(Pipeline):
             have room for the longest: give documents of very unlike lengths in several calls.
 
         Raises:
-            ValueError: no document, `max_tokens` that leave nothing of one, `batch_size` below 1, a checkpoint that
-                compresses a document together with its question, and whatever the model's `compress` refuses.
+            TypeError: `max_tokens` or a `batch_size` that is no int.
+            ValueError: no document, `max_tokens` that leave nothing of one, `batch_size` below 1, ratios by document
+                of another number than these, a checkpoint that compresses a document together with its question, and
+                whatever the model's `compress` refuses.
         """
         batch_size = self._checked_batch_size(batch_size)
         self.check_max_tokens(max_tokens)
@@ -172,11 +175,16 @@ class ContextCompressionQAPipeline(Pipeline):
         rows = [cut_passages(row, max_tokens) for row in self._passages(documents)]
         if not rows:
             raise ValueError("`documents` is an empty list")
+        by_row = isinstance(ratio, Tensor) and ratio.dim() > 0
+        if by_row and tuple(ratio.shape) != (len(rows),):  # type: ignore[union-attr]
+            raise ValueError(
+                f"`ratio` must be a single one or have one value for each of the {len(rows)} documents, got shape "
+                f"{tuple(ratio.shape)}"  # type: ignore[union-attr]
+            )
         order, parts = [], []
         with logging.tqdm(total=len(rows), unit="text", disable=not show_progress_bar) as progress:
             lengths = [sum(map(len, row)) for row in rows]
             for batch in length_batches(lengths, batch_size, most_padding=_MOST_PADDING):
-                by_row = isinstance(ratio, Tensor) and ratio.dim() == 1
                 own: Any = ratio[batch] if by_row else ratio  # type: ignore[index,call-overload]
                 part = self.compress_ids([rows[i] for i in batch], own, allow_untrained_ratio)
                 parts.append(part if isinstance(part, list) else [part])
@@ -239,6 +247,7 @@ class ContextCompressionQAPipeline(Pipeline):
             max_tokens: most tokens of a document, with those that stand in front of it; `None` for all.
 
         Raises:
+            TypeError: it is no int.
             ValueError: it is not above their number.
         """
         check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
@@ -288,8 +297,10 @@ class ContextCompressionQAPipeline(Pipeline):
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         check_generation(generate_kwargs)
-        if isinstance(ratio, (list, tuple)):
+        if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
+        if join is not None and not isinstance(join, bool):
+            raise TypeError(f"`join` must be True or False, got {join!r}")
         read = {"prompt": prompt, "max_tokens": max_tokens}
         given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
         return (
@@ -406,6 +417,8 @@ class ContextCompressionQAPipeline(Pipeline):
 
     def _checked_batch_size(self, given: int | None) -> int:
         batch_size = (self._batch_size or BATCH_SIZE) if given is None else given
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+            raise TypeError(f"`batch_size` must be an int, got {batch_size!r}")
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
         return batch_size

@@ -18,6 +18,9 @@ from .compressed_context import CompressedContext, KeyValues
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)
 # Families that rotate neighbouring channels, and not the halves of a key, against each other.
 _INTERLEAVED = ("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium", "llama4_text")
+# Families whose layers that see everything turn no keys; of the second, only beside others with a sliding window.
+_TURN_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini")
+_OR_WITHOUT_WINDOW = ("exaone4", "exaone_moe", "kolibri1")
 
 
 _NUM_SLOTS = "_context_compressor_num_slots"
@@ -141,14 +144,30 @@ def filled_cache(key_values: KeyValues, cache: Cache | None, use_cache: bool) ->
 
 def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
     """Angles per position of the backbone's rotary embedding, `(head_dim / 2,)`; `None` where they are not fixed, or
-    do not turn one half of a whole key against the other."""
+    do not turn one half of a whole key against the other, or not those of every layer alike."""
     rotary = getattr(backbone, "rotary_emb", None)
     if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or backbone.config.model_type in _INTERLEAVED:
+        return None
+    if not _turns_all_layers(backbone.config):
         return None
     frequencies = getattr(rotary, "inv_freq", None)
     if frequencies is None or 2 * len(frequencies) != key_value_shape(backbone.config)[2]:
         return None
     return frequencies.float().clone()
+
+
+def _turns_all_layers(config: Any) -> bool:
+    """Whether the keys of all layers have rotary positions, with the same angles."""
+    # 1 for a layer with rotary positions.
+    if 0 in (getattr(config, "no_rope_layers", None) or ()):
+        return False
+    # 0 or `None` for a layer without them.
+    bases = set(getattr(config, "layer_rope_theta", None) or (1.0,))
+    if len(bases) > 1 or not all(bases):
+        return False
+    if config.model_type not in _TURN_IN_WINDOWS or "full_attention" not in config.layer_types:
+        return True
+    return config.model_type in _OR_WITHOUT_WINDOW and config.sliding_window is None
 
 
 def key_value_shape(config: Any) -> tuple[int, int, int]:

@@ -35,6 +35,8 @@ from .served_memory import prompt_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_FLOATING_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(eq=False, repr=False)
 class CompressedContext:
@@ -299,13 +301,14 @@ class CompressedContext:
 
         Args:
             device: Where to put the tensors, or the dtype alone.
-            dtype: Floating-point type of the carrier, or its name; a quantised memory is dequantised.
+            dtype: Type of the carrier, float16, bfloat16, float32 or float64, or its name; a quantised memory is
+                dequantised.
 
         Returns:
             A new memory; tensors that need no change are shared.
 
         Raises:
-            TypeError: `dtype` is no floating-point type.
+            TypeError: `dtype` is none of these types.
             ValueError: A finite value of the carrier does not fit in `dtype` (slots can be far larger than token
                 embeddings, and float16 ends at 65504).
         """
@@ -313,8 +316,9 @@ class CompressedContext:
             device, dtype = None, device
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype must be a floating-point type or its name, got {dtype!r}")
+        if dtype is not None and dtype not in _FLOATING_TYPES:
+            names = ", ".join(str(known).removeprefix("torch.") for known in _FLOATING_TYPES)
+            raise TypeError(f"dtype must be a floating-point type or its name, one of {names}, got {dtype!r}")
         if self.quantization is not None and dtype is not None:
             # Moved first: integers are the smaller load.
             moved = self.to(device)

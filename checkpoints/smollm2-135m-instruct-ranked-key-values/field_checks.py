@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a configuration's fields: each gives the value back, or raises a `ValueError` that names the field."""
 
+import math
 import re
 from typing import Any
 
@@ -104,8 +105,8 @@ def lora_settings(field: str, value: Any) -> dict[str, Any] | None:
     lora = {**_LORA_DEFAULTS, **value}
     if not _is_int(lora["rank"]) or lora["rank"] < 1:
         raise ValueError(f"`{field}['rank']` must be an int of at least 1, got {lora['rank']!r}")
-    if not is_number(lora["alpha"]) or lora["alpha"] <= 0:
-        raise ValueError(f"`{field}['alpha']` must be a number above 0, got {lora['alpha']!r}")
+    if not is_number(lora["alpha"]) or not 0 < lora["alpha"] < math.inf:
+        raise ValueError(f"`{field}['alpha']` must be a finite number above 0, got {lora['alpha']!r}")
     if not is_number(lora["dropout"]) or not 0 <= lora["dropout"] < 1:
         raise ValueError(
             f"`{field}['dropout']` must be a number from 0 up to, not including, 1, got {lora['dropout']!r}"

@@ -30,7 +30,8 @@ def check_generation(given: Mapping[str, Any]) -> None:
 
 
 def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: int | None) -> dict[str, Any]:
-    """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer.
+    """Arguments of `generate`, with what they and a `generation_config` among them leave open: a greedy, short answer,
+    one to a question and its tokens alone, whatever the model's own `generation_config` says.
 
     Args:
         given: the arguments.
@@ -40,6 +41,7 @@ def with_defaults(given: Mapping[str, Any], max_new_tokens: int, pad_token_id: i
     given = dict(given)
     own = copy.deepcopy(given.pop("generation_config", None))
     defaults = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id}
+    defaults |= {"num_return_sequences": 1, "return_dict_in_generate": False}
     if own is None:
         if given.get("max_length") is not None:
             del defaults["max_new_tokens"]

@@ -67,6 +67,8 @@ def load_light(
     """
     fetching = fetching_arguments(arguments)
     arguments = {key: value for key, value in arguments.items() if key not in ("config", *_FETCHING)}
+    # All weights are handed over: the library has no file to look for.
+    variant = arguments.pop("variant", None)
     config = copy.deepcopy(config)
     for field in set(arguments) & set(config.to_dict()) - _NOT_FIELDS:
         setattr(config, field, arguments.pop(field))
@@ -80,7 +82,7 @@ def load_light(
     with torch.device("meta"):
         skeleton = model_class(copy.deepcopy(config))
     # Where nothing trains, all weights are the bases'.
-    stored = stored_weights(name, **fetching) if config.is_trained else {}
+    stored = stored_weights(name, variant, **fetching) if config.is_trained else {}
     state, of_the_base = merge(skeleton, bases, stored, name)
     # A state's own type would be that of its first weight, which may be one that trains.
     dtype = arguments.pop("torch_dtype", None) or arguments.pop("dtype", None)

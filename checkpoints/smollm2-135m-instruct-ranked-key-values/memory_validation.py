@@ -86,10 +86,14 @@ def _carrier_of_key_values(memory: Any) -> tuple[int, int]:
         found = sorted(map(str, widths | dtypes))
         raise ValueError(f"key_values must have one shape and dtype in all layers, got {', '.join(found)}")
     (batch_size, _, length, _), head_dim = layers[0][0].shape, width_of(layers[0][0])
-    if memory.inverse_frequencies is not None and memory.inverse_frequencies.shape != (head_dim / 2,):
+    frequencies = memory.inverse_frequencies
+    if frequencies is not None and not (isinstance(frequencies, Tensor) and frequencies.is_floating_point()):
+        kind = getattr(frequencies, "dtype", repr(frequencies))
+        raise TypeError(f"inverse_frequencies must be a floating-point tensor, got {kind}")
+    if frequencies is not None and frequencies.shape != (head_dim / 2,):
         raise ValueError(
             f"inverse_frequencies must have shape ({head_dim // 2},), half of the head dimension, "
-            f"got {tuple(memory.inverse_frequencies.shape)}"
+            f"got {tuple(frequencies.shape)}"
         )
     return batch_size, length
 
@@ -139,10 +143,19 @@ def value_flags(memory: Any, finite: bool = False) -> list[Tensor]:
         ((mask != 0) & (mask != 1)).any(),
         (mask[:, 1:] > mask[:, :-1]).any(),
         (memory.num_context_tokens < 0).any(),
+        ((memory.position_ids < 0) & (mask == 1)).any(),
+        _has_endless_frequencies(memory),
         (torch.as_tensor(memory.ratio, device=mask.device) < 1).any(),
         _has_unknown_heads(memory),
         ~torch.stack([mask.new_ones((), dtype=torch.bool), *(tensor.isfinite().all() for tensor in carrier)]).all(),
     ]
+
+
+def _has_endless_frequencies(memory: Any) -> Tensor:
+    frequencies = memory.inverse_frequencies
+    if frequencies is None:
+        return memory.attention_mask.new_zeros((), dtype=torch.bool)
+    return (~frequencies.isfinite()).any().to(memory.attention_mask.device)
 
 
 def _has_unknown_heads(memory: Any) -> Tensor:
@@ -157,6 +170,8 @@ def refuse_values(memory: Any, flags: Sequence[int]) -> None:
         "attention_mask must hold ones and zeros",
         "attention_mask must have the real slots of each row first, the padding slots after them",
         "num_context_tokens must be zero or more",
+        "position_ids must be zero or more in every real slot",
+        "inverse_frequencies must be finite",
         "ratio must be 1 or more in every row",
         "head_ids must be 0 to "
         f"{num_heads_of(memory) - 1 if memory.head_ids is not None else 0}, the heads of all layers",

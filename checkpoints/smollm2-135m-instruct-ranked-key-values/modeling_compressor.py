@@ -26,10 +26,10 @@ from .cache_name import CACHE, one_cache
 from .call_views import for_one_call
 from .lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, inject_lora, use_adapter
 from .decoder_only import DecoderOnlyPreTrainedModel
-from .input_checks import check_integers, check_keywords
+from .input_checks import check_integers, check_keywords, check_labels
 from .memory_checks import check_memory, check_source, check_text_and_memory
 from .slot_reading import SlotReader
-from .token_rows import TokenRows, check_ids, check_together
+from .token_rows import TokenRows, check_ids, check_targets, check_together
 
 logger = logging.get_logger(__name__)
 
@@ -199,6 +199,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         text_position_offset: Tensor | None = None,
         context_chunk_lengths: Tensor | None = None,
         past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         r"""
@@ -220,6 +221,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
                 text's task token if not given.
             context_chunk_lengths: `(batch_size, num_passages)`, the `chunk_lengths` of the contexts, as in `compress`.
             past_key_values: An older name of `cache`.
+            labels: `(batch_size, num_text_tokens)`, the text's; only their values are checked here.
             kwargs: What the method reads beside contexts, and else handed to the language model.
 
         Returns:
@@ -228,8 +230,8 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         Raises:
             TypeError: ids, positions, a ratio, a memory or a cache that are none, or a misspelt argument.
             ValueError: context and memory together, a ratio or mask of contexts where there is none to compress, a
-                text row without tokens, unknown token ids, a mask of the wrong shape, a memory of another model,
-                width or batch size, or a filled cache in training with gradient checkpointing.
+                text row without tokens, unknown token ids or labels, a mask of the wrong shape, a memory of
+                another model, width or batch size, or a filled cache in training with gradient checkpointing.
         """
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         if input_ids is None:
@@ -245,6 +247,9 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         check_ids("input_ids", input_ids)
         check_integers("position_ids", position_ids, tuple(input_ids.shape), (1, input_ids.shape[1]))
         check_integers("text_position_offset", text_position_offset, (len(input_ids),), (1,))
+        # The first is no target of any token.
+        targets = check_labels(labels, input_ids)
+        targets = None if targets is None else targets[:, 1:]
         cache = one_cache(cache, past_key_values)
         is_cached = cache is not None and bool(cache.get_seq_length())
         # Checkpointed layers take no cache that is written to, and would silently do without the memory in it.
@@ -257,6 +262,8 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             given = (context_input_ids, context_attention_mask, "context_input_ids", context_chunk_lengths)
             context = self.context_rows(*given)
         if is_cached:
+            if targets is not None:
+                check_targets(targets, self.config.vocab_size)
             if context is not None:
                 check_together(context)
                 memory = self.compress_rows(context, [ratio], **beside)[0]
@@ -271,6 +278,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             # One that has been emptied may have held a memory.
             forget_head_masks(cache)
             text, joined = self.text_rows(input_ids, attention_mask), None
+            text.targets = targets
             if context is not None and cache is None and use_cache is not True:
                 joined = self.joint_inputs(text, context, ratio, position_ids, text_position_offset, beside)
             if joined is not None:
@@ -313,5 +321,6 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         if context is None:
             return None, True
         memory = self.compress_rows(context, [ratio], **beside)[0]
-        is_full = len(set(context.lengths)) == 1 and isinstance(memory.ratio, int)
+        # Rows of one length have as many slots if they are cut alike, which rows of passages need not be.
+        is_full = len(set(context.lengths)) == 1 and context.passages is None and isinstance(memory.ratio, int)
         return check_memory(memory, self, text.input_ids), is_full

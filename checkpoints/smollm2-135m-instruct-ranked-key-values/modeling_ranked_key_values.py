@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import initialization as init
 
 from .configuration_ranked_key_values import RankedKeyValuesConfig
+from .field_checks import is_number
 from .backbone import slot_counts
 from .causal_lm import CompressorForCausalLM
 from .chunking import Chunks
@@ -171,10 +172,13 @@ class RankedKeyValuesModel(OpenedContextModel):
             ridge: above 0, in mean squares of the inputs.
 
         Raises:
-            ValueError: no token, or a `ridge` of 0 or below.
+            TypeError: a `ridge` that is no number.
+            ValueError: no token, a `ridge` that is not finite and above 0, or scorers that would not be finite.
         """
-        if ridge <= 0:
-            raise ValueError(f"`ridge` must be above 0, got {ridge}")
+        if not is_number(ridge):
+            raise TypeError(f"`ridge` must be a number, got {ridge!r}")
+        if not 0 < ridge < math.inf:
+            raise ValueError(f"`ridge` must be finite and above 0, got {ridge}")
         layers, heads, _ = key_value_shape(self.config.decoder_config)
         width, was_training = self.config.hidden_size, self.training
         options = {"dtype": torch.float64, "device": self.device}
@@ -201,8 +205,11 @@ class RankedKeyValuesModel(OpenedContextModel):
             raise ValueError("`batches` have no token: give a few hundred contexts")
         diagonal = squares.diagonal(dim1=1, dim2=2)[:, :-1]
         diagonal += ridge * diagonal.mean(dim=1, keepdim=True)
+        solutions = torch.linalg.solve(squares, products)
+        if not bool(solutions.isfinite().all()):
+            raise ValueError("`batches` give scorers that are not finite: the model's states overflow or are NaN")
         scorers: Any = self.scorers
-        for scorer, solution in zip(scorers, torch.linalg.solve(squares, products), strict=True):
+        for scorer, solution in zip(scorers, solutions, strict=True):
             scorer.weight.copy_(solution[:-1].T)
             scorer.bias.copy_(solution[-1])
 

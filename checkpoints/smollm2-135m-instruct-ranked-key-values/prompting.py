@@ -73,8 +73,11 @@ def check_max_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBas
         max_tokens: most tokens of a document, with those that stand in front of it; `None` for all.
 
     Raises:
+        TypeError: it is no int.
         ValueError: it is not above their number.
     """
+    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int)):
+        raise TypeError(f"`max_tokens` must be an int, got {max_tokens!r}")
     least = len(_document_start(config, tokenizer))
     if max_tokens is not None and max_tokens <= least:
         raise ValueError(f"`max_tokens` must be above {least}, the tokens that open a document, got {max_tokens}")
@@ -119,6 +122,7 @@ def question_ids(
         prompt; in a chat the filled template around it, without what the memory stands for.
 
     Raises:
+        TypeError: `prompt` is no text.
         ValueError: `prompt` does not hold `{question}` exactly once.
     """
     head, tail = _around_document(config, tokenizer, question, prompt)
@@ -150,6 +154,8 @@ def _around_document(
 ) -> tuple[list[int], list[int]]:
     """What stands in front of a document or its slots, and behind it."""
     prompt = config.question_prompt if prompt is None else prompt
+    if not isinstance(prompt, str):
+        raise TypeError(f"`prompt` must be a text with {{question}} in it, got {prompt!r}")
     if prompt.count("{question}") != 1:
         raise ValueError(f"`prompt` must hold {{question}} exactly once, got {prompt!r}")
     # str.format would trip over braces inside the question.

@@ -63,9 +63,10 @@ def load_checkpoint(
             logger.warning(f"{name} holds all its weights: the base model that was given is not used")
         model, info = load(name, *arguments, output_loading_info=True, **keywords)
         if name is not None:
+            variant = keywords.get("variant")
             # Other files than safetensors are not looked at.
             with suppress(OSError):
-                name_as_stored(model, lambda: stored_weights(name, **fetching_arguments(keywords)))
+                name_as_stored(model, lambda: stored_weights(name, variant, **fetching_arguments(keywords)))
     started = _started_adapter(model, name, keywords)
     # The library names no adapters among the missing keys; those that it offloads have no place either.
     is_whole = getattr(model, "hf_device_map", None) is None

@@ -118,6 +118,7 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             use_cache=use_cache,
             text_position_offset=text_position_offset,
             context_chunk_lengths=context_chunk_lengths,
+            labels=labels,
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

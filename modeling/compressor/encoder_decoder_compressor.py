@@ -21,7 +21,7 @@ from .backbone import CompressorHead
 from .input_checks import check_keywords, check_labels, check_logits_to_keep
 from .memory_checks import check_memory, check_source, check_text_and_memory
 from .question_conditioning import check_question, own_tokens, question_in_front, with_start
-from .token_rows import check_cached_mask, check_together
+from .token_rows import check_cached_mask, check_targets, check_together
 
 
 def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
@@ -80,6 +80,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         attention_mask: Tensor | None = None,
         memory: CompressedContext | None = None,
         cache: Cache | None = None,
+        targets: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """The decoder's states behind a memory, as they go into the LM head.
@@ -89,14 +90,15 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             attention_mask: its mask; pads may stand anywhere. With a cache it covers the text in the cache, too.
             memory: one row for each text, or one for all of them.
             cache: the decoder's cache.
+            targets: labels, whose values are checked with the text's.
             kwargs: handed to T5's decoder stack.
 
         Returns:
             `last_hidden_state` of shape `(batch_size, num_text_tokens, hidden_size)`, and the cache.
 
         Raises:
-            ValueError: a text row without tokens, unknown token ids, a mask of the wrong shape, or a memory of another
-                model, width or batch size.
+            ValueError: a text row without tokens, unknown token ids or labels, a mask of the wrong shape, or a memory
+                of another model, width or batch size.
         """
         cached = 0 if cache is None else int(cache.get_seq_length())
         sequence = None
@@ -104,8 +106,11 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             # The cache holds a row's pads in front.
             mask = check_cached_mask(attention_mask, input_ids, cached).sort(dim=1).values
             memory = check_memory(memory, self.model, input_ids)
+            if targets is not None:
+                check_targets(targets, self.config.vocab_size)
         else:
             text = self.model.text_rows(input_ids, attention_mask)
+            text.targets = targets
             memory, _ = check_text_and_memory(text, memory, self.model)
             # Relative positions count places: no pad may stand between two tokens.
             sequence = pack(text.attention_mask[:, :0], text.attention_mask, is_full=text.is_full)
@@ -205,17 +210,22 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
             if context_input_ids is not None:
                 context = (context_input_ids, context_attention_mask, ratio, "context_input_ids")
                 memory = self.model.context_memory(*context, context_chunk_lengths)
-            outputs = self.text_states(input_ids, attention_mask, memory, cache, **decoding)
+            # The first is no target of any token.
+            targets = None if labels is None else labels[:, 1:]
+            outputs = self.text_states(input_ids, attention_mask, memory, cache, targets, **decoding)
             slots = None if memory is None else memory.embeddings
         else:
             given = (None if encoder_outputs is None else ratio, context_attention_mask, context_chunk_lengths)
             check_source(None, None, *given)
-            slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio)
+            slots, slot_mask = self._slots(encoder_outputs, input_ids, attention_mask, ratio, labels)
             if decoder_input_ids is None:
                 if labels is None:
                     raise ValueError("give `decoder_input_ids` or `labels`: the decoder has nothing to read")
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             loss_arguments["shift_labels"] = None if labels is None else labels.contiguous()
+            cached = 0 if cache is None else int(cache.get_seq_length())
+            shape = (len(decoder_input_ids), cached + decoder_input_ids.shape[1])
+            _check_mask("decoder_attention_mask", decoder_attention_mask, shape)
             outputs = self._decode(decoder_input_ids, decoder_attention_mask, slots, slot_mask, cache, **decoding)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = head_logits(self.lm_head, outputs.last_hidden_state[:, keep, :])
@@ -239,14 +249,18 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         ratio: int | Tensor | None,
+        labels: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Slots and mask, from the encoder or as they come."""
+        """Slots and mask, from the encoder or as they come; labels are checked beside what they are made of."""
         if encoder_outputs is not None:
+            if labels is not None:
+                check_targets(labels, self.config.vocab_size)
             slots = encoder_outputs[0]
+            _check_mask("attention_mask", attention_mask, tuple(slots.shape[:2]))
             return slots, slots.new_ones(slots.shape[:2]) if attention_mask is None else attention_mask
         if input_ids is None:
             raise ValueError("give a context: `input_ids`, `context_input_ids`, `memory` or `encoder_outputs`")
-        return readable_slots(self.model.context_memory(input_ids, attention_mask, ratio))
+        return readable_slots(self.model.context_memory(input_ids, attention_mask, ratio, targets=labels))
 
     @torch.no_grad()
     def generate(
@@ -357,6 +371,17 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         output = self._generate_from(memory, {**kwargs, "decoder_input_ids": ids, "decoder_attention_mask": mask})
         shown = left_padded(question, question_mask)[:, : question.shape[1] if has_question else 0]
         return _with_question(output, shown, ids.shape[1])
+
+
+def _check_mask(name: str, mask: Any, shape: tuple[int, ...]) -> None:
+    """A mask that goes to the decoder as it is must have the shape of what it covers; `None` is none at all."""
+    # Of four dimensions: for a fixed cache `generate` makes the decoder's own form.
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 4):
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"`{name}` must be a tensor of ones and zeros, got {type(mask).__name__}")
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"`{name}` must have shape {shape}, got {tuple(mask.shape)}")
 
 
 def _with_question(output: Any, question: Tensor, width: int) -> Any:

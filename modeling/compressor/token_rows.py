@@ -44,6 +44,7 @@ class TokenRows:
         borders: `(batch_size, num_passages)`, how many of a row's tokens are in each of its passages; `None`: the rows
             are not made of passages.
         passages: the same without zeros, known on the host.
+        targets: labels that go with the rows, of any shape; `None`: there are none.
     """
 
     name: str
@@ -55,6 +56,7 @@ class TokenRows:
     lengths: list[int] = field(default_factory=list)
     borders: Tensor | None = None
     passages: list[list[int]] | None = None
+    targets: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
@@ -70,6 +72,12 @@ class TokenRows:
         for task_id in self.task_token_ids.values():
             unknown = unknown & (ids != task_id)
         return unknown
+
+    def has_wrong_targets(self) -> Tensor:
+        """Whether a label is neither in the vocabulary nor -100, without dimensions."""
+        if self.targets is None or self.vocab_size is None:
+            return torch.zeros((), dtype=torch.bool, device=self.input_ids.device)
+        return _wrong_targets(self.targets, self.vocab_size).any()
 
 
 def token_rows(
@@ -119,19 +127,21 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
         the values of `also`.
 
     Raises:
-        ValueError: a mask of other values than ones and zeros, a row without tokens that needs one, or the first
-            unknown id.
+        ValueError: a mask of other values than ones and zeros, a row without tokens that needs one, the first unknown
+            id, or the first label outside of the vocabulary.
     """
     device = inputs[0].input_ids.device
     facts = [tensor[None] for tensor in also]
     for rows in reversed(inputs):
         mask = rows.attention_mask
         borders = [] if rows.borders is None else [rows.borders.reshape(-1)]
-        facts = [mask.sum(dim=1), rows.unknown().any()[None], (mask < 0).any()[None], *borders, *facts]
+        flags = [rows.unknown().any()[None], (mask < 0).any()[None], rows.has_wrong_targets()[None]]
+        facts = [mask.sum(dim=1), *flags, *borders, *facts]
     values = torch.cat([tensor.to(device=device, dtype=torch.long) for tensor in facts]).tolist()
     for rows in inputs:
-        rows.lengths, (has_unknown, is_wrong) = values[: len(rows.input_ids)], values[len(rows.input_ids) :][:2]
-        values = values[len(rows.input_ids) + 2 :]
+        num_rows = len(rows.input_ids)
+        rows.lengths, (has_unknown, is_wrong, has_wrong_target) = values[:num_rows], values[num_rows : num_rows + 3]
+        values = values[num_rows + 3 :]
         if rows.borders is not None:
             size = rows.borders.shape[1]
             given = [values[row * size : (row + 1) * size] for row in range(len(rows.input_ids))]
@@ -154,8 +164,29 @@ def check_together(*inputs: TokenRows, also: Sequence[Tensor] = ()) -> list[int]
                 f"`{rows.name}` has the token id {found}, which is outside the vocabulary of {rows.vocab_size} tokens"
                 f"{also_known}; is the tokenizer the one of this checkpoint?"
             )
+        if has_wrong_target and rows.targets is not None and rows.vocab_size is not None:
+            check_targets(rows.targets, rows.vocab_size)
         rows.input_ids = rows.input_ids.masked_fill(rows.attention_mask == 0, 0)
     return values
+
+
+def check_targets(targets: Tensor, vocab_size: int) -> None:
+    """Check labels by a wait for the device of their own, where they do not go with rows of [`check_together`].
+
+    Args:
+        targets: labels of any shape.
+        vocab_size: ids below it are known.
+
+    Raises:
+        ValueError: the first that is neither in the vocabulary nor -100.
+    """
+    wrong = targets[_wrong_targets(targets, vocab_size)].tolist()
+    if wrong:
+        raise ValueError(f"`labels` must be -100 or ids of the vocabulary of {vocab_size} tokens, and hold {wrong[0]}")
+
+
+def _wrong_targets(targets: Tensor, vocab_size: int) -> Tensor:
+    return ((targets < 0) & (targets != -100)) | (targets >= vocab_size)
 
 
 def _checked_passages(rows: TokenRows, given: list[list[int]]) -> list[list[int]]:

@@ -55,6 +55,8 @@ WRONG_LORA = [
     ({"rank": 2.0}, "rank.*at least 1.*2.0"),
     ({"rank": True}, "rank.*at least 1.*True"),
     ({"alpha": 0}, "alpha.*above 0.*0"),
+    ({"alpha": float("nan")}, "alpha.*above 0.*nan"),
+    ({"alpha": float("inf")}, "alpha.*above 0.*inf"),
     ({"alpha": "16"}, "alpha.*above 0.*'16'"),
     ({"dropout": 1.0}, "dropout.*1.0"),
     ({"dropout": -0.1}, "dropout.*-0.1"),

@@ -83,6 +83,12 @@ def test_to_converts_the_carrier_and_leaves_the_integers(carrier):
         memory.to(torch.int8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, "float8_e4m3fn", torch.int8])
+def test_types_that_hold_no_slots_are_refused(dtype):
+    with pytest.raises(TypeError, match=r"one of float16, bfloat16, float32, float64, got .*(float8|int8)"):
+        make_memory().to(dtype=dtype)
+
+
 def test_slots_too_large_for_float16_are_refused():
     memory = make_memory((2,))
     memory.embeddings[0, 1, 2] = -70000
@@ -125,6 +131,7 @@ PAIR = (torch.ones(3, 2, 5, 8), torch.ones(3, 2, 5, 8))
         ({"position_ids": torch.ones(5).long()}, ValueError, "position_ids"),
         ({"num_context_tokens": torch.ones(2).long()}, ValueError, "num_context_tokens"),
         ({"num_context_tokens": -torch.ones(3).long()}, ValueError, "num_context_tokens must be zero or more"),
+        ({"position_ids": -torch.ones(3, 5).long()}, ValueError, "position_ids must be zero or more"),
         ({"ratio": 0}, ValueError, "got 0"),
         ({"ratio": 2.5}, TypeError, "2.5"),
         ({"ratio": torch.tensor([4, 0, 4])}, ValueError, "ratio must be 1 or more"),
@@ -151,6 +158,9 @@ def test_fields_of_embeddings_that_do_not_fit_are_refused(fields, error, message
         ({"key_values": ((PAIR[0], PAIR[1].double()),)}, ValueError, "one shape and dtype"),
         ({"key_values": ((PAIR[0][0], PAIR[1][0]),)}, ValueError, r"\(2, 5, 8\)"),
         ({"key_values": ((PAIR[0].long(), PAIR[1].long()),)}, TypeError, "int64"),
+        ({"inverse_frequencies": [1.0] * 4}, TypeError, "inverse_frequencies must be a floating-point tensor, got"),
+        ({"inverse_frequencies": torch.ones(4).long()}, TypeError, "inverse_frequencies must be .* got torch.int64"),
+        ({"inverse_frequencies": torch.full((4,), torch.nan)}, ValueError, "inverse_frequencies must be finite"),
         ({"inverse_frequencies": torch.ones(8)}, ValueError, r"must have shape \(4,\).*got \(8,\)"),
     ],
 )

@@ -392,6 +392,17 @@ def test_what_forward_and_generate_refuse(decal, question, random_rows):
             call(input_ids=ids, context_attention_mask=torch.ones_like(ids))
         with raises("`ratio` is 3, but no context"):
             call(encoder_outputs=(memory.embeddings,), ratio=3)
+    ones = torch.ones(len(question), question.shape[1] - 1)
+    with raises("`decoder_attention_mask` must have shape", str(tuple(question.shape)), str(tuple(ones.shape))):
+        decal(ids, decoder_input_ids=question, decoder_attention_mask=ones)
+    slots = memory.embeddings
+    with raises("`attention_mask` must have shape", str(tuple(slots.shape[:2]))):
+        decal(encoder_outputs=(slots,), attention_mask=slots.new_ones(1, 1), decoder_input_ids=question)
+    labels = question.clone()
+    labels[0, -1] = VOCAB_SIZE
+    for call in ({"input_ids": ids}, {"encoder_outputs": (slots,)}, {"input_ids": question, "memory": memory}):
+        with raises(f"`labels` must be -100 or ids of the vocabulary of {VOCAB_SIZE} tokens, and hold {VOCAB_SIZE}"):
+            decal(**call, labels=labels)
     for given in ({"memory": memory}, {"context_input_ids": ids}):
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             with raises("the decoder's text is `input_ids`", f"leave out {name}"):

@@ -314,6 +314,19 @@ def test_labels_and_positions_of_other_types_and_shapes_are_refused(model, name)
             model(TEXT, **{name: wrong})
 
 
+@pytest.mark.parametrize("wrong", [128, 500, -5])
+def test_labels_outside_the_vocabulary_are_refused(model, wrong):
+    labels = TEXT.clone()
+    labels[0, 2] = wrong
+    cache = model(TEXT, use_cache=True)[CACHE]
+    for given in ({}, {"memory": model.compress(CONTEXT)}, {"context_input_ids": CONTEXT}, {"cache": cache}):
+        with raises(ValueError, "`labels` must be -100 or ids of the vocabulary of 128 tokens", str(wrong)):
+            model(TEXT, labels=labels, **given)
+    # The first is no target.
+    labels = torch.tensor([[wrong, -100, *TEXT[0, 2:]]])
+    assert model(TEXT, labels=labels).loss.isfinite()
+
+
 def test_labels_of_four_bytes_are_taken(model):
     assert model(TEXT, labels=TEXT.int()).loss.equal(model(TEXT, labels=TEXT).loss)
 

@@ -133,6 +133,15 @@ def test_configuration_fields_can_be_replaced_while_loading(method_cases, tmp_pa
         assert load(tmp_path / "light", chunk_size=7).config.chunk_size == 7
 
 
+@pytest.mark.parametrize("settings", [{}, {"max_shard_size": "5KB"}], ids=["one_file", "several_files"])
+def test_files_of_a_variant_are_read(method_cases, inputs, tmp_path, local_hub, start_light, settings):
+    model = start_light(method_cases["mean_pooling"], local_hub)
+    model.save_pretrained(tmp_path / "light", variant="fp16", **settings)
+    assert not (tmp_path / "light" / "model.safetensors").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "light", variant="fp16")
+    assert loaded(**inputs).logits.equal(model(**inputs).logits)
+
+
 def test_several_files_are_read(method_cases, inputs, tmp_path, local_hub, start_light):
     model = start_light(method_cases["mean_pooling"], local_hub)
     model.save_pretrained(tmp_path / "light", max_shard_size="5KB")

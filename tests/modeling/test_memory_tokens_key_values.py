@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 from tiny_bases import AE, BOS, LM, ids_of
-from transformers import CohereConfig, DynamicCache, StableLmConfig
+from transformers import CohereConfig, DynamicCache, Exaone4Config, SmolLM3Config, StableLmConfig
 
 from context_compressors import CompressedContext, SnapKVConfig, SnapKVForCausalLM
 from context_compressors.modeling.parts.cache_name import CACHE
@@ -104,6 +104,29 @@ def test_a_key_value_memory_is_saved_and_read_again(five_hundred_x, tmp_path):
         memory.nbytes == int(memory.num_slots) * 2 * 2 * 2 * 8 * 4
     )  # layers, keys and values, heads, head_dim, float32
     assert dataclasses.replace(memory, inverse_frequencies=None).carrier == "key_values"
+
+
+@pytest.mark.parametrize(
+    ("base", "turns"),
+    [
+        (lambda **fields: SmolLM3Config(**fields, no_rope_layers=[1, 0]), False),
+        (lambda **fields: SmolLM3Config(**fields, no_rope_layers=[1, 1]), True),
+        (lambda **fields: Exaone4Config(**fields, layer_types=["sliding_attention", "full_attention"]), False),
+        (lambda **fields: Exaone4Config(**fields, sliding_window=None, layer_types=["full_attention"] * 2), True),
+    ],
+    ids=["smollm3", "smollm3_all", "exaone4", "exaone4_all"],
+)
+def test_keys_of_layers_without_rotary_positions_are_not_moved(five_hundred_x, base, turns):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = base(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0, **heads)
+    method = five_hundred_x.method
+    fields = {**five_hundred_x.fields, "decoder_config": config, "position_layout": "uniform"}
+    model = method.causal_lm_class(method.config_class(**fields)).eval()
+    memory = model.compress(ids_of(9), ratio=2)
+    assert (memory.inverse_frequencies is not None) == turns
+    if not turns:
+        with pytest.raises(ValueError, match="needs inverse_frequencies in each memory"):
+            CompressedContext.concatenate([memory, memory])
 
 
 @pytest.mark.parametrize("base", [StableLmConfig, CohereConfig])

@@ -104,3 +104,23 @@ def test_lengths_that_do_not_fit_are_refused(method_cases):
                 call(input_ids=ids, **memory, **given)
     with pytest.raises(ValueError, match=r"reads a context whole, without `chunk_lengths`, got \[\[6\]\]"):
         TRAINING_FREE_CASES[0].model.compress(ids, chunk_lengths=[[6]])
+
+
+@pytest.mark.parametrize(
+    ("name", "base"), [("five_hundred_x", "llama-sdpa"), ("voco", "llama-sdpa"), ("mean_pooling", "gemma2-eager")]
+)
+def test_rows_of_one_length_and_unlike_passages_are_read_as_their_memory(name, base, case_on):
+    """Their slots are unlike in number, so that one row has a padding slot; values and the loss of training."""
+    model = case_on(name, base).build()
+    context, text = (torch.cat([ids_of(length, seed), ids_of(length, seed + 1)]) for length, seed in ((8, 1), (4, 3)))
+    lengths = torch.tensor([[4, 4], [3, 5]])
+    read = {"context_input_ids": context, "context_chunk_lengths": lengths, "ratio": 2}
+    memory = model.compress(context, ratio=2, chunk_lengths=lengths)
+    assert memory.num_slots.tolist() == [4, 5]
+    with torch.no_grad():
+        expected = model(text, memory=memory).logits
+        torch.testing.assert_close(model(text, **read).logits, expected, atol=1e-4, rtol=0)
+        model.train()
+        memory = model.compress(context, ratio=2, chunk_lengths=lengths)
+        expected = model(text, memory=memory, labels=text).loss
+        torch.testing.assert_close(model(text, **read, labels=text).loss, expected, atol=1e-4, rtol=0)

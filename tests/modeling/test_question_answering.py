@@ -186,6 +186,28 @@ def test_a_memory_with_a_ratio_for_each_row_is_asked_at_it(pipe):
         pipe("Who?", memory=memory, ratio=4)
 
 
+@before_any_method
+def test_ratios_by_document_are_as_many_as_these_and_for_compress_alone(pipe):
+    for ratios in (torch.tensor([2, 3, 2]), torch.tensor([2]), torch.tensor([[2, 3]])):
+        with pytest.raises(ValueError, match=r"`ratio` must be .* one value for each of the 2 documents, got shape"):
+            pipe.compress(DOCUMENTS[:2], ratio=ratios)
+    for batch_size in (1, 2):
+        with pytest.raises(ValueError, match="`ratio` must be a single one, got tensor"):
+            pipe("Who?", context=DOCUMENTS[:2], ratio=torch.tensor([2, 3]), batch_size=batch_size)
+    assert pipe("Who?", context="a", ratio=torch.tensor(3)) == pipe("Who?", context="a", ratio=3)
+
+
+@before_any_method
+def test_the_models_own_settings_give_one_answer_to_a_question(form_case, tiny_tokenizer):
+    model = form_case.build()
+    pipe = pipeline_of(model, tiny_tokenizer)
+    asked = {"question": QUESTIONS, "context": DOCUMENTS}
+    expected = pipe(**asked, num_beams=2)
+    model.generation_config = GenerationConfig(num_beams=2, num_return_sequences=2, return_dict_in_generate=True)
+    assert pipe(**asked) == expected
+    assert pipe(**asked, generation_config=GenerationConfig(num_beams=2)) == expected
+
+
 def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
     together = answer_by_hand(pipe, QUESTIONS[0], *DOCUMENTS)
     assert pipe(QUESTIONS[0], context=DOCUMENTS, join=True) == together
@@ -312,6 +334,12 @@ def test_what_cannot_be_asked_is_refused(pipe, arguments, message):
         ({"question": "a", "context": "\udc00a"}, ValueError, r"`context` holds '\\udc00' at character 0"),
         ({"question": "a", "memory": 5}, TypeError, "`memory` must be a CompressedContext, its file, .* got 5"),
         ({"question": "a", "memory": [None]}, TypeError, "`memory` must be a CompressedContext, .* got None"),
+        ({"question": "a", "context": "a", "max_tokens": 2.5}, TypeError, "`max_tokens` must be an int, got 2.5"),
+        ({"question": "a", "context": "a", "max_tokens": "5"}, TypeError, "`max_tokens` must be an int, got '5'"),
+        ({"question": "a", "context": "a", "batch_size": 1.5}, TypeError, "`batch_size` must be an int, got 1.5"),
+        ({"question": "a", "context": "a", "batch_size": True}, TypeError, "`batch_size` must be an int, got True"),
+        ({"question": "a", "context": "a", "prompt": 5}, TypeError, "`prompt` must be a text .* got 5"),
+        ({"question": "a", "context": "a", "join": "no"}, TypeError, "`join` must be True or False, got 'no'"),
         ({"messages": 5, "context": "a"}, TypeError, "`messages` must be messages with `role` and `content`, got 5"),
         ({"messages": "a", "context": "a"}, TypeError, "`messages` must be messages .* got 'a'"),
         (

@@ -136,6 +136,14 @@ def test_the_masked_pass_keeps_its_gradients_under_checkpointing(voco):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
 
 
+def test_training_beyond_the_bases_positions_is_refused_as_reading_is(voco):
+    model = voco.build(decoder_config={"max_position_embeddings": 16})
+    for reader in (model, model.train()):
+        with pytest.raises(ValueError, match="the context needs 21 positions, the encoder has 16"):
+            reader(ids_of(3), context_input_ids=ids_of(14), ratio=2)
+    assert model(ids_of(3), context_input_ids=ids_of(10), ratio=2).logits.isfinite().all()
+
+
 def test_documents_are_joined_behind_each_other(voco):
     model = voco.build(position_layout="enhanced")
     first, second = model.compress(ids_of(9)), model.compress(ids_of(7, seed=1))
