@@ -106,6 +106,13 @@ def test_a_key_value_memory_is_saved_and_read_again(five_hundred_x, tmp_path):
     assert dataclasses.replace(memory, inverse_frequencies=None).carrier == "key_values"
 
 
+def on_base(case, base, position_layout):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = base(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0, **heads)
+    fields = {**case.fields, "decoder_config": config, "position_layout": position_layout}
+    return case.method.causal_lm_class(case.method.config_class(**fields)).eval()
+
+
 @pytest.mark.parametrize(
     ("base", "turns"),
     [
@@ -117,11 +124,7 @@ def test_a_key_value_memory_is_saved_and_read_again(five_hundred_x, tmp_path):
     ids=["smollm3", "smollm3_all", "exaone4", "exaone4_all"],
 )
 def test_keys_of_layers_without_rotary_positions_are_not_moved(five_hundred_x, base, turns):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = base(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0, **heads)
-    method = five_hundred_x.method
-    fields = {**five_hundred_x.fields, "decoder_config": config, "position_layout": "uniform"}
-    model = method.causal_lm_class(method.config_class(**fields)).eval()
+    model = on_base(five_hundred_x, base, "uniform")
     memory = model.compress(ids_of(9), ratio=2)
     assert (memory.inverse_frequencies is not None) == turns
     if not turns:
@@ -132,11 +135,8 @@ def test_keys_of_layers_without_rotary_positions_are_not_moved(five_hundred_x, b
 @pytest.mark.parametrize("base", [StableLmConfig, CohereConfig])
 def test_bases_that_rotate_a_part_of_a_head_or_neighbouring_channels_move_no_keys(five_hundred_x, base, tmp_path):
     """StableLM rotates a quarter of each head; Cohere's pairs are neighbours, and not a channel of each half."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = base(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0, **heads)
-    method = five_hundred_x.method
-    fields = {**five_hundred_x.fields, "decoder_config": config, "position_layout": "enhanced"}
-    model = method.causal_lm_class(method.config_class(**fields)).eval()
+    model = on_base(five_hundred_x, base, "enhanced")
+    config = model.config.decoder_config
     memory, text = model.compress(ids_of(9), ratio=2), ids_of(4, seed=1)
     memory.save(tmp_path / "memory.safetensors")
     loaded = CompressedContext.load(tmp_path / "memory.safetensors", model_id=model.model_id)
