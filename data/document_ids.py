@@ -39,11 +39,9 @@ def source_ids(source_texts: Sequence[str] | None) -> list[str]:
         source_texts: the row's column of this name, their whole texts; `None` where it names none.
 
     Raises:
-        ValueError: one text in place of a list of them.
+        ValueError: something else than a list of texts.
     """
-    if isinstance(source_texts, str):
-        raise ValueError(f"source_texts must be a list of whole texts, got {source_texts[:40]!r}")
-    return list(dict.fromkeys(map(document_id, source_texts or ())))
+    return list(dict.fromkeys(map(document_id, _whole_texts(source_texts))))
 
 
 def ends_as_source(text: str, source_texts: Sequence[str] | None) -> bool:
@@ -53,8 +51,17 @@ def ends_as_source(text: str, source_texts: Sequence[str] | None) -> bool:
         text: what is read of the row; spaces at its end make no difference.
         source_texts: as in `source_ids`; a text of a row that names none is a whole document.
     """
-    end = text.rstrip()
-    return not source_texts or any(whole.rstrip().endswith(end) for whole in source_texts)
+    end, wholes = text.rstrip(), _whole_texts(source_texts)
+    return not wholes or any(whole.rstrip().endswith(end) for whole in wholes)
+
+
+def _whole_texts(source_texts: Sequence[str] | None) -> Sequence[str]:
+    if source_texts is None:
+        return ()
+    is_list = isinstance(source_texts, Sequence) and not isinstance(source_texts, str)
+    if not is_list or not all(isinstance(text, str) for text in source_texts):
+        raise ValueError(f"source_texts must be a list of whole texts, got {source_texts!r:.40}")
+    return source_texts
 
 
 def source_ids_of(table: pyarrow.Table) -> set[str]:

@@ -335,11 +335,10 @@ class TrainingFields:
             check_finite(name, getattr(self, name))
         if not 0 <= self.muon_momentum < 1:
             raise ValueError(f"muon_momentum must be from 0 to below 1, got {self.muon_momentum}")
-        if self.optimizer != "muon" and self.muon_momentum != type(self).muon_momentum:
-            raise ValueError(
-                f"muon_momentum goes with optimizer muon, got {self.muon_momentum} with {self.optimizer!r}: "
-                "leave it out"
-            )
+        for name in ("muon_learning_rate", "muon_momentum"):
+            value = getattr(self, name)
+            if self.optimizer != "muon" and value != getattr(type(self), name):
+                raise ValueError(f"{name} goes with optimizer muon, got {value} with {self.optimizer!r}: leave it out")
         if self.objective == "distillation" and self.kl_weight == self.nll_weight == 0:
             raise ValueError("kl_weight and nll_weight are both 0: one of them must be above 0")
         if not 0 <= self.alpha <= 1:

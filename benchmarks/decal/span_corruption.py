@@ -178,7 +178,7 @@ def train(
             max_steps=arguments.steps,
             optimizer=arguments.optimizer,
             learning_rate=arguments.learning_rate,
-            muon_learning_rate=arguments.muon_learning_rate,
+            **({"muon_learning_rate": arguments.muon_learning_rate} if arguments.optimizer == "muon" else {}),
             adam_beta2=0.95,
             lr_scheduler_type="warmup_stable_decay",
             lr_scheduler_kwargs={"num_decay_steps": decay, "min_lr_ratio": 0.02},

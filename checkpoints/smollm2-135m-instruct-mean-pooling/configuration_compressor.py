@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, PreTrainedConfig
 
 from .field_checks import (
+    base_entries,
     boolean,
     language_model_config,
     lora_settings,
@@ -199,6 +200,7 @@ class CompressorConfig(PreTrainedConfig):
         )
         for name, default in _RECORD.items():
             setattr(self, name, kwargs.pop(name, default))
+        self.external_weights = base_entries("external_weights", self.external_weights)
         super().__init__(**kwargs)
         self._check_parts()
         self.auto_map = self.default_auto_map()

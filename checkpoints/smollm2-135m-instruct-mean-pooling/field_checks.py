@@ -64,6 +64,17 @@ def ratio_tuple(value: Any) -> tuple[int, ...]:
     return ratios
 
 
+def base_entries(field: str, value: Any) -> dict[str, dict[str, Any]] | None:
+    """Return a light checkpoint's record of its bases, or `None`, else raise a `ValueError` that names the field."""
+    if value is None:
+        return None
+    needed = ("repo_id", "revision", "fingerprint", "dtype")
+    is_mapping = isinstance(value, dict) and value.keys() <= {"decoder", "encoder"}
+    if not is_mapping or not all(isinstance(entry, dict) and entry.keys() >= set(needed) for entry in value.values()):
+        raise ValueError(f"`{field}` must be None, or of decoder and encoder dicts with {list(needed)}, got {value!r}")
+    return value
+
+
 def language_model_config(field: str, value: Any) -> PreTrainedConfig:
     if isinstance(value, PreTrainedConfig):
         return value

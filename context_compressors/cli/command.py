@@ -78,6 +78,13 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """Read a whole number of at least 0, for `type=` of an argument."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 def positive_int_or_auto(text: str) -> int | str:
     """Read a ratio, a whole number of at least 1 or "auto", for `type=` of an argument."""
     return text if text == "auto" else positive_int(text)

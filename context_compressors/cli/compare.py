@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..evaluation.settings import NUM_RESAMPLES
-from .command import argument, command, positive_int
+from .command import argument, command, positive_int, seed
 
 if TYPE_CHECKING:
     from ..evaluation.rows import SampleAnswers
@@ -128,7 +128,7 @@ def _with_interval(value: float, interval: tuple[float, float]) -> str:
     ),
     argument("--metric", metavar="NAME", help="such as f1 (default: each task's main one)"),
     argument("--output", metavar="FILE", help="write the differences as JSON"),
-    argument("--seed", type=int, default=0, help="draws resamples (default: 0)"),
+    argument("--seed", type=seed, default=0, help="draws resamples (default: 0)"),
     argument(
         "--num-resamples",
         type=positive_int,

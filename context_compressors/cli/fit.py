@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .command import argument, command, positive_int
+from .command import argument, command, positive_int, seed
 
 _EXAMPLES = """
 # From your own texts, in the words that are yours:
@@ -60,7 +60,7 @@ _CHUNK_SIZE = 2048
     ),
     argument("--gguf-file", metavar="FILE", help="the base is this GGUF file in it"),
     argument("--dtype", default="bfloat16", help="of the weights (default: %(default)s)"),
-    argument("--seed", type=int, default=1, help="draws the contexts (default: %(default)s)"),
+    argument("--seed", type=seed, default=1, help="draws the contexts (default: %(default)s)"),
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:

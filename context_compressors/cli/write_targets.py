@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .command import LOADING, PROMPT_FORMAT, argument, command, positive_int
+from .command import LOADING, PROMPT_FORMAT, argument, command, positive_int, seed
 
 _EXAMPLES = """
 # What an instruct model answers to the questions of a file, in its chat template:
@@ -53,7 +53,7 @@ context-compressors write-targets my-instruct-model --task summarisation --outpu
     argument("--truncation-side", default="right", metavar="SIDE", help="cut on the right (default) or left"),
     argument("--documents", type=positive_int, default=100, metavar="N", help="generated documents (default: 100)"),
     argument("--document-tokens", type=positive_int, default=128, metavar="N", help="length of these (default: 128)"),
-    argument("--seed", type=int, default=0, help="draws generated documents and max_samples (default: 0)"),
+    argument("--seed", type=seed, default=0, help="draws generated documents and max_samples (default: 0)"),
     argument("--resume", action="store_true", help="go on with an --output that was stopped"),
     *LOADING,
     examples=_EXAMPLES,

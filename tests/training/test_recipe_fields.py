@@ -120,6 +120,7 @@ def test_null_on_the_command_line_takes_back_what_a_recipe_says(tmp_path, base_f
         ({}, ["--learning_rate", "inf"], "learning_rate must be a finite number, 0 or more, got inf"),
         ({"muon_momentum": 1.5, "optimizer": "muon"}, [], r"muon_momentum must be from 0 to below 1, got 1\.5"),
         ({"optimizer": "muon"}, ["--muon_momentum", "nan"], "muon_momentum must be from 0 to below 1, got nan"),
+        ({"muon_learning_rate": 0.003}, [], r"muon_learning_rate goes with optimizer muon, got 0\.003 with 'adamw'"),
         ({"muon_momentum": 0.5}, [], r"muon_momentum goes with optimizer muon, got 0\.5 with 'adamw': leave it out"),
         ({}, ["--kl_weight", "nan"], "kl_weight must be a finite number, 0 or more, got nan"),
         ({}, ["--nll_weight", "inf"], "nll_weight must be a finite number, 0 or more, got inf"),
