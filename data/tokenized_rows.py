@@ -244,5 +244,10 @@ class FileSource:
         named = self.value("source_texts", row) if "source_texts" in self.columns else None
         return not named or ends_as_source(_as_text(self.value(self._column_of_task[task], row)), named)
 
+    def cut_rows(self, task: str) -> list[int]:
+        """Rows whose text, as a task reads it, does not come to the end of a document."""
+        rows = range(self.num_rows) if "source_texts" in self.columns else ()
+        return [row for row in rows if not self.ends(task, row)]
+
     def identifier(self, row: int) -> str:
         return f"{self.source.label}/{self.value('id', row) if 'id' in self.columns else row}"

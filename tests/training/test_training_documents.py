@@ -18,6 +18,7 @@ from context_compressors.training.objectives.denoising import DenoisingDataset
 from context_compressors.training.objectives.joint_pretraining import JointDataset
 from context_compressors.training.objectives.language_modeling import LanguageModelingRows
 from context_compressors.training.objectives.packed_texts import PackedTexts
+from context_compressors.training.objectives.segments import SegmentDataset
 from context_compressors.training.objectives.windows import WindowDataset
 from context_compressors.training.train import main
 
@@ -120,7 +121,6 @@ def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(
         (CompressionDataset, {"tasks": ["reconstruction", "continuation"]}),
         (DenoisingDataset, {"tasks": ["continuation"]}),
         (JointDataset, {"tasks": ["reconstruction", "continuation"]}),
-        (PackedTexts, {"tasks": ["continuation"]}),
     ],
 )
 def test_a_window_counts_as_its_document_too(tmp_path, tokenizer, kind, source):
@@ -169,6 +169,22 @@ def test_a_window_ends_only_where_its_document_does(tmp_path, tokenizer, kind, t
     }
     # What is repeated is all that was read, and ends with it.
     assert ended == ({"0", "1", "2", "3"} if tasks == ["reconstruction"] else {"2", "3"})
+
+
+@pytest.mark.parametrize("kind", [PackedTexts, SegmentDataset])
+def test_streams_are_of_texts_that_end(tmp_path, tokenizer, kind):
+    whole = " ".join(TEXTS[:2])
+    rows = [{"text": TEXTS[1], "source_texts": [whole]}, {"text": TEXTS[2], "source_texts": None}]
+    file = tmp_path / "windows.jsonl"
+    data = DataArguments(sources=[{"path": file.name, "tasks": ["continuation"]}], data_dir=str(tmp_path))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = kind(data, tokenizer, 8)
+    found = set().union(*(examples[index]["documents"] for index in range(8)))
+    assert found == set(map(document_id, (whole, *TEXTS[1:3])))
+    # EOS behind it would say that the document ends there.
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": TEXTS[0], "source_texts": [whole]}]))
+    with pytest.raises(ValueError, match=r"1 rows are cut from .* longer ones, such as windows\.jsonl/2: give"):
+        kind(data, tokenizer, 8)
 
 
 @pytest.mark.parametrize(("task", "kind"), [("question_answering", "question_answering"), ("continuation", "text")])

@@ -42,7 +42,8 @@ class PackedTexts(CompressionDataset):
         num_examples: length of the data set.
 
     Raises:
-        ValueError: another task, no number of examples, a schedule of lengths, or a tokenizer of contexts.
+        ValueError: another task, no number of examples, a schedule of lengths, a tokenizer of contexts, or a row whose
+            text is cut from the middle of longer texts, which EOS would be put behind.
     """
 
     def __init__(
@@ -62,6 +63,13 @@ class PackedTexts(CompressionDataset):
         self._starts: dict[int, list[tuple[int, int]]] = {}
         self._open: tuple[tuple[int, int] | None, _Text] = (None, _Text("", [], []))
         super().__init__(data, tokenizer, num_examples, **kwargs)
+        for source in self.sources:
+            cut = [] if isinstance(source, DataSource) else source.cut_rows("continuation")
+            if cut:
+                raise ValueError(
+                    f"pack_texts takes whole texts and cuts them itself, and {len(cut)} rows are cut from the middle "
+                    f"of longer ones, such as {source.identifier(cut[0])}: give their source_texts in their place"
+                )
 
     def _check_sources(self, entries: Sequence[DataSource]) -> None:
         for entry in entries:
