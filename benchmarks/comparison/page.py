@@ -74,8 +74,8 @@ ENVIRONMENTS/llmlingua/bin/pip install -r benchmarks/comparison/requirements_llm
 - Of SQuAD's training rows the first 85,000 train, those behind them choose, and the dev set is reported; documents
   that are reported are in neither.
 - A method's two trials differ in the learning rate alone, the same two for all; they restore texts, and that with the
-  lower loss on contexts of the choosing part goes on. They are the first three fifths of its run; of mean pooling,
-  500xCompressor and ranked key/values two fifths, behind which ICAE and compression tokens had found nothing yet.
+  lower loss on contexts of the choosing part goes on. They are the first three fifths of its run; both of mean pooling
+  and the worse one of ranked key/values two fifths, behind which ICAE and compression tokens had found nothing yet.
 - What is trained starts from the reader's weights, which all others are read by: it has to learn compression, and not
   the form of an answer. The adapters that it trains are its own.
 - Methods keep the start values of their papers, so that slots start at sizes of their own: beside token embeddings
