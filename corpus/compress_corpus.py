@@ -215,6 +215,14 @@ def write_rows(place: str, table: pyarrow.Table) -> CorpusReport:
     done = done.take(pyarrow.array(chosen, pyarrow.int64()))
     # Where another process is adding the same ids right now, each is added once.
     report.num_rows = store.append(done)
+    if report.num_rows < len(done):
+        ids, texts = done["id"].to_pylist(), done["text"].to_pylist()
+        there = store.known_texts(ids)
+        is_own = [there[name] == text for name, text in zip(ids, texts, strict=True)]
+        others = [name for name, own in zip(ids, is_own, strict=True) if not own]
+        report.failures += [(name, "another row has this id") for name in others]
+        report.num_there += len(done) - report.num_rows - len(others)
+        done = done.filter(pyarrow.array(is_own))
     report.num_tokens = pyarrow.compute.sum(done["num_tokens"]).as_py() or 0
     return report
 

@@ -165,6 +165,8 @@ class CorpusCompressor:
             Indices of some texts, each once in all, and their memory in host memory, in `memory_dtype`, one row for
             each of them; or why they could not be compressed.
         """
+        if isinstance(texts, str):
+            raise TypeError(f"`texts` must be a list of texts, got {texts[:40]!r}")
         form, good = self.form, []
         for row, text in enumerate(texts):
             try:

@@ -146,7 +146,7 @@ def read_part(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:
     if part.kind == "text":
         for name, path in zip(part.name.split("\n"), part.paths, strict=True):
             try:
-                yield {"id": name, "text": Path(path).read_text(encoding="utf-8"), "metadata": None, "error": None}
+                yield {"id": name, "text": Path(path).read_text(encoding="utf-8-sig"), "metadata": None, "error": None}
             except (UnicodeDecodeError, OSError) as error:
                 yield {"id": name, "text": None, "metadata": None, "error": f"no text in UTF-8: {error}"}
         return
@@ -176,8 +176,8 @@ def _row(row: Row | str, name: str, columns: CorpusColumns) -> Row:
 
 
 def _escaped(text: str) -> str:
-    """A text that UTF-8 can hold."""
-    return text.encode(errors="backslashreplace").decode()
+    """A text that UTF-8 can hold, in one line."""
+    return text.replace("\n", "\\n").encode(errors="backslashreplace").decode()
 
 
 def _parquet_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:

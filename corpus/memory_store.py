@@ -223,7 +223,8 @@ class MemoryStore:
         return result["num_inserted_rows"]
 
     def contains(self, ids: Sequence[str]) -> list[bool]:
-        """Of each id whether the store has it."""
+        """Of each id whether the store has it; `TypeError` for one id in place of several."""
+        _check_several(ids)
         found = {name for table in self._found(ids, ["id"]) for name in table["id"].to_pylist()}
         return [name in found for name in ids]
 
@@ -333,10 +334,14 @@ class MemoryStore:
             The files of the memories, in order. `/` and the like in an id are written as in an address (`%2F`); an id
             that is too long for a file's name is replaced by a hash.
         """
+        if ids is not None:
+            _check_several(ids)
         folder, names = Path(folder), list(self.ids() if ids is None else ids)
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
-        with open(folder / _INDEX_FILE, "w", encoding="utf-8") as index:
+        # An index that is there stays until the new one is whole.
+        draft = folder / f"{_INDEX_FILE}.part"
+        with open(draft, "w", encoding="utf-8") as index:
             for start in range(0, len(names), 64):
                 table = self.read(names[start : start + 64])
                 memory = memory_of_columns(table, self.form)
@@ -345,6 +350,7 @@ class MemoryStore:
                     memory.rows(row).save(path)
                     index.write(json.dumps({"file": path.name, **values}, ensure_ascii=False) + "\n")
                     paths.append(path)
+        draft.replace(folder / _INDEX_FILE)
         return paths
 
     def import_files(self, source: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
@@ -364,7 +370,7 @@ class MemoryStore:
             index = folder / _INDEX_FILE
             # Texts may hold what `splitlines` takes for the end of a line, too.
             lines = index.read_text(encoding="utf-8").split("\n") if index.is_file() else []
-            rows = [json.loads(line) for line in lines if line]
+            rows = [_index_row(index, number, line) for number, line in enumerate(lines, start=1) if line]
             paths = [folder / row["file"] for row in rows] or sorted(folder.glob(f"*{_MEMORY_SUFFIX}"))
         else:
             rows, paths = [], [Path(path) for path in source]
@@ -390,8 +396,7 @@ def memory_table(
     metadata: Sequence[str | None] | None = None,
 ) -> pyarrow.Table:
     """Rows of a store of some form; see `MemoryStore.table_of`. Metadata is JSON already."""
-    if isinstance(ids, str):
-        raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
+    _check_several(ids)
     for name, values in (("ids", ids), ("texts", texts), ("metadata", metadata)):
         if values is not None and len(values) != len(memory):
             raise ValueError(f"`{name}` has {len(values)} entries, the memory {len(memory)} rows")
@@ -403,6 +408,25 @@ def memory_table(
         "metadata": pyarrow.array(metadata or nothing, pyarrow.string()),
     }
     return pyarrow.table(columns, schema=form.schema)
+
+
+def _check_several(ids: Sequence[str]) -> None:
+    if isinstance(ids, str):
+        raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
+
+
+def _index_row(index: Path, number: int, line: str) -> dict[str, Any]:
+    """A line of what `export` wrote beside its memories."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{index}, line {number} is not JSON: {error}") from error
+    names = [row.get(name) for name in ("id", "file")] if isinstance(row, dict) else [None]
+    if not all(isinstance(name, str) for name in names) or Path(row["file"]).name != row["file"]:
+        raise ValueError(
+            f"{index}, line {number} must have an `id` and, as `file`, a name in its folder, got {line:.80}"
+        )
+    return row
 
 
 def _check_distinct(ids: Sequence[str]) -> None:

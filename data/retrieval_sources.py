@@ -311,7 +311,17 @@ def _stream(table: RetrievalTable, data_dir: str | None) -> Iterator[Mapping[str
                 yield from batch.to_pylist()
         else:
             with open(path, encoding="utf-8-sig") as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
+                yield from (_json_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _json_row(path: str, number: int, line: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{path}, line {number} must be a mapping of columns to values, got {line.strip():.80}")
+    return row
 
 
 def _read_tsv(table: RetrievalTable, data_dir: str | None) -> pyarrow.Table:

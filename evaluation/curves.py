@@ -121,7 +121,8 @@ def _log_file(path: Path) -> Path:
     """The file itself, or of a run's folder the log that reaches furthest."""
     if path.is_file():
         return path
-    checkpoints = sorted(path.glob(f"checkpoint-*/{_STATE}"), key=lambda file: int(file.parent.name.split("-")[1]))
+    numbered = [file for file in path.glob(f"checkpoint-*/{_STATE}") if file.parent.name.split("-")[1].isdecimal()]
+    checkpoints = sorted(numbered, key=lambda file: int(file.parent.name.split("-")[1]))
     for file in (path / _STATE, *checkpoints[::-1], path / _SUMMARY):
         if file.is_file():
             return file

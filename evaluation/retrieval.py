@@ -130,9 +130,9 @@ class Rankings:
         self._ids = np.take_along_axis(all_ids, places[:, : self._top_k].numpy(), axis=1)
 
     def documents(self) -> list[list[str]]:
-        """For each query the ids of its documents, the best first."""
-        rows = zip(self._query_ids, self._ids.tolist(), strict=True)
-        return [[document for document in ids if document != query_id] for query_id, ids in rows]
+        """For each query the ids of its documents, the best first, without those at minus infinity."""
+        found = self._scores > -torch.inf
+        return [ids[kept].tolist() for ids, kept in zip(self._ids, found.numpy(), strict=True)]
 
 
 def ndcg(ranking: Sequence[str], grades: Mapping[str, float], top_k: int = 10) -> float:
@@ -347,15 +347,19 @@ def evaluate_bm25(
     """
     import bm25s
 
-    ids, texts = zip(*judged.documents(), strict=True)
+    documents = list(judged.documents())
+    if not documents:
+        raise ValueError("the corpus has no document")
+    ids, texts = zip(*documents, strict=True)
     index = bm25s.BM25()
     index.index(bm25s.tokenize(list(texts), stopwords="en", show_progress=False), show_progress=False)
     rankings = Rankings(judged.query_ids)
     queries = bm25s.tokenize(judged.queries, stopwords="en", show_progress=False, return_ids=False)
     known = [[word for word in query if word in index.vocab_dict] for query in queries]
     nothing = np.zeros(len(ids), dtype=np.float32)
-    scores = np.stack([index.get_scores(query) if query else nothing for query in known])
-    rankings.add(ids, torch.from_numpy(scores))
+    scores = torch.from_numpy(np.stack([index.get_scores(query) if query else nothing for query in known]))
+    # What shares no word with a query is not found.
+    rankings.add(ids, scores.masked_fill(scores <= 0, -torch.inf))
     scores_of_queries = query_scores(rankings.documents(), judged)
     on_scores(scores_of_queries)
     row = {"model": "BM25", "query_ratio": None, "document_ratio": None}

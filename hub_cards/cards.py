@@ -264,8 +264,13 @@ def score_table(scores: Sequence[Score]) -> str:
             _number(full),
             *(cells[place] or "–" for cells in costs.values()),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_row(cells))
     return "\n".join(lines)
+
+
+def _row(cells: Sequence[str]) -> str:
+    escaped = [cell.replace("|", "\\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
 def _ratio(score: Score) -> str:
@@ -286,7 +291,7 @@ def retrieval_table(scores: Sequence[RetrievalScore]) -> str:
     for score in scores:
         numbers = [score.ndcg_at_10, score.bm25, score.storage_saving]
         cells = [score.dataset, str(score.ratio), *("–" if n is None else f"{n:.1f}" for n in numbers)]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_row(cells))
     return "\n".join(lines)
 
 
@@ -294,8 +299,7 @@ def _training(record: TrainingRecord) -> str:
     lines = ["| data | licence | what of it |", "| --- | --- | --- |"]
     for data in record.data:
         name = f"[{data.name}](https://huggingface.co/datasets/{data.hub_id})" if data.hub_id else data.name
-        cells = (cell.replace("|", "\\|") for cell in (name, data.licence, data.note or "all"))
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_row([name, data.licence, data.note or "all"]))
     facts = [f"Steps: {record.steps:,}" if record.steps else "Steps: none, fitted to contexts"]
     if record.tokens is not None:
         contexts = f" of text, {record.context_tokens:,} of compressed contexts" if record.context_tokens else ""

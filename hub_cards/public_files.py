@@ -93,7 +93,9 @@ def check_files(folder: Path) -> tuple[list[Path], list[str]]:
         raise ValueError(f"{folder} is no checkpoint: it has no config.json")
     paths, states = [], set()
     for path in sorted(path.relative_to(folder) for path in folder.rglob("*")):
-        state = next((i for i, part in enumerate(path.parts, 1) if _TRAINING_STATE.match(part)), None)
+        is_code = path.suffix == ".py"
+        parts = enumerate(path.parts[:-1] if is_code else path.parts, 1)
+        state = next((number for number, part in parts if _TRAINING_STATE.match(part)), None)
         if state is not None:
             top = Path(*path.parts[:state])
             states.add(f"{top}/" if (folder / top).is_dir() else str(top))
@@ -188,7 +190,10 @@ def _text_of_weights(path: Path, stream: Any) -> str:
             raise ValueError(f"a header of {length} bytes")
         header = json.loads(stream.read(length))
         names = [name for name in header if name != "__metadata__"]
-    except (ValueError, TypeError, RecursionError) as error:
+        end = 8 + length + max((header[name]["data_offsets"][1] for name in names), default=0)
+        if end != stream.seek(0, os.SEEK_END):
+            raise ValueError(f"{stream.tell()} bytes where its header ends at {end}")
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ValueError(f"{path} is no safetensors file, whatever its name says: delete it ({error})") from error
     state = next((name for name in names if _OPTIMIZER_TENSOR.search(name)), None)
     if state is not None:

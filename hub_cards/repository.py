@@ -96,6 +96,8 @@ def _config(folder: Path) -> PreTrainedConfig:
     from ..configuration.configuration_compressor import CompressorConfig
 
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(fields, dict):
+        raise ValueError(f"{folder / 'config.json'} must be a mapping of fields, got {fields!r:.40}")
     method = fields.get("model_type")
     if "compression_ratios" not in fields:
         raise ValueError(f"{folder} holds a model of type {method!r}, not a context compressor")
@@ -184,12 +186,16 @@ def _base_folder(config: PreTrainedConfig, base_model: str | None, local_files_o
 
 
 def _complete_card(config: PreTrainedConfig, folder: Path, license: str | None, base: Path | None) -> None:
+    import yaml
     from huggingface_hub import ModelCard
 
     from ..modeling.checkpoint.checkpoint_card import write_first_card
 
     write_first_card(config, folder)
-    card = ModelCard.load(folder / "README.md")
+    try:
+        card = ModelCard.load(folder / "README.md")
+    except yaml.YAMLError as error:
+        raise ValueError(f"README.md starts with what is no YAML: {error}") from error
     base_card = base / "README.md" if base is not None else None
     of_the_base = ModelCard.load(base_card).data.license if base_card is not None and base_card.is_file() else None
     stated = card.data.license

@@ -233,7 +233,7 @@ class AnswerJob(Job):
         stops = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         if is_end or stops or len(self._tokens) == self.max_tokens:
             self._end(text[: min(stops, default=None)], "stop" if is_end or stops else "length")
-        else:
+        elif self.is_streamed:
             self._send_up_to(self._settled(text))
 
     def _text(self) -> str:
@@ -246,7 +246,7 @@ class AnswerJob(Job):
     def _settled(self, text: str) -> str:
         """What the next tokens cannot change: no half of a character, space at the end, or beginning of a stop."""
         text = text.rstrip("\ufffd")
-        for size in range(max(map(len, self.stops), default=1) - 1, 0, -1):
+        for size in range(min(max(map(len, self.stops), default=1) - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self.stops):
                 text = text[:-size]
                 break

@@ -94,6 +94,8 @@ def _serve_page(arguments: argparse.Namespace) -> None:
 
     # Before the model, which takes its time.
     import_gradio()
+    if arguments.port is not None and arguments.port >= 2**16:
+        raise ValueError(f"--port must be at most {2**16 - 1:,}, got {arguments.port}")
     if arguments.dtype == "auto" and arguments.device in ("auto", "cpu"):
         import torch
 

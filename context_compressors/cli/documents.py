@@ -59,7 +59,7 @@ def _read(path: str, column: str) -> Iterator[Document]:
             yield Document(f"{file.stem}-{number:06d}", text)
         return
     try:
-        yield Document(file.stem, file.read_text(encoding="utf-8"))
+        yield Document(file.stem, file.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
 

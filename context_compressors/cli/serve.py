@@ -72,6 +72,8 @@ def main(arguments: argparse.Namespace) -> None:
         OSError: the address is taken, or is none of this machine.
         ValueError: models or a store that cannot be used together, or a limit or a port that is none.
     """
+    if arguments.api_key == "":
+        raise ValueError("--api-key is empty: give a key, or leave it out for a server that asks for none")
     from ..serving.server import ServerSettings, check_address, create_app
     from ..serving.server import run as run_server
 

@@ -56,6 +56,11 @@ def test_a_wrong_option_exits_with_2_and_the_nearest_one(
     assert message in capsys.readouterr().err
 
 
+def test_an_empty_key_opens_no_server(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["serve", "model", "--api-key", ""]) == 1
+    assert "--api-key is empty" in capsys.readouterr().err
+
+
 def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]):
     for command in cli._COMMANDS:
         with pytest.raises(SystemExit) as exit_info:

@@ -322,6 +322,28 @@ def test_a_pickle_is_one_under_any_name(without_code, name):
         check_files(without_code)
 
 
+def test_nothing_stands_behind_the_weights_or_in_place_of_their_header(without_code):
+    from safetensors.torch import save_file
+
+    file = without_code / "extra.safetensors"
+    save_file({"x": torch.ones(3)}, file)
+    check_files(without_code)
+    whole = file.read_bytes()
+    other = b'{"x": {}}'
+    for content in (whole + b"\x80\x04more", whole[:-1], len(other).to_bytes(8, "little") + other):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"^extra[.]safetensors is no safetensors file, whatever its name says"):
+            check_files(without_code)
+
+
+def test_code_is_no_state_of_a_run_whatever_its_name(without_code):
+    (without_code / "scheduler_parts.py").write_text("STEPS = 1\n")
+    (without_code / "scheduler.pt").write_bytes(b"0")
+    paths, states = check_files(without_code)
+    assert Path("scheduler_parts.py") in paths
+    assert states == ["scheduler.pt"]
+
+
 @pytest.mark.parametrize("name", ["spiece.model", "notes.txt"])
 def test_an_archive_is_one_under_any_name(without_code, tmp_path, name):
     (tmp_path / "x").write_text("x")

@@ -22,6 +22,9 @@ from context_compressors import CorpusCompressor, MemoryStore, cli
 from context_compressors.corpus.compress_corpus import CorpusJob, CorpusReport, compress_locally, write_rows
 from context_compressors.corpus.corpus_rows import CorpusColumns, corpus_parts, read_part
 
+sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
+from random_memories import make_memory
+
 
 @pytest.fixture(scope="module")
 def model(small_checkpoints):
@@ -254,6 +257,37 @@ def test_a_write_that_is_run_again_has_no_failures(model, tmp_path):
     reports = [write_rows(job.store, table) for _ in range(2)]
     assert [(report.num_rows, report.num_there) for report in reports] == [(2, 0), (0, 2)]
     assert [report.failures for report in reports] == [[("a", "another row has this id")]] * 2
+
+
+def test_texts_have_no_byte_order_mark_and_names_any_character(tmp_path):
+    for name in ("a.txt", "b\nc.txt"):
+        (tmp_path / name).write_text("One text.", encoding="utf-8-sig")
+    columns = CorpusColumns()
+    rows = [row for part in corpus_parts([str(tmp_path)], columns) for row in read_part(part, columns)]
+    assert {row["id"]: row["text"] for row in rows} == {"a.txt": "One text.", "b\\nc.txt": "One text."}
+
+
+def test_a_row_that_loses_its_id_to_another_process_is_named(tmp_path, monkeypatch):
+    memory, place = make_memory((3,)), str(tmp_path / "s.lance")
+    store = MemoryStore.create(place, memory)
+
+    def table(text):
+        rows = store.table_of(["a"], memory, [text])
+        return rows.append_column("error", pyarrow.nulls(1, pyarrow.string()))
+
+    known = MemoryStore.known_texts
+    for text, failures in (("Another text.", [("a", "another row has this id")]), ("My text.", [])):
+
+        def race(self, ids, text=text):
+            found = known(self, ids)
+            monkeypatch.setattr(MemoryStore, "known_texts", known)
+            write_rows(place, table(text))
+            return found
+
+        monkeypatch.setattr(MemoryStore, "known_texts", race)
+        report = write_rows(place, table("My text."))
+        assert (report.num_rows, report.num_there, report.failures) == (0, 1 - len(failures), failures)
+        MemoryStore.open(place).delete(["a"])
 
 
 @pytest.mark.slow

@@ -99,6 +99,27 @@ def test_files_hold_texts_with_any_end_of_a_line_and_ids_of_any_length(tmp_path)
         copy.import_files(tmp_path / "files")
 
 
+def test_an_export_that_fails_leaves_the_index_that_is_there_and_its_lines_are_checked(tmp_path):
+    store = MemoryStore.create(tmp_path / "s.lance", make_memory((3, 4)))
+    store.add(["a", "b"], make_memory((3, 4)), ["x", "y"])
+    folder = tmp_path / "files"
+    store.export(folder)
+    index = folder / "memories.jsonl"
+    written = index.read_text()
+    with pytest.raises(ValueError, match="the store has no ids 'c'"):
+        store.export(folder, ["a", "c"])
+    assert index.read_text() == written
+    for wrong in (store.export, store.contains):
+        with pytest.raises(TypeError, match="must be a list of ids, got 'ab'"):
+            wrong(*((folder,) if wrong == store.export else ()), "ab")
+    other = MemoryStore.create(tmp_path / "other.lance", make_memory((3, 4)))
+    file = written.splitlines()[0].partition('"file": "')[2].partition('"')[0]
+    for line in ('{"id": "x"}', f'{{"file": "{file}"}}', "[1]", f'{{"id": "x", "file": "../files/{file}"}}', "{"):
+        index.write_text(line)
+        with pytest.raises(ValueError, match=r"memories\.jsonl, line 1 "):
+            other.import_files(folder)
+
+
 def test_of_memories_one_of_which_another_process_adds_meanwhile_none_is_added(tmp_path, monkeypatch):
     memory = make_memory((3, 5))
     store = MemoryStore.create(tmp_path / "s.lance", memory)

@@ -72,6 +72,8 @@ def test_curves_come_from_states_summaries_and_folders(tmp_path):
         write(tmp_path / "b" / f"checkpoint-{step}" / "trainer_state.json", {"log_history": log(losses, "loss")})
     (curve,) = read_curves([str(tmp_path / "b")])
     assert (curve.name, curve.steps[-1]) == ("b", 100)
+    write(tmp_path / "b" / "checkpoint-best" / "trainer_state.json", {"log_history": log([1.0], "loss")})
+    assert read_curves([str(tmp_path / "b")]) == [curve]
     other = write(tmp_path / "c" / "trainer_state.json", {"log_history": log([2.0, 1.5], "eval_loss")})
     assert read_curves([other], "eval_loss") == [Curve("c", (10, 20), ((2.0, 1.5),))]
 

@@ -150,6 +150,27 @@ def test_of_a_single_query_no_interval_is_told():
         assert "| 63.0    |" in retrieval_table([row | {"ndcg_at_10_interval": interval}])
 
 
+def test_what_shares_no_word_with_a_query_is_not_found_by_bm25(beir):
+    (beir / "queries.jsonl").write_text(json.dumps({"_id": "2020-01-00", "text": "zebra xylophone"}) + "\n")
+    (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n2020-01-00\t000\t2\n")
+    row = evaluate_bm25(JudgedQueries(RetrievalSource.from_folder(beir)))
+    assert (row["ndcg_at_10"], row["recall_at_100"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("[1]\n", r"corpus\.jsonl, line 9 must be a mapping"), ('{"_id": \n', r"corpus\.jsonl, line 9 is not JSON")],
+)
+def test_a_line_that_is_no_row_is_named(beir, line, message):
+    with (beir / "corpus.jsonl").open("a") as file:
+        file.write(line)
+    with pytest.raises(ValueError, match=message):
+        evaluate_bm25(JudgedQueries(RetrievalSource.from_folder(beir)))
+    (beir / "corpus.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no document"):
+        evaluate_bm25(JudgedQueries(RetrievalSource.from_folder(beir)))
+
+
 def test_an_id_that_stands_twice_is_refused_by_its_name(beir):
     def add(name, row):
         with (beir / f"{name}.jsonl").open("a") as file:

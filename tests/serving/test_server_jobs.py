@@ -61,6 +61,28 @@ def test_a_long_text_takes_no_more_room_beside_short_ones(small_checkpoints, tmp
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_long_stop_costs_no_more_than_the_text(is_streamed):
+    class Stop(str):
+        compared = 0
+
+        def startswith(self, *given):
+            Stop.compared += 1
+            return super().startswith(*given)
+
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: bytes(ids).decode())
+    model = SimpleNamespace(name="m", end_ids={-1}, pipe=SimpleNamespace(tokenizer=tokenizer))
+
+    async def run():
+        stop = Stop("x" * 100_000)
+        job = AnswerJob(model, [1], [], 100, Sampling(), [stop], is_streamed, 60, lambda seconds: None)
+        for byte in b"abc":
+            job.take(byte)
+
+    asyncio.run(run())
+    assert Stop.compared == (1 + 2 + 3 if is_streamed else 0)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
 def test_half_a_character_of_a_stop_ends_no_part_of_it(is_streamed):
     tokenizer = SimpleNamespace(decode=lambda ids, **options: bytes(ids).decode(errors="replace"))
     model = SimpleNamespace(name="m", end_ids={-1}, pipe=SimpleNamespace(tokenizer=tokenizer))
