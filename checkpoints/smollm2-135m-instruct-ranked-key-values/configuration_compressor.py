@@ -199,8 +199,8 @@ class CompressorConfig(PreTrainedConfig):
             "tie_word_embeddings", bool(getattr(self.decoder_config, "tie_word_embeddings", False))
         )
         for name, default in _RECORD.items():
-            setattr(self, name, kwargs.pop(name, default))
-        self.external_weights = base_entries("external_weights", self.external_weights)
+            value = kwargs.pop(name, default)
+            setattr(self, name, base_entries(name, value) if name == "external_weights" else value)
         super().__init__(**kwargs)
         self._check_parts()
         self.auto_map = self.default_auto_map()

@@ -26,7 +26,6 @@ from .command import (
     argument,
     command,
     positive_int_or_auto,
-    seed,
 )
 from .loading import merge_adapters, set_ratio_scale
 from .records import add_model_records, records_of_reports
@@ -360,7 +359,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     KEEP_ANSWERS,
     argument("--plots", metavar="FOLDER", help="write pictures of the report"),
     argument("--compare-with", nargs="+", default=[], metavar="FILE", help="reports for the picture by model size"),
-    argument("--seed", type=seed, default=0, help="draws samples, windows, documents and resamples (default: 0)"),
+    argument("--seed", type=int, default=0, help="draws samples, windows, documents and resamples (default: 0)"),
     argument(
         "--num-resamples", type=int, default=NUM_RESAMPLES, metavar="N", help="of the bootstrap (default: %(default)s)"
     ),

@@ -19,7 +19,6 @@ from .command import (
     command,
     positive_int,
     positive_int_or_auto,
-    seed,
 )
 from .records import add_model_records, records_of_reports
 from .resuming import earlier_results, progress_path, say_if_done, writer
@@ -74,7 +73,7 @@ context-compressors compare ours.jsonl theirs.jsonl --metric substring_accuracy
     ),
     KEEP_ANSWERS,
     argument("--plot", metavar="PNG", help="draw heat maps"),
-    argument("--seed", type=seed, default=0, help="draws facts, texts and places (default: 0)"),
+    argument("--seed", type=int, default=0, help="draws facts, texts and places (default: 0)"),
     *LOADING,
     examples=_EXAMPLES,
 )

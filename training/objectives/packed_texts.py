@@ -64,8 +64,7 @@ class PackedTexts(CompressionDataset):
         self._open: tuple[tuple[int, int] | None, _Text] = (None, _Text("", [], []))
         super().__init__(data, tokenizer, num_examples, **kwargs)
         for source in self.sources:
-            cut = [] if isinstance(source, DataSource) else source.cut_rows("continuation")
-            if cut:
+            if not isinstance(source, DataSource) and (cut := source.cut_rows("continuation")):
                 raise ValueError(
                     f"pack_texts takes whole texts and cuts them itself, and {len(cut)} rows are cut from the middle "
                     f"of longer ones, such as {source.identifier(cut[0])}: give their source_texts in their place"
