@@ -30,6 +30,11 @@ class FiveHundredXModel(MemoryTokenModel):
     def encoder_lora_exclusions(self) -> list[str]:
         """Maps behind the last layer's keys and values: nothing that they do reaches the decoder."""
         last = f"layers.{self.config.get_encoder_config().num_hidden_layers - 1}"
+        if not hasattr(self.encoder_backbone, "layers"):
+            raise ValueError(
+                f"the last of the encoder's `layers` trains its keys and values alone, and "
+                f"{type(self.encoder_backbone).__name__} has no `layers`: take another base"
+            )
         layer = self.encoder_backbone.get_submodule(last)
         names = [name for name in linear_module_names(layer) if name not in ("k_proj", "v_proj", "qkv_proj")]
         return [f"{last}.{path}" for path, _ in layer.named_modules() if path.rpartition(".")[2] in names]

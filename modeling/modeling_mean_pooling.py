@@ -46,7 +46,9 @@ class MeanPoolingModel(CompressorModel):
         self.slot_perceptron = None
         if config.mlp_after_pooling:
             width = config.hidden_size
-            self.slot_perceptron = nn.Sequential(nn.Linear(encoder_width, width), nn.GELU(), nn.Linear(width, width))
+            self.slot_perceptron = nn.Sequential(
+                Float32Linear(encoder_width, width), nn.GELU(), Float32Linear(width, width)
+            )
         self.slot_mlp = None
         if config.normed_mlp_size is not None:
             up = Float32Linear(encoder_width, config.normed_mlp_size, bias=False)

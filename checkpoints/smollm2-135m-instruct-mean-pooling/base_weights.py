@@ -356,9 +356,9 @@ def check_base(language_model: PreTrainedModel) -> None:
         )
     if getattr(language_model.get_output_embeddings(), "bias", None) is not None:
         raise ValueError(f"the LM head of {name} has a bias, which compressors do not support")
-    for field in ("logit_scale", "logits_scaling"):
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_soft_cap"):
         if getattr(language_model.config, field, None) not in (None, 1, 1.0):
-            raise ValueError(f"{name} scales its logits (`{field}`), which compressors do not support")
+            raise ValueError(f"{name} scales or caps its logits (`{field}`), which compressors do not support")
 
 
 def share_weights(target: PreTrainedModel, source: nn.Module, copied: bool = False) -> None:

@@ -36,7 +36,13 @@ class HeadwiseModel(CompressorModel):
     def read_by_heads(self) -> None:
         """Let the language model's layers read memories with `head_ids`; for the end of `__init__`."""
         self._reads_by_heads = True
-        for layer in self.language_model.layers:
+        layers = getattr(self.language_model, "layers", ())
+        if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
+            raise ValueError(
+                f"{type(self).__name__} reads in each layer's `self_attn`, which {type(self.language_model).__name__} "
+                "lacks: take another base"
+            )
+        for layer in layers:
             layer.self_attn.register_forward_pre_hook(read_by_heads, with_kwargs=True)
 
     def cache_of_slots(self, memory: CompressedContext, is_full: bool, cache: Cache | None, use_cache: bool) -> Cache:

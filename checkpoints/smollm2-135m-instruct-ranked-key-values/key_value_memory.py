@@ -18,6 +18,8 @@ from .compressed_context import CompressedContext, KeyValues
 _FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", None)
 # Families that rotate neighbouring channels, and not the halves of a key, against each other.
 _INTERLEAVED = ("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium", "llama4_text")
+# Families that turn a half's channels the other way, or norm keys behind the rotation.
+_TURNED_OTHERWISE = ("nanochat", "hunyuan_v1_dense", "hunyuan_v1_moe")
 # Families whose layers that see everything turn no keys; of the second, only beside others with a sliding window.
 _TURN_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini")
 _OR_WITHOUT_WINDOW = ("exaone4", "exaone_moe", "kolibri1")
@@ -148,7 +150,7 @@ def inverse_frequencies(backbone: PreTrainedModel) -> Tensor | None:
     rotary = getattr(backbone, "rotary_emb", None)
     if getattr(rotary, "rope_type", None) not in _FIXED_ROPE_TYPES or backbone.config.model_type in _INTERLEAVED:
         return None
-    if not _turns_all_layers(backbone.config):
+    if backbone.config.model_type in _TURNED_OTHERWISE or not _turns_all_layers(backbone.config):
         return None
     frequencies = getattr(rotary, "inv_freq", None)
     if frequencies is None or 2 * len(frequencies) != key_value_shape(backbone.config)[2]:

@@ -15,7 +15,7 @@ from .key_value_memory import aligned_right, check_sliding_window, filled_cache
 from .packing import PackedSequence, pack, reads_falling_ids_as_packed, text_positions, through_first
 from .backbone import CompressorBackbone
 from .memory_checks import warn_about_positions
-from .token_rows import TokenRows, check_cached_mask
+from .token_rows import TokenRows, check_cached_mask, check_no_new_pads
 
 
 class SlotReader(CompressorBackbone):
@@ -112,6 +112,9 @@ class SlotReader(CompressorBackbone):
             )
         num_cached = int(cache.get_seq_length()) - self.num_places(memory)
         text_mask = check_cached_mask(attention_mask, input_ids, num_cached)
+        # In a step of generation it would wait for the device.
+        if input_ids.shape[1] > 1 and (memory is None or memory.carrier != "key_values"):
+            check_no_new_pads(text_mask, input_ids.shape[1])
         if position_ids is None:
             position_ids = text_positions(text_mask)[:, -input_ids.shape[1] :]
         if memory is not None:

@@ -193,9 +193,9 @@ def _follow(reports: Iterable[CorpusReport], path: str) -> CorpusReport:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     # It can be written, and what an earlier run wrote there stays until this one has begun.
     open(path, "a", encoding="utf-8").close()
-    first = [report for report in [next(reports, None)] if report is not None]
+    first = next(reports, CorpusReport())
     with open(path, "w", encoding="utf-8") as file, tqdm(unit="row", disable=not sys.stderr.isatty()) as progress:
-        for report in chain(first, reports):
+        for report in chain([first], reports):
             total += report
             for name, error in report.failures:
                 file.write(json.dumps({"id": name, "error": error}, ensure_ascii=False) + "\n")

@@ -25,7 +25,7 @@ from .input_checks import check_labels, check_logits_to_keep
 from .memory_checks import check_memory, check_source
 from .modeling_compressor import CompressorModel
 from .serving import decoder_language_model
-from .token_rows import check_ids, check_together, token_rows
+from .token_rows import check_ids, check_no_new_pads, check_together, token_rows
 
 
 class _TaskTokensAsBOS(LogitsProcessorList):
@@ -186,6 +186,8 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             raise ValueError("give the question either as `inputs` or as `input_ids`, not both")
         check_source(context_input_ids, memory, ratio, context_attention_mask, context_chunk_lengths)
         check_ids("input_ids", question)
+        # The library would cut the question by the cache's length, which counts the slots.
+        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if attention_mask is None:
             attention_mask = self._mask_of_pads(question, kwargs)
         if attention_mask is not None:
@@ -193,14 +195,14 @@ class CompressorForCausalLM(CompressorHead, DecoderOnlyPreTrainedModel, Generati
             check_together(rows)
             attention_mask = rows.attention_mask
             self._check_chunks(rows.is_full, kwargs)
+            if cache is not None and 0 < (num_cached := int(cache.get_seq_length())) < question.shape[1]:
+                check_no_new_pads(attention_mask, question.shape[1] - num_cached)
             if kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = left_padded(kwargs["position_ids"].expand_as(question), attention_mask)
             question, attention_mask = (left_padded(x, attention_mask) for x in (question, attention_mask))
         if context_input_ids is not None:
             given = (context_input_ids, context_attention_mask, ratio, "context_input_ids", context_chunk_lengths)
             memory = self.model.context_memory(*given, **self.model.beside_contexts(kwargs))
-        # The library would cut the question by the cache's length, which counts the slots.
-        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if memory is None and num_cached_slots(cache):
             raise ValueError(
                 f"`cache` holds the {num_cached_slots(cache)} slots of a memory: give the memory and the "

@@ -21,7 +21,7 @@ from .backbone import CompressorHead
 from .input_checks import check_keywords, check_labels, check_logits_to_keep
 from .memory_checks import check_memory, check_source, check_text_and_memory
 from .question_conditioning import check_question, own_tokens, question_in_front, with_start
-from .token_rows import check_cached_mask, check_targets, check_together
+from .token_rows import check_cached_mask, check_no_new_pads, check_targets, check_together
 
 
 def readable_slots(memory: CompressedContext) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,8 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
 
         Args:
             input_ids: Text `(batch_size, num_text_tokens)`, the decoder's start token first.
-            attention_mask: its mask; pads may stand anywhere. With a cache it covers the text in the cache, too.
+            attention_mask: its mask; pads may stand anywhere. With a cache it covers the text in the cache, too,
+                and has no pads behind that.
             memory: one row for each text, or one for all of them.
             cache: the decoder's cache.
             targets: labels, whose values are checked with the text's.
@@ -104,7 +105,10 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         sequence = None
         if cached:
             # The cache holds a row's pads in front.
-            mask = check_cached_mask(attention_mask, input_ids, cached).sort(dim=1).values
+            mask = check_cached_mask(attention_mask, input_ids, cached)
+            if input_ids.shape[1] > 1:
+                check_no_new_pads(mask, input_ids.shape[1])
+            mask = mask.sort(dim=1).values
             memory = check_memory(memory, self.model, input_ids)
             if targets is not None:
                 check_targets(targets, self.config.vocab_size)

@@ -254,3 +254,20 @@ def check_cached_mask(mask: Tensor | None, input_ids: Tensor, num_cached: int) -
             f"(batch_size, num_text_tokens) = {shape}, got {tuple(mask.shape)}"
         )
     return (mask != 0).long()
+
+
+def check_no_new_pads(mask: Tensor, num_new: int) -> None:
+    """Refuse pads among the new tokens behind a filled cache: they would stand between two of a row's tokens.
+
+    Args:
+        mask: of the text in the cache and the new tokens, see [`check_cached_mask`].
+        num_new: how many tokens are new.
+
+    Raises:
+        ValueError: a pad among them.
+    """
+    if not bool(mask[:, -num_new:].all()):
+        raise ValueError(
+            f"pads among the {num_new} tokens behind a filled cache would stand between two tokens of a row: give all "
+            "rows as many, each row with a cache of its own, or the whole text without a cache"
+        )

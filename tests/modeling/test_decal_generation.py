@@ -129,6 +129,9 @@ def test_a_mask_covers_the_text_in_the_cache_too(decal, random_rows):
         decal(text[:, 3:], mask[:, 3:], memory=memory, cache=cache)
     last = decal(text[:, 3:], mask, memory=memory, cache=cache).logits
     torch.testing.assert_close(last, decal(text[:, 1:], memory=memory).logits[:, -1:], atol=1e-5, rtol=1e-4)
+    cache = decal(text[:, 1:2], memory=memory, use_cache=True)[CACHE]
+    with raises("pads among the 2 tokens behind a filled cache", "would stand between two tokens"):
+        decal(text[:, 2:], torch.tensor([[1, 0, 1]]), memory=memory, cache=cache)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

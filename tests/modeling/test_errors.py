@@ -214,6 +214,29 @@ def test_a_mask_of_another_shape_after_a_cache_is_refused(model):
         model(TEXT[:, :1], memory=memory, cache=cache)
 
 
+def test_pads_among_new_tokens_behind_a_cache_are_refused_where_they_would_be_misread(model):
+    memory, text = model.compress(CONTEXT.repeat(2, 1)), TEXT.repeat(2, 1)
+    whole, mask = torch.cat([text, text[:, :3]], dim=1), torch.ones(2, TEXT.shape[1] + 3, dtype=torch.long)
+    for pads in (slice(-3, -1), slice(-2, None)):
+        cut = mask.clone()
+        cut[1, pads] = 0
+        for own in (memory, None):
+            cache = model(text, memory=own, use_cache=True)[CACHE]
+            offset = {} if own is None else {"text_position_offset": own.num_slots}
+            given = {"attention_mask": cut, "memory": own, "cache": cache, **offset}
+            if own is None:
+                with raises(ValueError, "pads among the 3 tokens behind a filled cache"):
+                    model.generate(whole, attention_mask=cut, cache=cache, max_new_tokens=1)
+            if own is not None and own.carrier == "key_values":
+                last = cut[1, -3:].argmax()
+                logits = model(text[:, :3], **given).logits[1, last]
+                alone = torch.cat([text[1:], text[1:, :3][:, cut[1, -3:].bool()][:, :1]], dim=1)
+                torch.testing.assert_close(logits, model(alone, memory=own.rows(1)).logits[0, -1], atol=1e-4, rtol=0)
+                continue
+            with raises(ValueError, "pads among the 3 tokens behind a filled cache"):
+                model(text[:, :3], **given)
+
+
 @before_any_method
 @pytest.mark.parametrize(
     "values",

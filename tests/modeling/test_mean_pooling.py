@@ -113,6 +113,14 @@ def test_with_a_residual_slots_start_as_scaled_sums_of_token_embeddings(pretrain
 
 
 @torch.no_grad()
+def test_a_perceptron_survives_a_cast(mean_pooling):
+    model = mean_pooling.build(mlp_after_pooling=True)
+    expected = model.compress(IDS, ratio=2).embeddings
+    slots = model.bfloat16().compress(IDS, ratio=2).embeddings
+    torch.testing.assert_close(slots.float(), expected, atol=0.1, rtol=0.1)
+
+
+@torch.no_grad()
 def test_the_residual_joins_what_the_encoder_makes(mean_pooling):
     model = mean_pooling.build(embedding_residual=True, mlp_after_pooling=True)
     backbone = model.model

@@ -6,7 +6,16 @@ import dataclasses
 import pytest
 import torch
 from tiny_bases import AE, BOS, LM, ids_of
-from transformers import CohereConfig, DynamicCache, Exaone4Config, SmolLM3Config, StableLmConfig
+from transformers import (
+    CohereConfig,
+    DynamicCache,
+    Exaone4Config,
+    HunYuanDenseV1Config,
+    NanoChatConfig,
+    OPTConfig,
+    SmolLM3Config,
+    StableLmConfig,
+)
 
 from context_compressors import CompressedContext, SnapKVConfig, SnapKVForCausalLM
 from context_compressors.modeling.parts.cache_name import CACHE
@@ -120,16 +129,28 @@ def on_base(case, base, position_layout):
         (lambda **fields: SmolLM3Config(**fields, no_rope_layers=[1, 1]), True),
         (lambda **fields: Exaone4Config(**fields, layer_types=["sliding_attention", "full_attention"]), False),
         (lambda **fields: Exaone4Config(**fields, sliding_window=None, layer_types=["full_attention"] * 2), True),
+        # The first turns a half the other way, the second norms keys behind the rotation.
+        (NanoChatConfig, False),
+        (lambda **fields: HunYuanDenseV1Config(**fields, head_dim=8), False),
     ],
-    ids=["smollm3", "smollm3_all", "exaone4", "exaone4_all"],
+    ids=["smollm3", "smollm3_all", "exaone4", "exaone4_all", "nanochat", "hunyuan"],
 )
-def test_keys_of_layers_without_rotary_positions_are_not_moved(five_hundred_x, base, turns):
+def test_keys_that_are_not_turned_or_otherwise_are_not_moved(five_hundred_x, base, turns):
     model = on_base(five_hundred_x, base, "uniform")
     memory = model.compress(ids_of(9), ratio=2)
     assert (memory.inverse_frequencies is not None) == turns
     if not turns:
         with pytest.raises(ValueError, match="needs inverse_frequencies in each memory"):
             CompressedContext.concatenate([memory, memory])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("five_hundred_x", "has no `layers`"), ("ranked_key_values", "which OPTModel lacks")]
+)
+def test_a_base_whose_layers_are_elsewhere_is_refused_by_its_name(method_cases, name, message):
+    fields = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+    with pytest.raises(ValueError, match=message):
+        on_base(method_cases[name], lambda **own: OPTConfig(**own, **fields), "enhanced")
 
 
 @pytest.mark.parametrize("base", [StableLmConfig, CohereConfig])

@@ -89,6 +89,12 @@ def test_an_adapter_that_does_not_fit_is_refused(base_folder, adapter, tmp_path)
         (ranked, adapter, {"encoder_lora": None}, "answers without an adapter .*: give `decoder_lora`"),
         (pooling, adapter, {"decoder_lora": None}, "MeanPoolingForCausalLM answers without an adapter"),
         (ranked, changed(use_dora=True), {"encoder_lora": LORA}, "not plain LoRA: its use_dora is True, not False"),
+        (
+            ranked,
+            changed(init_lora_weights="pissa"),
+            {"encoder_lora": LORA},
+            "its init_lora_weights is 'pissa'",
+        ),
         (ranked, changed(bias="all"), {"encoder_lora": LORA}, "its bias is 'all', not 'none'"),
         (ranked, changed(rank_pattern={"q_proj": 4}), {"encoder_lora": LORA}, "its rank_pattern is {'q_proj': 4}"),
     ):

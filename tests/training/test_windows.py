@@ -21,6 +21,14 @@ NO_ROWS = Dataset.from_dict({"input_ids": [[5]]})
 PAPER = ["activation_beacon/activation_beacon.yaml", "activation_beacon/bases/llama3_8b.yaml"]
 
 
+def test_questions_and_texts_stand_in_one_batch(tokenizer):
+    source = {"generated": True, "tasks": ["continuation", "question_answering"], "weight": 1}
+    lengths = {"min_context_tokens": 20, "max_context_tokens": 40, "max_target_tokens": 12}
+    dataset = WindowDataset(DataArguments(sources=[source], **lengths), tokenizer, 12)
+    tasks = [example["task"] for example in dataset.as_dataset().__getitems__(list(range(12)))]
+    assert set(tasks) == {"continuation", "question_answering"}
+
+
 @pytest.fixture
 def beacon(base_folder):
     return ActivationBeaconForCausalLM.from_base(base_folder, compression_ratios=[2, 4], window_size=8)

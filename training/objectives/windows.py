@@ -40,7 +40,7 @@ class WindowDataset(CompressionDataset):
         start = rng.randrange(len(ids) - length + 1)
         target = [*ids[start : start + length], *[self.end] * (text_ends and start + length == len(ids))]
         texts: dict[str, Any] = {"head_ids": [], "context_ids": [], "prompt_ids": [], "target_ids": target}
-        return {**texts, "more_turns": [], "task": task, "id": identifier, "num_cut": 0}
+        return {**texts, "more_turns": [], "passages": None, "task": task, "id": identifier, "num_cut": 0}
 
 
 class WindowTrainer(CompressionTrainer):
