@@ -14,7 +14,7 @@ from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.chunking import Chunks, Slots, first_places
 from .compressor.input_checks import check_context_length
 from .compressor.memory_token_compressor import MemoryTokenModel
-from .parts.lora import ENCODER, SHARED, lora_layers
+from .parts.lora import SHARED, lora_layers
 from .parts.packing import pack, text_positions
 
 
@@ -42,14 +42,19 @@ class AutoCompressorModel(MemoryTokenModel):
     def train(self, mode: bool = True) -> AutoCompressorModel:
         super().train(mode)
         for layer in lora_layers(self) if self.config.has_frozen_memories else ():
-            # Memories made here are then those of evaluation, and the decoder reads with frozen weights as they are.
-            for name in (ENCODER, SHARED):
-                if name in layer.lora_dropout:
-                    layer.lora_dropout[name].eval()
+            # The decoder reads with frozen weights as they are.
+            if SHARED in layer.lora_dropout:
+                layer.lora_dropout[SHARED].eval()
         return self
 
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[Slots]:
-        return [self._accumulated(chunks, slot_counts(self.config, chunks.lengths, ratio)) for ratio in ratios]
+        was_training = self.training
+        # Frozen memories are those of evaluation, without the base's dropout or an adapter's.
+        self.train(was_training and not self.config.has_frozen_memories)
+        try:
+            return [self._accumulated(chunks, slot_counts(self.config, chunks.lengths, ratio)) for ratio in ratios]
+        finally:
+            self.train(was_training)
 
     def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
         """Slots of each segment that the decoder reads: without accumulation those of a row's last one."""

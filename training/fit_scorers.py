@@ -36,14 +36,14 @@ def fit_scorers(trainer: Any, num_contexts: int) -> None:
     count = min(num_contexts, len(dataset))
     indices = [index * len(dataset) // count for index in range(count)]
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def batches() -> Iterator[list[Tensor]]:
         for index in tqdm(indices, desc="fit scorers", unit="context"):
             batch = collate([dataset[index]])
             trainer.documents.trained.update(batch.get("documents", ()))
-            ids, mask = (batch[name] for name in ("context_input_ids", "context_attention_mask"))
             if trainer.is_world_process_zero():
-                trainer.run_counts.add(num_context_tokens=int(mask.sum()))
-            yield ids.to(model.device), mask.to(model.device)
+                trainer.run_counts.add(num_context_tokens=int(batch["context_attention_mask"].sum()))
+            names = ("context_input_ids", "context_attention_mask", "context_chunk_lengths")
+            yield [batch[name].to(model.device) for name in names if name in batch]
 
     begin = time.perf_counter()
     model.fit_scorers(batches())

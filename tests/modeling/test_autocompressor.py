@@ -225,7 +225,7 @@ def test_a_merged_reader_trains_nothing_that_makes_memories(autocompressor, tmp_
 def test_a_reader_on_opt_keeps_the_base_whose_weights_stand_in_a_decoder_too(local_hub, tmp_path):
     """OPT ties its head to `decoder.embed_tokens`; its weights have `.decoder.` in their names as the adapter has."""
     sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
-    local_hub("me/opt", OPTConfig(vocab_size=128, num_attention_heads=4, init_std=0.3, dropout=0.0, **sizes))
+    local_hub("me/opt", OPTConfig(vocab_size=128, num_attention_heads=4, init_std=0.3, dropout=0.5, **sizes))
     compressor = AutoCompressorForCausalLM.from_base("me/opt", chunk_size=8, encoder_lora=SMALL_LORA)
     assert compressor.lm_head.weight is compressor.get_input_embeddings().weight
     compressor.save_pretrained(tmp_path)
@@ -238,3 +238,18 @@ def test_a_reader_on_opt_keeps_the_base_whose_weights_stand_in_a_decoder_too(loc
     with torch.no_grad():
         reader.get_input_embeddings().weight[7] += 0.1
     assert reader.model_id != compressor.model_id
+
+
+def test_memories_of_a_reader_in_training_are_those_of_evaluation(local_hub, tmp_path):
+    """OPT has a dropout of its own, which the decoder keeps."""
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+    local_hub("me/opt", OPTConfig(vocab_size=128, num_attention_heads=4, init_std=0.3, dropout=0.5, **sizes))
+    reader = AutoCompressorForCausalLM.from_base(
+        "me/opt", chunk_size=8, encoder_lora=SMALL_LORA, decoder_lora=MEMORY_LORA, training_stage="reader"
+    )
+    context, text = ids_of(15), ids_of(4, seed=1)
+    expected = reader.eval().compress(context).embeddings
+    memory = reader.train().compress(context)
+    torch.testing.assert_close(memory.embeddings, expected)
+    assert reader.model.language_model.training
+    assert not reader(text, memory=memory).logits.equal(reader(text, memory=memory).logits)

@@ -261,20 +261,33 @@ def test_fit_refuses_texts_that_are_none(tmp_path, base_folder, monkeypatch, cap
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+@pytest.mark.parametrize("has_passages", [False, True])
+def test_scorers_are_fitted_to_each_passage_alone(has_passages, base_folder):
+    torch.manual_seed(1)
+    model = draw(RankedKeyValuesForCausalLM.from_base(base_folder, encoder_lora=LORA))
+    other = copy.deepcopy(model)
+    ids = torch.randint(5, 300, (1, 14))
+    lengths = [torch.tensor([[9, 5]])] if has_passages else []
+    model.model.fit_scorers([(ids, None, *lengths)])
+    other.model.fit_scorers([(ids[:, :9], None), (ids[:, 9:], None)])
+    pairs = zip(model.model.scorers, other.model.scorers, strict=True)
+    assert all(a.weight.allclose(b.weight, rtol=1e-3, atol=1e-4) for a, b in pairs) == has_passages
+
+
 @pytest.mark.parametrize(
     ("num_examples", "num_contexts", "expected"),
     [(400, 240, {0, 1, 3, 398}), (400, 200, set(range(0, 400, 2))), (3, 9, {0, 1, 2})],
 )
 def test_scorers_are_fitted_to_examples_from_the_whole_training(num_examples, num_contexts, expected):
-    read = []
+    read, fitted, passages = [], [], ["chunk_lengths"] * (num_contexts == 9)
 
     def collate(examples):
         read.extend(examples)
-        return {f"context_{name}": torch.ones(1, 1) for name in ("input_ids", "attention_mask")}
+        return {f"context_{name}": torch.ones(1, 1) for name in ("input_ids", "attention_mask", *passages)}
 
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(unwrap_model=lambda model: model),
-        model=SimpleNamespace(base_model=SimpleNamespace(device="cpu", fit_scorers=list)),
+        model=SimpleNamespace(base_model=SimpleNamespace(device="cpu", fit_scorers=fitted.extend)),
         train_dataset=range(num_examples),
         data_collator=collate,
         documents=TrainingDocuments(),
@@ -285,6 +298,7 @@ def test_scorers_are_fitted_to_examples_from_the_whole_training(num_examples, nu
     assert trainer.run_counts.counts["num_context_tokens"] == len(read)
     assert len(read) == len(set(read)) == min(num_contexts, num_examples)
     assert expected <= set(read)
+    assert {len(batch) for batch in fitted} == {2 + len(passages)}
 
 
 def test_fields_that_go_with_something_else_are_refused(tmp_path, base_folder, adapter):
