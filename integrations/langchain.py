@@ -109,7 +109,7 @@ class ChatMemoryReader(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = self.memories.answer(*_read(messages), stop, **{**self.generation, **kwargs})
+        answer = self.memories.answer(*_read(messages), **self._arguments(stop, kwargs))
         return ChatResult(generations=[ChatGeneration(message=AIMessage(answer))])
 
     def _stream(
@@ -119,10 +119,14 @@ class ChatMemoryReader(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        for piece in self.memories.stream(*_read(messages), stop, **{**self.generation, **kwargs}):
+        for piece in self.memories.stream(*_read(messages), **self._arguments(stop, kwargs)):
             yield ChatGenerationChunk(message=AIMessageChunk(piece))
         # An empty answer is an answer.
         yield ChatGenerationChunk(message=AIMessageChunk("", chunk_position="last"))
+
+    def _arguments(self, stop: list[str] | None, given: dict[str, Any]) -> dict[str, Any]:
+        """A call's own over those of `generation`, `stop` among them."""
+        return {**self.generation, **given, **({} if stop is None else {"stop": stop})}
 
 
 def memory_message(question: str, documents: Sequence[Document]) -> HumanMessage:
@@ -153,7 +157,7 @@ def _read(messages: Sequence[BaseMessage]) -> tuple[list[dict[str, str]], list[s
             kind = block.get("type")
             if kind == "memory" and roles == ["user"] and isinstance(block.get(MEMORY_ID), str):
                 ids.append(block[MEMORY_ID])
-            elif kind == "text":
+            elif kind == "text" and isinstance(block.get("text"), str):
                 texts.append(block["text"])
             else:
                 raise ValueError(

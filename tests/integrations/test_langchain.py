@@ -93,6 +93,10 @@ def test_documents_keep_order_and_text_and_the_chat_model_answers_as_the_pipelin
     assert asyncio.run(of_three_kinds()) == (both, both, found)
     stop = both[4:6]
     assert chat.invoke([message], stop=[stop]).content == both[: both.index(stop)].rstrip()
+    always = ChatMemoryReader(memories=memories, generation={**LENGTH, "stop": [stop]})
+    assert always.invoke([message]).content == both[: both.index(stop)].rstrip()
+    assert always.invoke([message], stop=[both[:1]]).content == ""
+    assert "".join(piece.content for piece in always.stream([message])) == both[: both.index(stop)].rstrip()
     assert chat.invoke([message], max_new_tokens=2, min_new_tokens=2).content != both
     # Without documents, and with some that have no text, the question stands alone.
     alone = pipe("Bees?", context="", **LENGTH)["answer"]
@@ -122,6 +126,7 @@ def test_a_conversation_is_read_behind_its_memories_and_what_cannot_be_read_is_r
     for wrong, message in (
         ([HumanMessage([{"type": "memory", "memory_id": "x"}, "Bees?"])], r"no memories with the ids \['x'\]"),
         ([HumanMessage([{"type": "image", "url": "x"}])], "content is text"),
+        ([HumanMessage([{"type": "text", "content": "Bees?"}])], "content is text"),
         ([SystemMessage([{"type": "memory", "memory_id": "x"}]), HumanMessage("Bees?")], "content is text"),
         ([HumanMessage("Bees?"), ToolMessage("x", tool_call_id="1")], "got one of 'tool'"),
         ([HumanMessage("Bees?"), AIMessage("Nora's.")], "must be the user's"),
