@@ -18,6 +18,8 @@ from ..configuration.nearest_names import nearest
 
 _TABLES = (".parquet", ".jsonl")
 _TEXTS = (".txt", ".md", ".rst")
+# Of many rows, too, and no text.
+_OTHER_TABLES = (".csv", ".json", ".tsv")
 # Text files of one part.
 _FILES_OF_A_PART = 256
 
@@ -67,30 +69,32 @@ def corpus_parts(inputs: Sequence[str], columns: CorpusColumns) -> list[CorpusPa
         columns: see [`CorpusColumns`].
 
     Raises:
-        ValueError: an input that is none of these, a missing column, or two files with one name where ids are made of
-            names.
+        ValueError: an input that is none of these or a table of another kind, a missing column, or two files with one
+            name where ids are made of names.
     """
     files: list[tuple[str, Path]] = []
     hub: list[CorpusPart] = []
     for source in inputs:
         path = Path(source).expanduser()
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in _TABLES + _TEXTS and file.is_file())
+            found = sorted(file for file in path.rglob("*") if _suffix(file) in _TABLES + _TEXTS and file.is_file())
             if not found:
                 raise ValueError(f"{source} holds no {', '.join(_TABLES + _TEXTS)} file")
             files += [(_escaped(file.relative_to(path).as_posix()), file) for file in found]
         elif path.is_file():
+            if _suffix(path) in _OTHER_TABLES:
+                raise ValueError(f"{source} is a table as this does not read it: give it as .jsonl or .parquet")
             files.append((_escaped(path.name), path))
-        elif source.count("/") == 1 and not path.suffix.startswith(_TABLES + _TEXTS):
+        elif source.count("/") == 1 and not _suffix(path).startswith(_TABLES + _TEXTS):
             hub += _hub_parts(source)
         else:
             raise ValueError(f"{source} is not there: give files, folders, or data sets of the Hub as OWNER/NAME")
     names = [name for name, _ in files]
-    if len(set(names)) < len(names) and (columns.id is None or any(p.suffix not in _TABLES for _, p in files)):
+    if len(set(names)) < len(names) and (columns.id is None or any(_suffix(p) not in _TABLES for _, p in files)):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two files have the name {twice!r}, which ids are made of: rename one")
-    tables = [part for name, path in files if path.suffix in _TABLES for part in _table_parts(name, path, columns)]
-    texts = [(name, str(path)) for name, path in files if path.suffix not in _TABLES]
+    tables = [part for name, path in files if _suffix(path) in _TABLES for part in _table_parts(name, path, columns)]
+    texts = [(name, str(path)) for name, path in files if _suffix(path) not in _TABLES]
     groups = (texts[start : start + _FILES_OF_A_PART] for start in range(0, len(texts), _FILES_OF_A_PART))
     return [
         *tables,
@@ -99,8 +103,12 @@ def corpus_parts(inputs: Sequence[str], columns: CorpusColumns) -> list[CorpusPa
     ]
 
 
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()
+
+
 def _table_parts(name: str, path: Path, columns: CorpusColumns) -> Iterator[CorpusPart]:
-    if path.suffix == ".jsonl":
+    if _suffix(path) == ".jsonl":
         yield CorpusPart("jsonl", name, (str(path),))
         return
     import pyarrow

@@ -51,8 +51,9 @@ def _read(path: str, column: str) -> Iterator[Document]:
     if not file.is_file():
         what = "a folder, not a file" if file.is_dir() else "not there"
         raise ValueError(f"{path} is {what}: give text files, .jsonl or .parquet files, or - for standard input")
-    if file.suffix in (".jsonl", ".parquet"):
-        rows = _jsonl_rows(file, column) if file.suffix == ".jsonl" else _parquet_rows(file, column)
+    suffix = file.suffix.lower()
+    if suffix in (".jsonl", ".parquet"):
+        rows = _jsonl_rows(file, column) if suffix == ".jsonl" else _parquet_rows(file, column)
         for number, text in enumerate(rows, start=1):
             if not isinstance(text, str):
                 raise ValueError(f"{path}, row {number}: {column!r} is {type(text).__name__}, not text")

@@ -19,6 +19,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from context_compressors import CorpusCompressor, MemoryStore, cli
+from context_compressors.cli.documents import read_documents
 from context_compressors.corpus.compress_corpus import CorpusJob, CorpusReport, compress_locally, write_rows
 from context_compressors.corpus.corpus_rows import CorpusColumns, corpus_parts, read_part
 
@@ -118,13 +119,22 @@ def test_shards_of_hub_data_sets_are_parts(monkeypatch):
     assert len({row["id"] for row in rows}) == 7
 
 
+def test_capitals_of_a_files_ending_say_nothing(tmp_path):
+    (tmp_path / "notes.TXT").write_text("A text.")
+    (tmp_path / "rows.JSONL").write_text('{"text": "Another text."}\n')
+    assert [row["text"] for row in rows_of([str(tmp_path)])] == ["Another text.", "A text."]
+    assert [document.text for document in read_documents([str(tmp_path / "rows.JSONL")], "text")] == ["Another text."]
+
+
 def test_inputs_that_cannot_be_read_are_refused_before_anything_is_done(collection, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "pages.parquet").write_bytes(b"none")
+    (tmp_path / "rows.CSV").write_text("id,text\n1,A text.\n")
     pages = str(collection / "pages.parquet")
     for inputs, columns, message in (
         (["missing.parquet"], {}, "missing.parquet is not there"),
         ([str(tmp_path / "empty")], {}, "holds no"),
+        ([str(tmp_path / "rows.CSV")], {}, "rows.CSV is a table .* give it as .jsonl or .parquet"),
         ([pages], {"text": "txt"}, "no column 'txt'; did you mean 'text'"),
         ([pages, pages], {}, "two files have the name 'pages.parquet'"),
         ([str(tmp_path / "pages.parquet")], {}, "is not a Parquet file"),
