@@ -89,8 +89,8 @@ def read_curves(sources: Sequence[str], metric: str = "loss") -> list[Curve]:
         One curve for each name, in the order of the sources.
 
     Raises:
-        ValueError: no such file, one that holds no log, a log without the metric, two runs of one name that was not
-            given to them, or seeds that were logged at different steps.
+        ValueError: no such file, one that holds no log, a log without the metric or with one that is not finite, two
+            runs of one name that was not given to them, or seeds that were logged at different steps.
     """
     logs: dict[str, list[dict[int, float]]] = {}
     for source in sources:
@@ -112,9 +112,10 @@ def read_curves(sources: Sequence[str], metric: str = "loss") -> list[Curve]:
 
 
 def _split(source: str) -> tuple[str, Path]:
-    """Name, which may be empty, and place of `[NAME=]PLACE`."""
-    name, _, place = source.rpartition("=")
-    return name, Path(place).expanduser()
+    """Name, which may be empty, and place of `[NAME=]PLACE`; either may hold "=", and the place is what is there."""
+    words = source.split("=")
+    splits = [("=".join(words[:i]), Path("=".join(words[i:])).expanduser()) for i in range(len(words))]
+    return next(((name, place) for name, place in splits if place.exists()), splits[-1])
 
 
 def _log_file(path: Path) -> Path:
@@ -141,6 +142,9 @@ def _values(path: Path, metric: str) -> dict[int, float]:
     if not values:
         known = sorted({key for entry in log for key in entry} - {"step", "epoch"})
         raise ValueError(f"{path} has no {metric!r} in its log{nearest(metric, known)}")
+    for step, value in values.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{path} has {metric!r} {value} at step {step}, which has no place in a curve")
     return values
 
 

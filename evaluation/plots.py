@@ -194,7 +194,9 @@ def plot_curves(curves: "Sequence[Curve]", metric: str, path: str | os.PathLike[
     figure, axes = line_figure(f"{_title(metric)} by training step", _label(metric))
     for index, curve in enumerate(curves):
         colour = COLOURS[index % len(COLOURS)]
-        axes.plot(curve.steps, curve.mean, color=colour, label=curve.name)
+        # A legend leaves out what starts with "_".
+        label = f" {curve.name}" if curve.name.startswith("_") else curve.name
+        axes.plot(curve.steps, curve.mean, color=colour, label=label)
         if len(curve.seeds) > 1:
             low, high = (list(map(pick, zip(*curve.seeds, strict=True))) for pick in (min, max))
             axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)

@@ -2,6 +2,7 @@
 """Training curves on made-up logs, with exact numbers."""
 
 import json
+import math
 
 import pytest
 from matplotlib.figure import Figure
@@ -78,6 +79,14 @@ def test_curves_come_from_states_summaries_and_folders(tmp_path):
     assert read_curves([other], "eval_loss") == [Curve("c", (10, 20), ((2.0, 1.5),))]
 
 
+@pytest.mark.parametrize("name", ["", "lr=5"])
+def test_names_and_folders_may_hold_an_equals_sign(name, tmp_path):
+    folder = tmp_path / "rate=3"
+    run(folder, [2.0])
+    expected = Curve(name or "rate=3", (10,), ((2.0,),))
+    assert read_curves([f"{name}={folder}" if name else str(folder)]) == [expected]
+
+
 def run(folder, losses):
     return write(folder / "trainer_state.json", {"log_history": log(losses, "loss")})
 
@@ -103,6 +112,7 @@ def test_runs_that_are_given_one_name_are_seeds_of_one_curve(tmp_path):
             {"log_history": log([1.0], "accuracy")},
             "no 'loss' in its log; allowed: accuracy, train_runtime",
         ),
+        ({"log_history": log([1.0, math.nan], "loss")}, "has 'loss' nan at step 20"),
         ({"rows": []}, "has no training log: KeyError"),
         ([], "has no training log"),
     ],
