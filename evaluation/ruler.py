@@ -170,11 +170,16 @@ def _longest(
     size = min(largest, smallest + int((num_tokens - first) / each))
     while size > smallest and (surplus := length(size) - num_tokens) > 0:
         size = max(smallest, size - max(1, int(surplus / each)))
-    while True:
-        step = max(1, int((num_tokens - length(size)) / each))
-        if size + step > largest or length(size + step) > num_tokens:
+    while size < largest:
+        step = min(max(1, int((num_tokens - length(size)) / each)), largest - size)
+        if length(size + step) > num_tokens:
             return make(size)
         size += step
+    if (most := length(size)) + each <= num_tokens:
+        raise ValueError(
+            f"a context of {num_tokens} tokens is too long: all {size} words or documents that this task has make {most}"
+        )
+    return make(size)
 
 
 def _needles(
