@@ -177,7 +177,7 @@ def _longest(
         size += step
     if (most := length(size)) + each <= num_tokens:
         raise ValueError(
-            f"a context of {num_tokens} tokens is too long: all {size} words or documents that this task has make {most}"
+            f"a context of {num_tokens} tokens is too long: all {size} words or documents of this task make {most}"
         )
     return make(size)
 

@@ -117,9 +117,9 @@ class ContextCompressionQAPipeline(Pipeline):
             ValueError: neither or several of `context`, `memory` and `store`, neither or both of `question` and
                 `messages`, one of `store` and `ids` alone, a store of another model or without one of the ids, no
                 question or document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`,
-                several ratios, a `batch_size` below 1, `max_tokens` that leave nothing of a document, several answers
-                to a question, `memory` or several joined documents where a document is compressed with its question,
-                and whatever `compress`, `at_ratio` and `generate` refuse.
+                several ratios, a `batch_size` below 1, `max_tokens` that leave nothing of a document or that a call
+                gives beside memories, several answers to a question, `memory` or several joined documents where a
+                document is compressed with its question, and whatever `compress`, `at_ratio` and `generate` refuse.
         """
         if (context is not None) + (memory is not None) + (store is not None) != 1:
             raise ValueError("give either `context`, `memory` or `store`")
@@ -129,6 +129,11 @@ class ContextCompressionQAPipeline(Pipeline):
             if store.model_id != self.model.model_id:
                 raise ValueError(f"the store is of the model {store.model_id!r}, not of {self.model.model_id!r}")
             memory = store.get(ids).to(self.device, self.model.dtype)
+        if context is None and kwargs.get("max_tokens") is not None:
+            raise ValueError(
+                f"`max_tokens`, {kwargs['max_tokens']!r}, cuts a document that is compressed, and a memory is read "
+                "whole: leave it out; the length of an answer is `max_new_tokens`"
+            )
         if (question is None) == (messages is None):
             raise ValueError("give either `question` or `messages`")
         batch_size = self._checked_batch_size(kwargs.pop("batch_size", None))

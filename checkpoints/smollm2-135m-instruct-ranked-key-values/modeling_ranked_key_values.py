@@ -161,14 +161,14 @@ class RankedKeyValuesModel(OpenedContextModel):
         return attention.clamp(min=_LEAST_ATTENTION).log()
 
     @torch.no_grad()
-    def fit_scorers(self, batches: Iterable[tuple[Tensor, Tensor | None]], ridge: float = 1e-3) -> None:
+    def fit_scorers(self, batches: Iterable[Sequence[Any]], ridge: float = 1e-3) -> None:
         """Fit the scorers by least squares to what a second reading of some hundred contexts attends to, a of (5).
 
         In each layer W, b = argmin sum_i |W norm(x_i) + b - log a_i|^2 + ridge |W|^2; nothing else changes.
 
         Args:
             batches: of contexts, input ids and their mask (`None` where no token is a pad), both
-                `(batch_size, num_tokens)`.
+                `(batch_size, num_tokens)`, and behind them the tokens of each row's passages, if any.
             ridge: above 0, in mean squares of the inputs.
 
         Raises:
@@ -186,8 +186,8 @@ class RankedKeyValuesModel(OpenedContextModel):
         products = torch.zeros(layers, width + 1, heads, **options)
         self.eval()
         try:
-            for input_ids, mask in batches:
-                rows = self.context_rows(input_ids, mask)
+            for input_ids, mask, *passages in batches:
+                rows = self.context_rows(input_ids, mask, "input_ids", *passages)
                 check_together(rows)
                 chunks = self.chunks_of(rows)
                 key_values, states = self._read(chunks)

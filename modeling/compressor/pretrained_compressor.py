@@ -110,6 +110,16 @@ class CompressorPreTrainedModel(PreTrainedModel):
         drawn = torch.randn_like(parameter, dtype=torch.float32)
         init.copy_(parameter, weight.mean() + drawn * weight.std())
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As in transformers; an encoder of its own that reads the decoder's tokens gets as many."""
+        before = self.get_input_embeddings().num_embeddings
+        table = super().resize_token_embeddings(*args, **kwargs)
+        encoder, config = getattr(self.base_model, "encoder_model", None), self.config.encoder_config
+        if encoder is not None and self.config.encoder_tokenizer is None and config.vocab_size == before:
+            encoder.resize_token_embeddings(table.num_embeddings)
+            config.vocab_size = table.num_embeddings
+        return table
+
     # --- what trains ---
 
     def post_init(self) -> None:

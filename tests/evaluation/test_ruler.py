@@ -119,7 +119,7 @@ def test_tasks_are_sources_of_an_evaluation_and_refuse_what_they_lack(tokenizer,
     (tmp_path / "single.jsonl").write_text("".join(json.dumps({**r, "answers": r["answers"][0]}) + "\n" for r in rows))
     (single,) = load_datasets(["{path: single.jsonl, kind: qa_1}"], tokenizer, **{**read, "document_tokens": 400})
     assert single.examples == asked.examples
-    with pytest.raises(ValueError, match="tokens is too long: all 9 words or documents that this task has make"):
+    with pytest.raises(ValueError, match="tokens is too long: all 9 words or documents of this task make"):
         load_datasets(["{path: asked.jsonl, kind: qa_1}"], tokenizer, **{**read, "document_tokens": 900})
     with pytest.raises(ValueError, match=r"contexts_per_document of source .* joins contexts when training"):
         load_datasets([{"path": "asked.jsonl", "tasks": [QA], "contexts_per_document": 2}], tokenizer, **read)

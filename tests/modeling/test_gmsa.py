@@ -192,6 +192,32 @@ def two_models(tiny_base_config, tmp_path):
 @pytest.mark.slow
 @both
 @torch.no_grad()
+def test_new_tokens_are_the_encoders_too(method, method_cases, local_hub, tiny_base_config, tmp_path):
+    """Unless it reads others; in whole and light checkpoints."""
+    case = method_cases[method]
+    local_hub("me/base", tiny_base_config(case.architecture), seed=1)
+    model = case.method.causal_lm_class.from_base("me/base", **case.fields)
+    size = model.config.vocab_size
+    before, trains = model.compress(ids_of(9)).embeddings, trainable(model)
+    model.resize_token_embeddings(size + 3, pad_to_multiple_of=16)
+    tables = {module.weight.shape[0] for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    assert tables == {size + 16 - size % 16} == {model.config.encoder_config.vocab_size}
+    assert model.compress(ids_of(9)).embeddings.equal(before)
+    assert trainable(model) == trains
+    context = torch.tensor([[5, size, size + 2, 7]])
+    for folder, include_base in ((tmp_path / "light", None), (tmp_path / "whole", True)):
+        model.save_pretrained(folder, include_base=include_base)
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        assert loaded.compress(context).embeddings.equal(model.compress(context).embeddings)
+        assert loaded.model_id == model.model_id
+    model.config.encoder_tokenizer = "encoder_tokenizer"
+    model.resize_token_embeddings(size + 40)
+    assert model.config.vocab_size == size + 40
+    assert model.model.encoder_model.get_input_embeddings().num_embeddings in tables
+
+
+@both
+@torch.no_grad()
 def test_encoder_and_decoder_of_two_families(method, method_cases, two_models, tmp_path):
     case, (decoder, encoder) = method_cases[method], two_models("qwen2")
     fields = {**case.fields, "encoder_layers": 2}

@@ -334,7 +334,7 @@ def test_what_cannot_be_asked_is_refused(pipe, arguments, message):
         ({"question": "a", "context": "\udc00a"}, ValueError, r"`context` holds '\\udc00' at character 0"),
         ({"question": "a", "memory": 5}, TypeError, "`memory` must be a CompressedContext, its file, .* got 5"),
         ({"question": "a", "memory": [None]}, TypeError, "`memory` must be a CompressedContext, .* got None"),
-        ({"question": "a", "memory": "a", "max_tokens": 9}, ValueError, "`max_tokens`, 9, cuts a document .* read whole"),
+        ({"question": "a", "memory": "a", "max_tokens": 9}, ValueError, "`max_tokens`, 9, cuts .* read whole"),
         ({"question": "a", "context": "a", "max_tokens": 2.5}, TypeError, "`max_tokens` must be an int, got 2.5"),
         ({"question": "a", "context": "a", "max_tokens": "5"}, TypeError, "`max_tokens` must be an int, got '5'"),
         ({"question": "a", "context": "a", "batch_size": 1.5}, TypeError, "`batch_size` must be an int, got 1.5"),
