@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..data.document_ids import TrainingDocuments
 from ..data.prompts import default_prompts
 from ..data.task_tokens import task_start_ids
-from ..modeling.checkpoint.fingerprints import fingerprint
+from ..modeling.checkpoint.fingerprints import answer_settings_fingerprint, fingerprint
 from ..modeling.parts.text_ids import start_token_id, text_tokenizer
 from ..reporting.result_files import rounded
 from .bert_score import BertScorer
@@ -160,7 +160,7 @@ def evaluate_model(
             "bert_score_model": settings.bert_score_model and model_label(settings.bert_score_model),
             "dtype": str(model.dtype),
             "device": model.device.type,
-            "weights": fingerprint(model),
+            **weights_and_configuration(model),
             "teacher_weights": None if teacher is None else fingerprint(teacher),
             "samples": {f"{data.name}, {task}": samples_digest(made) for data, task, made in samples},
             "sources": {data.name: data.source for data, *_ in samples if data.source},
@@ -252,6 +252,7 @@ def _take_over(
     differing += [name for name, digest in mine["samples"].items() if samples.get(name, digest) != digest]
     check_is_same(differing)
     report.settings |= {name: theirs.get(name, {}) | mine[name] for name in _GROWING[1:]}
+    report.settings["tasks"] = list(dict.fromkeys([*theirs.get("tasks", ()), *mine["tasks"]]))
     for name, ids in earlier.documents.items():
         both = {*ids.split(), *report.documents.get(name, "").split()}
         report.documents[name] = " ".join(sorted(both))
@@ -321,6 +322,13 @@ def _score_all(
 def _bert_scorer(settings: EvaluationSettings, device: torch.device) -> BertScorer | None:
     folder = settings.bert_score_model
     return None if folder is None else BertScorer(folder, settings.bert_score_layer, device)
+
+
+def weights_and_configuration(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells a model from another one of its name: fingerprints of its weights and of what changes its answers."""
+    settings = answer_settings_fingerprint(model.config)
+    ends = None if model.generation_config is None else model.generation_config.eos_token_id
+    return {"weights": fingerprint(model, of_answers=True), "configuration": settings, "eos_token_id": ends}
 
 
 def model_label(name: str) -> str:

@@ -38,6 +38,7 @@ from ..modeling.checkpoint.pretrained_bases import load_from_place
 from ..modeling.parts.chat_template import opening_ids
 from ..modeling.parts.prompting import context_opening, start_ids
 from ..modeling.parts.text_ids import encode, prefix_ids, start_token_id, text_tokenizer
+from .scoring import end_ids
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -260,7 +261,7 @@ class CompressorLM(TemplateLM):
         return {
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": str(self.model.dtype),
-            "model_fingerprint": fingerprint(self.model),
+            "model_fingerprint": fingerprint(self.model, of_answers=True),
             "ratio": None if self.document_field is None else (self.ratio or self.model.config.compression_ratios[0]),
             **{name: getattr(self, name) for name in names},
             "documents": len(self._is_cut),
@@ -460,7 +461,7 @@ class CompressorLM(TemplateLM):
             **inputs,
             max_new_tokens=num_new,
             pad_token_id=eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            eos_token_id=eos,
+            eos_token_id=end_ids(self.model, tokenizer),
             stopping_criteria=stop_sequences_criteria(tokenizer, until, length, len(batch)),
             **options,
         )

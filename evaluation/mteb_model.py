@@ -92,7 +92,7 @@ class MTEBRetriever:
         return ModelMeta(
             **dict.fromkeys(unknown.split()),
             name=self._name,
-            revision=fingerprint(self._model),
+            revision=fingerprint(self._model, of_answers=True),
             n_parameters=self._model.num_parameters(),
             max_tokens=self._max_tokens,
             embed_dim=self._model.config.hidden_size,

@@ -402,7 +402,7 @@ class Scorer:
     ) -> list[list[int]]:
         """Token ids that the model writes, each row up to its limit, EOS included where it wrote one."""
         input_ids, attention_mask = self._pad(prompts, model.device)
-        processors, ends = [], self.end_ids(model)
+        processors, ends = [], end_ids(model, self.tokenizer)
         if self.repetition_penalty is not None:
             # The library's own argument would penalise the question's words, too.
             processors = [RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty), input_ids.shape[1])]
@@ -428,11 +428,12 @@ class Scorer:
             rows.append(ids[:length][:limit])
         return rows
 
-    def end_ids(self, model: PreTrainedModel) -> list[int]:
-        """Token ids that end what a model writes: EOS, and those of its own, such as the end of a chat's turn."""
-        own = model.generation_config.eos_token_id
-        own = own if isinstance(own, list) else [own]
-        return [id_ for id_ in dict.fromkeys([self.tokenizer.eos_token_id, *own]) if id_ is not None]
+
+def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids that end what a model writes: EOS, and those of its own, such as the end of a chat's turn."""
+    own = model.generation_config.eos_token_id
+    own = own if isinstance(own, list) else [own]
+    return [id_ for id_ in dict.fromkeys([tokenizer.eos_token_id, *own]) if id_ is not None]
 
 
 def _now(device: torch.device) -> float:

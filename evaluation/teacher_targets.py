@@ -28,7 +28,7 @@ from .data_sets import data_set_name, load_datasets
 from .evaluate import can_compress, decoding_of, model_label
 from .rows import FULL_CONTEXT
 from .samples import EvaluationDataset, Sample, SampleBuilder
-from .scoring import Condition, Scorer
+from .scoring import Condition, Scorer, end_ids
 from .settings import EvaluationSettings
 
 # Task -> the column that the teacher writes.
@@ -294,7 +294,7 @@ def _written(
         place, sample = samples[_asked(row)]
         text, ids = tally.predictions[place], tally.written_ids[place]
         target = ([text] if text else []) if column == "answers" else text
-        finished = bool(ids) and ids[-1] in scorer.end_ids(scorer.conditions[0].model)
+        finished = bool(ids) and ids[-1] in end_ids(scorer.conditions[0].model, scorer.tokenizer)
         context = list(getattr(row["context"], "passages", ())) or row["context"]
         yield {**row, "context": context, column: target, "finished": finished, "truncated": sample.truncated}
 

@@ -126,10 +126,9 @@ def _content(
     Raises:
         ValueError: documents that trained the model or chose it, or the earlier file is of another evaluation.
     """
-    from ..evaluation.evaluate import check_is_same, model_label
+    from ..evaluation.evaluate import check_is_same, model_label, weights_and_configuration
     from ..evaluation.held_out import check_sources
     from ..evaluation.retrieval import judged_documents
-    from ..modeling.checkpoint.fingerprints import fingerprint
     from ..reporting.environment import environment
 
     records = records_of_reports(arguments)
@@ -144,7 +143,7 @@ def _content(
             "collection": collection,
             **{key: getattr(arguments, key) for key in (*_LENGTHS, "allow_trained_documents")},
             "dtype": str(model.dtype),
-            "weights": fingerprint(model),
+            **weights_and_configuration(model),
             "samples": digest,
         },
         "device": model.device.type,

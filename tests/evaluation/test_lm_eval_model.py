@@ -214,6 +214,15 @@ def test_a_batch_gives_what_single_requests_give(new, options):
             assert all("e" not in text for text in together)
 
 
+def test_what_ends_a_turn_ends_an_answer(new, model, monkeypatch):
+    asked = requests("generate_until", prompt, lambda _: {"until": [], "max_gen_toks": 6})
+    free = [len(text) for text in new().generate_until(asked, disable_tqdm=True)]
+    written = model.generate(torch.tensor([[5]]), max_new_tokens=1)[0, -1]
+    every = list(range(model.config.vocab_size))
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [i for i in every if i != written])
+    assert max(map(len, new().generate_until(asked, disable_tqdm=True))) < max(free)
+
+
 def test_texts_start_as_the_checkpoints_do(token_model, tokenizer):
     shape = {"vocab_size": len(tokenizer), "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 2}
     special = {"decoder_start_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """An evaluation that was stopped goes on where it stopped, and with no other."""
 
+import copy
 from dataclasses import replace
 
 import pytest
+import torch
 from naive_twin import QA, RECONSTRUCTION, ROWS, SUMMARISATION, run
 
+from context_compressors import AutoCompressorForCausalLM
 from context_compressors.data.document_ids import TrainingDocuments, document_id
 from context_compressors.evaluation.benchmark_metrics import BenchmarkMetric
-from context_compressors.evaluation.evaluate import evaluate_model
+from context_compressors.evaluation.evaluate import evaluate_model, weights_and_configuration
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.results import samples_digest
 from context_compressors.evaluation.samples import EvaluationDataset, Sample
@@ -16,6 +19,8 @@ from context_compressors.evaluation.scoring import Scorer
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.reporting.result_files import rounded
+
+LORA = {"rank": 2, "alpha": 4, "dropout": 0.0, "target_modules": ["q_proj"]}
 
 
 def comparable(report):
@@ -146,6 +151,7 @@ def test_more_tasks_and_data_sets_leave_all_documents_in_the_report(model, token
     assert set(both.documents["tiny"].split()) == ids | set(alone.documents["tiny"].split())
     seen = len(record.trained.intersection(both.documents["tiny"].split()))
     assert both.held_out["ours"]["shared"] == {"tiny": {"trained": seen}}
+    assert both.settings["tasks"] == [QA, RECONSTRUCTION]
     more = evaluate([EvaluationDataset("clean", clean)], RECONSTRUCTION, both, **limits)
     assert more.held_out["ours"]["shared"] == {"tiny": {"trained": seen}}
     assert set(more.documents) == {"tiny", "clean"}
@@ -169,14 +175,33 @@ def test_another_evaluation_is_not_gone_on_with(model, tokenizer, folders):
     options = {"tasks": (RECONSTRUCTION,), "ratios": (4,)}
     report = run(model, tokenizer, **options)
     other = MeanPoolingForCausalLM.from_base(str(folders / "teacher"), compression_ratios=(2, 4))
+    # The same weights, read otherwise.
+    cut, ends = copy.deepcopy(model), copy.deepcopy(model)
+    cut.config.chunk_size = 8
+    ends.generation_config.eos_token_id = [tokenizer.eos_token_id, 5]
     for changed, rows, change, message in (
         (model, ROWS, {"seed": 1}, "seed"),
         (model, ROWS, {"ratios": (2,)}, "ratios"),
         (model, ROWS, {"batch_size": 3}, "batch_size"),
         (model, ROWS[:2], {}, "tiny, reconstruction"),
         (other, ROWS, {}, "(num_parameters, )?weights"),
+        (cut, ROWS, {}, "configuration"),
+        (ends, ROWS, {}, "eos_token_id"),
     ):
         given = {"batch_size": 2, "max_new_tokens": {QA: 6, SUMMARISATION: 6}, **options, **change}
         data, settings = [EvaluationDataset("tiny", rows)], EvaluationSettings(**given)
         with pytest.raises(ValueError, match=f"is of another evaluation; it differs in {message}"):
             evaluate_model(changed, tokenizer, data, settings, resume_from=report, model_name=report.model)
+
+
+def test_a_reader_that_has_trained_on_is_another_model(tokenizer, folders):
+    """LLoCO's own adapter changes no memory, and every answer."""
+    reader = AutoCompressorForCausalLM.from_base(
+        str(folders / "teacher"), chunk_size=8, encoder_lora=LORA, decoder_lora=LORA, training_stage="reader"
+    )
+    before, memories = weights_and_configuration(reader), reader.model_id
+    assert before == weights_and_configuration(reader)
+    with torch.no_grad():
+        next(p for p in reader.parameters() if p.requires_grad).add_(0.1)
+    assert reader.model_id == memories
+    assert weights_and_configuration(reader)["weights"] != before["weights"]
