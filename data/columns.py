@@ -145,13 +145,13 @@ def kept_rows(table: pyarrow.Table, source: Any) -> pyarrow.Table:
 
 
 def complete_rows(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
-    """The rows that have a value in each of these columns: no null, no blank text, no empty list.
+    """The rows that have a value in each of these columns: no null or NaN, no blank text, no empty list.
 
     Of a list, nulls and blank texts are left out.
     """
     for name in names:
         column = table[name]
-        mask = column.is_valid()
+        mask = pyarrow.compute.invert(column.is_null(nan_is_null=True))
         if is_list(column.type):
             # Chunk by chunk: one of all may be more than its type can count.
             column = pyarrow.chunked_array(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import numbers
 import random
 from collections.abc import Sequence
@@ -214,7 +215,7 @@ def _text_columns(source: DataSource, columns: Sequence[str]) -> list[str]:
 
 def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
     """Raise `ValueError` naming source, column and row unless every value of a column is a text, of questions and
-    summaries one that is not blank; a context may be a list of passages.
+    summaries one that is not blank (but a benchmark's question); a context may be a list of passages.
 
     Args:
         table: rows with our names for the columns.
@@ -229,7 +230,9 @@ def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
         return
     if len(values) and not is_text(values.type):
         raise ValueError(f"{_place(source, column)} must hold texts, not {values.type} (row 0: {values[0].as_py()!r})")
-    if len(values) and column in _WRITTEN_COLUMNS:
+    # Some tasks of a benchmark have no question.
+    of_benchmark = column == "question" and {"answer_prefix", "all_classes"} & set(table.column_names)
+    if len(values) and column in _WRITTEN_COLUMNS and not of_benchmark:
         _refuse_rows(is_blank(values), "is blank", source, column, _NO_ANSWER)
 
 
@@ -272,13 +275,18 @@ def answer_text(answer: Any) -> str:
     """A single answer as it is learned and scored.
 
     Args:
-        answer: a text, a number, a date or time, or a truth value, which is said as "yes" or "no".
+        answer: a text, a number, a date or time, or a truth value, which is said as "yes" or "no". A broken number
+            that is whole, as a column of both has them, is written as a whole one.
 
     Raises:
-        TypeError: anything else.
+        TypeError: anything else, or NaN.
     """
     if isinstance(answer, bool):
         return "yes" if answer else "no"
+    if isinstance(answer, float):
+        if math.isnan(answer):
+            raise TypeError("answers must be numbers, got NaN")
+        return str(int(answer)) if answer.is_integer() else str(answer)
     if not isinstance(answer, (str, numbers.Number, datetime.date, datetime.time)):
         raise TypeError(f"answers must be texts, numbers, dates or truth values, got {answer!r}")
     return str(answer)
@@ -288,7 +296,7 @@ def with_answer_lists(table: pyarrow.Table, source: Any) -> pyarrow.Table:
     """Bring answers, see `answer_text`, into lists of strings, none empty or blank; `ValueError` where that fails."""
     answers = table["answers"]
     kind = answers.type
-    _refuse_rows(answers.is_null(), "is null", source, "answers", _NO_ANSWER)
+    _refuse_rows(answers.is_null(nan_is_null=True), "is null", source, "answers", _NO_ANSWER)
     _check_encoding(answers, source, "answers")
     if is_list(kind):
         _check_lists(answers, source, "answers", _NO_ANSWER)

@@ -15,6 +15,7 @@ from typing import Any
 from .metrics import normalize_answer
 
 BENCHMARK_SCORE = "benchmark_score"
+_CLASSIFICATION_TASKS = ("trec", "lsht")
 _PARAGRAPH_TASKS = ("passage_retrieval_en", "passage_retrieval_zh")
 _CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"
@@ -52,6 +53,11 @@ class BenchmarkMetric:
         return 100.0 * _TASKS[self.task][0](prediction, answers, self.classes)
 
 
+def is_of_benchmark(row: Mapping[str, Any]) -> bool:
+    """Whether a benchmark published a row: it has the `answer_prefix` of kvpress's copies, or `all_classes`."""
+    return bool({"answer_prefix", "all_classes"} & row.keys())
+
+
 def benchmark_metric(row: Mapping[str, Any]) -> BenchmarkMetric | None:
     """The metric of a row that a benchmark published; `None` of rows that none did.
 
@@ -60,16 +66,19 @@ def benchmark_metric(row: Mapping[str, Any]) -> BenchmarkMetric | None:
             the list of `answers` where it is known.
 
     Raises:
-        ValueError: an answer that the task cannot be scored by.
+        ValueError: an answer that the task cannot be scored by, or a classification without its classes.
     """
-    if not {"answer_prefix", "all_classes"} & row.keys():
+    if not is_of_benchmark(row):
         return None
     # LongBench-E.
     task = str(row.get("task", "")).removesuffix("-e").removesuffix("_e")
     if task in _PARAGRAPH_TASKS:
         for answer in row.get("answers") or ():
             _number_of_paragraph(answer)
-    return BenchmarkMetric(task, tuple(row.get("all_classes") or ())) if task in _TASKS else None
+    classes = tuple(row.get("all_classes") or ())
+    if task in _CLASSIFICATION_TASKS and not classes:
+        raise ValueError(f"{task} is scored by its classes: a row needs them as `all_classes`")
+    return BenchmarkMetric(task, classes) if task in _TASKS else None
 
 
 def benchmark_max_new_tokens(row: Mapping[str, Any]) -> int | None:
@@ -214,10 +223,9 @@ _TASKS: dict[str, tuple[Callable[[str, Sequence[str], Sequence[str]], float], in
     "qmsum": (_best(_rouge_l), 512),
     "multi_news": (_best(_rouge_l), 512),
     "vcsum": (_best(_rouge_l_chinese), 512),
-    "trec": (_first_line(_label), 64),
     "triviaqa": (_first_line(_best(_qa_f1)), 32),
     "samsum": (_first_line(_best(_rouge_l)), 128),
-    "lsht": (_first_line(_label), 64),
+    **dict.fromkeys(_CLASSIFICATION_TASKS, (_first_line(_label), 64)),
     "passage_count": (_best(_share_of_numbers), 32),
     **dict.fromkeys(_PARAGRAPH_TASKS, (_best(_paragraph), 32)),
     "lcc": (_best(_code_similarity), 64),

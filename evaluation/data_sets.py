@@ -149,7 +149,10 @@ def _read(source: DataSource, domain: str, data_dir: str | None, seed: int) -> l
     max_samples = None if source.streaming and source.rows is None else source.max_samples
 
     def data_set(name: str, rows: pyarrow.Table) -> EvaluationDataset:
-        examples = rows.to_pylist()
+        try:
+            examples = rows.to_pylist()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"source {source.label!r} has a text that is not UTF-8: {error}") from error
         if "context" in rows.column_names and is_list(rows["context"].type):
             examples = [{**example, "context": PassageText(example["context"])} for example in examples]
         return EvaluationDataset(name, examples, domain, max_samples, source.tasks)

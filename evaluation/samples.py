@@ -18,13 +18,16 @@ from ..modeling.parts.chat_template import before_answer
 from ..modeling.parts.chat_template import prompt_ids as make_prompt_ids
 from ..modeling.parts.prompting import cut_passages
 from ..modeling.parts.text_ids import encode, prefix_ids
-from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric
+from .benchmark_metrics import BenchmarkMetric, benchmark_max_new_tokens, benchmark_metric, is_of_benchmark
 from .rows import DOMAINS
 from .settings import WRITTEN_TASKS
 
 logger = logging.getLogger(__name__)
 
 _READ_AS_TEXT = {"question_answering": ("context", "question"), "summarisation": ("context", "summary")}
+# Not blank, but for a benchmark's questions, of which some tasks have none.
+_WRITTEN = ("question", "summary")
+_SKIP = "; `skip_incomplete: true` of a source leaves such rows out"
 
 
 @dataclass(frozen=True)
@@ -357,6 +360,9 @@ def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
     for column in _READ_AS_TEXT.get(task, ()):
         for row, example in enumerate(dataset.examples):
             _check_text(example[column], column, dataset.name, row)
+            if column in _WRITTEN and not is_of_benchmark(example) and not example[column].strip():
+                where = f"in row {row} (counted from 0)"
+                raise ValueError(f"data set {dataset.name!r}: {column!r} is blank {where}{_SKIP}")
     if task == "question_answering":
         return [
             {**example, **_origin(example, row), "answers": accepted_answers(example["answers"], dataset.name, row)}
@@ -367,21 +373,29 @@ def _examples_of(task: str, dataset: EvaluationDataset) -> list[dict[str, Any]]:
         by_context: dict[str, dict[str, Any]] = {}
         for row, example in enumerate(dataset.examples):
             new = {"context": example["context"], **_origin(example, row), "answers": []}
-            by_context.setdefault(example["context"], new)["answers"].append(example["summary"])
+            known = by_context.setdefault(example["context"], new)
+            known["answers"].append(example["summary"])
+            known["source_texts"] = _joined_sources(known, example)
         return list(by_context.values())
     texts = [example.get("text") or example.get("context") or "" for example in dataset.examples]
     for row, text in enumerate(texts):
         _check_text(text, "text", dataset.name, row)
-    rows: dict[str, int] = {}
-    for row, text in enumerate(texts):
-        rows.setdefault(text, row)
-    return [{"text": text, **_origin(dataset.examples[row], row)} for text, row in rows.items()]
+    by_text: dict[str, dict[str, Any]] = {}
+    for row, (text, example) in enumerate(zip(texts, dataset.examples, strict=True)):
+        known = by_text.setdefault(text, {"text": text, **_origin(example, row)})
+        known["source_texts"] = _joined_sources(known, example)
+    return list(by_text.values())
 
 
 def _origin(example: Mapping[str, Any], row: int) -> dict[str, Any]:
     """The example's own name, or its row, and of a window the documents that it is from."""
     name = str(row if example.get("id") is None else example["id"])
     return {"id": name, "source_texts": example.get("source_texts")}
+
+
+def _joined_sources(known: Mapping[str, Any], example: Mapping[str, Any]) -> list[str] | None:
+    """The documents of all rows that have one text, without repetitions."""
+    return list(dict.fromkeys([*(known["source_texts"] or ()), *(example.get("source_texts") or ())])) or None
 
 
 def _check_text(value: Any, column: str, name: str, row: int) -> None:
@@ -406,4 +420,6 @@ def accepted_answers(value: Any, name: str, row: int) -> list[str]:
         raise ValueError(
             f"data set {name!r}: answers in a list must be texts, got {value!r} in row {row} (counted from 0)"
         )
+    if not all(map(str.strip, answers)):
+        raise ValueError(f"data set {name!r} has a blank answer in row {row} (counted from 0): got {value!r}{_SKIP}")
     return answers

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import random
+from typing import TYPE_CHECKING, Any
 
 from .command import (
     ALLOW_TRAINED_DOCUMENTS,
@@ -22,6 +25,9 @@ from .command import (
 )
 from .records import add_model_records, records_of_reports
 from .resuming import earlier_results, progress_path, say_if_done, writer
+
+if TYPE_CHECKING:
+    from ..evaluation.samples import EvaluationDataset
 
 _EXAMPLES = """
 # 102 facts in running text, at 256 to 4,096 tokens and every ratio of the checkpoint:
@@ -107,10 +113,11 @@ def main(arguments: argparse.Namespace) -> None:
     place = base_place(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
     data_sets = load_datasets([arguments.text], tokenizer, seed=arguments.seed)
-    rows = [row for data in data_sets for row in data.examples]
+    rows = [row for data in data_sets for row in _drawn(data, arguments.seed)]
     if any(row.get("source_texts") for row in rows):
         raise ValueError("--text takes whole texts, and rows name source_texts that they are cut from: give those")
     how = {name: getattr(arguments, name) for name in ("dtype", "device", "trust_remote_code")}
+    texts = [row.get("text") or row.get("context") or "" for row in rows]
     model = load_model(arguments.model, base_model=arguments.base_model, **how)
     if arguments.merge_adapters:
         merge_adapters(model)
@@ -122,7 +129,7 @@ def main(arguments: argparse.Namespace) -> None:
     grid = evaluate_needles(
         model,
         tokenizer,
-        [row.get("text") or row.get("context") or "" for row in rows],
+        texts,
         lengths=arguments.lengths or LENGTHS,
         num_needles=arguments.needles or NUM_NEEDLES,
         settings=settings,
@@ -131,6 +138,7 @@ def main(arguments: argparse.Namespace) -> None:
         notes={
             "teacher": arguments.teacher and model_label(arguments.teacher),
             "sources": {data.name: data.source for data in data_sets},
+            "texts": hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16],
         },
         records=records,
         resume_from=earlier,
@@ -145,3 +153,12 @@ def main(arguments: argparse.Namespace) -> None:
     say_if_done(arguments, not grid.answers)
     for path in written:
         print(f"wrote {path}")
+
+
+def _drawn(data: EvaluationDataset, seed: int) -> list[dict[str, Any]]:
+    """The rows of a source, or as many as it asks for, in their order."""
+    rows = list(data.examples)
+    if data.max_samples is None or data.max_samples >= len(rows):
+        return rows
+    kept = random.Random(f"{seed}/{data.name}").sample(range(len(rows)), data.max_samples)
+    return [rows[index] for index in sorted(kept)]

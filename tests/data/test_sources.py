@@ -166,7 +166,7 @@ def test_rows_are_kept_by_whole_numbers_and_by_dictionaries(tmp_path):
 def test_single_answers_become_texts(tmp_path):
     for answers, expected in (
         ([0, 1, 2, 3], ["0", "1", "2", "3"]),
-        ([0.0, 1.0, 2.5], ["0.0", "1.0", "2.5"]),
+        ([0.0, 1.0, 2.5], ["0", "1", "2.5"]),
         ([True, False], ["yes", "no"]),
         (["1", "yes", "True"], ["1", "yes", "True"]),
         ([datetime.date(1990, 5, 2), datetime.date(1, 1, 1)], ["1990-05-02", "0001-01-01"]),

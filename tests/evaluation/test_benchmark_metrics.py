@@ -81,6 +81,12 @@ def test_metric_and_length_of_an_answer_are_those_of_the_row():
         assert benchmark_max_new_tokens(other) is None
 
 
+@pytest.mark.parametrize("task", ["trec", "lsht_e"])
+def test_a_classification_needs_its_classes(task):
+    with pytest.raises(ValueError, match=f"{task.removesuffix('_e')} is scored by its classes: a row needs them"):
+        benchmark_metric({"task": task, "answer_prefix": "Type:", "answers": ["food"]})
+
+
 @pytest.mark.parametrize("task", ["passage_retrieval_en", "passage_retrieval_zh_e"])
 def test_an_answer_that_names_no_paragraph_is_refused_before_anything_is_written(tokenizer, task):
     row = {"context": "c", "question": "q", "task": task, "answer_prefix": "", "answers": ["Paragraph 3", "段落4"]}

@@ -2,6 +2,7 @@
 """The samples of an evaluation: sources, prompts, windows, and what is cut from long contexts."""
 
 import json
+import math
 import string
 
 import pytest
@@ -269,7 +270,11 @@ def test_answers_of_another_type_are_not_called_missing(tokenizer, answers):
         (QA, "answers", ["a", None]),
         (QA, "answers", [42]),
         (QA, "answers", b"a"),
+        (QA, "answers", ["a", " "]),
+        (QA, "answers", math.nan),
+        (QA, "question", " "),
         ("summarisation", "summary", None),
+        ("summarisation", "summary", ""),
         (RECONSTRUCTION, "context", 5),
     ],
 )
@@ -278,6 +283,19 @@ def test_a_row_that_lacks_a_value_is_named(tokenizer, task, column, value):
     data = EvaluationDataset("tiny", [whole, {**whole, column: value}])
     with pytest.raises(ValueError, match=r"data set 'tiny'.* in row 1 \(counted from 0\)"):
         builder(tokenizer).build(data, task)
+
+
+def test_a_benchmarks_question_may_be_blank(tokenizer):
+    row = {"context": "a b", "question": "", "answers": ["a"], "task": "lcc", "answer_prefix": "Next line:"}
+    assert len(builder(tokenizer).build(EvaluationDataset("code", [row]), QA)) == 1
+
+
+@pytest.mark.parametrize("task", [RECONSTRUCTION, "summarisation"])
+def test_rows_of_one_text_keep_the_documents_of_all(tokenizer, task):
+    row = {"context": "a b c d", "summary": "a"}
+    rows = [{**row, "source_texts": sources} for sources in (["first"], None, ["second", "first"])]
+    (sample,) = builder(tokenizer).build(EvaluationDataset("twice", rows), task)
+    assert set(map(document_id, ("first", "second"))) <= set(sample.source_ids)
 
 
 def test_prompts_that_leave_no_room_are_refused_even_with_truncation(tokenizer):

@@ -342,6 +342,12 @@ def test_a_grid_keeps_its_answers_and_documents_and_says_when_it_is_done(folders
     for other, message in (("--seed", "it differs in seed"), ("--batch-size", "it differs in batch_size")):
         with pytest.raises(ValueError, match=f"is of another evaluation; {message}"):
             main([*argv, other, "5", "--resume"])
+    # Fewer texts are others.
+    argv[2] += "#1"
+    with pytest.raises(ValueError, match="is of another evaluation; it differs in texts"):
+        main([*argv, "--resume"])
+    assert main(argv) == 0
+    assert len({document_id(text) for text in TEXTS} & set(NeedleGrid.load(output).documents["100 tokens"].split())) == 1
     answers.write_text("")
     with pytest.raises(ValueError, match=r"does not have the answers of \[\('100 tokens', 'question_answering'\)"):
         main([*argv, "--resume"])
