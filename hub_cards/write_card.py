@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from ..configuration.configuration_compressor import RETRIEVAL_LOADER, CompressorConfig
 from ..data.retrieval_sources import RetrievalSource
 from ..data.sources import DataSource
+from ..evaluation.average_intervals import main_metric_of
 from ..evaluation.benchmark_metrics import BENCHMARK_SCORE
 from ..evaluation.held_out import merged_held_out
 from ..evaluation.plots import plot_quality_by_ratio
 from ..evaluation.report import EvaluationReport
-from ..evaluation.report_tables import reservations
+from ..evaluation.report_tables import held_out_lines, reservations
 from ..evaluation.rows import FULL_CONTEXT, NO_CONTEXT, ascending, ratio_condition
 from ..modeling.checkpoint.checkpoint_card import public_name
 from ..training.arguments import read_recipe
@@ -128,7 +129,12 @@ def _pictures(report: EvaluationReport, folder: Path) -> dict[str, str]:
     drawn = {}
     for task in report.tasks():
         if len(report.ratios(task)) > 1:
-            path = plot_quality_by_ratio([report], task, report.main_metric(task), folder / f"{task}_by_ratio.png")
+            try:
+                path = plot_quality_by_ratio([report], task, report.main_metric(task), folder / f"{task}_by_ratio.png")
+            except ValueError as error:
+                # The averages that it shows need all conditions of all data sets.
+                logger.warning("no picture of %s by ratio: %s", task, error)
+                continue
             drawn[path.name] = f"{TASK_NAMES[task]} by compression ratio"
     return drawn
 
@@ -327,7 +333,7 @@ def _of_one_row(report: EvaluationReport, dataset: str, task: str, condition: st
     costs = {name: rows[0].costs.get(name) for name in ("slots", "memory_bytes") if "slots" in rows[0].costs}
     return {
         "interval": None if math.isnan(low) else (low, high),
-        "retention": rows[0].retention if metric == report.main_metric(task) else None,
+        "retention": rows[0].retention if metric == main_metric_of(rows[0]) else None,
         **{name: cost or None for name, cost in costs.items()},
     }
 
@@ -415,6 +421,7 @@ def _retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]
         ]
         lengths = settings["max_query_tokens"], settings["max_document_tokens"]
         queries = sorted({row["queries"] for row in own})
+        held_out = held_out_lines(results.get("held_out", {}))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a result file of `evaluate-retrieval`: {error!r}") from error
     ratios = [score.ratio for score in scores]
@@ -424,7 +431,7 @@ def _retrieval_scores(path: Path, name: str) -> tuple[list[RetrievalScore], str]
         models = list(dict.fromkeys(row["model"] for row in rows))
         raise ValueError(f"{path} has no row of {name!r}; it has {models}")
     note = (
-        f"{', '.join(f'{number:,}' for number in queries)} test queries of at most {lengths[0]} tokens, documents of "
-        f"at most {lengths[1]}, each scored with every query; both sides at one ratio."
+        f"{', '.join(f'{number:,}' for number in queries)} queries of at most {lengths[0]} tokens, documents of at "
+        f"most {lengths[1]}, each scored with every query; both sides at one ratio."
     )
-    return scores, note
+    return scores, " ".join([note, *held_out])

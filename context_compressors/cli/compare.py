@@ -103,6 +103,28 @@ def main_metric(systems: dict[str, list[list[SampleAnswers]]], task: str) -> str
     return BENCHMARK_SCORE if is_benchmark else MAIN_METRICS[task]
 
 
+def _comparable(arguments: argparse.Namespace) -> dict[tuple[str, str], tuple[str, Any, list[tuple[str, ...]]]]:
+    """(Data set, task) -> metric, systems and what is compared, of those that have the conditions and the metric."""
+    found: dict[tuple[str, str], tuple[str, Any, list[Any]]] = {}
+    reasons = {}
+    for (dataset, task), systems in _read(arguments.answers).items():
+        metric = arguments.metric or main_metric(systems, task)
+        try:
+            pairs = comparisons(systems, arguments.conditions)
+            known = {name for runs in systems.values() for scores in runs[0][0].scores.values() for name in scores}
+            if metric not in known:
+                raise ValueError(f"there is no {metric!r}; allowed: {', '.join(sorted(known))}")
+        except ValueError as error:
+            reasons[f"{dataset!r}, {task}"] = str(error)
+        else:
+            found[dataset, task] = metric, systems, pairs
+    if not found:
+        raise ValueError("; ".join(f"{part}: {reason}" for part, reason in reasons.items()))
+    for part, reason in reasons.items():
+        print(f"left out: {part}: {reason}", file=sys.stderr)
+    return found
+
+
 def _with_interval(value: float, interval: tuple[float, float]) -> str:
     low, high = interval
     # Of one document there is none.
@@ -142,7 +164,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors compare`.
 
     Raises:
-        ValueError, OSError: see `read_answers` and `paired_difference`.
+        ValueError, OSError: see `read_answers` and `paired_difference`; no part has the conditions and the metric.
     """
     from dataclasses import asdict
 
@@ -153,9 +175,8 @@ def main(arguments: argparse.Namespace) -> None:
     from ..reporting.tables import markdown_table
 
     rows, results = [], []
-    for (dataset, task), systems in _read(arguments.answers).items():
-        metric = arguments.metric or main_metric(systems, task)
-        for first, condition, second, other in comparisons(systems, arguments.conditions):
+    for (dataset, task), (metric, systems, pairs) in _comparable(arguments).items():
+        for first, condition, second, other in pairs:
             found = paired_difference(
                 systems[first], systems[second], metric, condition, other, arguments.num_resamples, arguments.seed
             )

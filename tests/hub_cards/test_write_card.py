@@ -121,6 +121,21 @@ def test_selected_ratios_have_a_row_of_scores_with_the_ratio_that_they_reached(
 
 
 @pytest.mark.slow
+def test_data_sets_with_other_scores_and_other_ratios_share_a_card(root: Path, report: EvaluationReport, tmp_path: Path):
+    """What is retained is that of a data set's own main score; a picture needs all ratios of all sets."""
+    rows = [row for row in report.rows if row.task == QA]
+    other = [row for row in rows if row.condition != "ratio=2"]
+    other = [replace(row, dataset="other", metrics={**row.metrics, "benchmark_score": 50.0}) for row in other]
+    kept = [replace(row, retention=40.0) if row.condition == "ratio=4" else row for row in (*rows, *other)]
+    folder, own = copy_of(root / "compressor", tmp_path), replace(report, rows=kept)
+    text = write_card(folder, [own], LIMITS).read_text()
+    found = {tuple(row[1:4]): row[4:] for row in table_rows(text)}
+    assert (found["generated (test)", "F1", "4"][-3], found["other", "F1", "4"][-3]) == ("40", "–")
+    assert found["other", "the benchmark's own score", "4"][-3] == "40"
+    assert "question_answering_by_ratio.png" not in text
+
+
+@pytest.mark.slow
 def test_a_compressors_card_shows_quality_by_ratio(root: Path):
     text = write_card(root / "compressor", [root / "compressor.json"], LIMITS).read_text()
     shown = dict(re.findall(r"^!\[(.+)\]\((\w+\.png)\)$", text.partition("## Training")[0], re.MULTILINE))
@@ -457,7 +472,9 @@ def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"model": "other", "document_ratio": 2, "ndcg_at_10": 99.0, "queries": 4, "storage_saving": 1.96},
     ]
     settings = {"collection": "Rivers, test", "max_query_tokens": 64, "max_document_tokens": 512}
-    (root / "retrieval.json").write_text(json.dumps({"settings": settings, "rows": rows}))
+    shared = {"Rivers, test": {"trained": 3}}
+    held_out = {"ranker": {"record": "whole", "trained": 77, "chose": 0, "shared": shared}}
+    (root / "retrieval.json").write_text(json.dumps({"settings": settings, "rows": rows, "held_out": held_out}))
     return root
 
 
@@ -470,6 +487,7 @@ def test_a_retrieval_checkpoints_card_stands_beside_bm25_and_its_snippet_runs(
     text = path.read_text()
     assert ["Rivers, test", "2", "41.5", "61.2", "2.0"] in table_rows(text)
     assert "99.0" not in text
+    assert "scored here: 3 of Rivers, test trained" in text
     data = ModelCard.load(path).data
     assert (data.pipeline_tag, data.datasets) == ("feature-extraction", ["org/mills"])
     assert data.eval_results[0].metric_value == 41.5
