@@ -53,10 +53,18 @@ _BESIDE_MEMORIES = {
     *("use_cache", "dtype", "torch_dtype", "quantization_config"),
     *("output_hidden_states", "output_attentions", "return_dict"),
 }
+# Of these, what changes answers.
+_BESIDE_ANSWERS = _BESIDE_MEMORIES - {
+    *("prompts", "prompt_format", "context_prefix", "restores_context_start", "bos_before_text", "eos_token_id"),
+    *("ratio_selector", "ratio_scale"),
+}
 
 
 def fingerprint(
-    model: nn.Module, dtype: torch.dtype = torch.bfloat16, stored: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    dtype: torch.dtype = torch.bfloat16,
+    stored: Mapping[str, Tensor] | None = None,
+    of_answers: bool = False,
 ) -> str:
     """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16.
 
@@ -66,13 +74,14 @@ def fingerprint(
         model: the model; parameters are read in the order of their names.
         dtype: type that the values go through first, where another fingerprint was taken in it.
         stored: by name, what parameters were loaded from, to be read in their place.
+        of_answers: whether a reader's own parameters count, which change no memory.
 
     Raises:
         ValueError: a parameter is offloaded.
     """
     digest = hashlib.sha256()
     parts = []
-    for name, parameter in _of_memories(model):
+    for name, parameter in _of_answers(model) if of_answers else _of_memories(model):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         if parameter.is_meta:
             raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
@@ -116,11 +125,15 @@ def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = 
     return digest.hexdigest()[:16]
 
 
+def _of_answers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters in the order of their names."""
+    return sorted(model.named_parameters(), key=lambda item: item[0])
+
+
 def _of_memories(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters in the order of their names; without the reader's own where a stage changes no memory."""
+    """The same without the reader's own where a stage changes no memory."""
     is_reader = getattr(getattr(model, "config", None), "has_frozen_memories", False)
-    named = [(name, p) for name, p in model.named_parameters() if not (is_reader and OF_THE_DECODER.search(name))]
-    return sorted(named, key=lambda item: item[0])
+    return [(name, p) for name, p in _of_answers(model) if not (is_reader and OF_THE_DECODER.search(name))]
 
 
 def _weights(device: torch.device) -> Tensor:
@@ -146,21 +159,30 @@ def settings_fingerprint(config: PreTrainedConfig) -> str:
         config: the compressor's. Fields with the values that their class gives them do not count, so that one which a
             later version adds changes no name.
     """
-    settings = _settings(config)
+    settings = _settings(config, _BESIDE_MEMORIES)
     if config.has_frozen_memories or config.shared_adapter:
         settings.pop("decoder_lora", None)
+    return _digest(settings)
+
+
+def answer_settings_fingerprint(config: PreTrainedConfig) -> str:
+    """The same from every field that changes answers, of any model's configuration."""
+    return _digest(_settings(config, _BESIDE_ANSWERS))
+
+
+def _digest(settings: dict[str, Any]) -> str:
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+def _settings(config: PreTrainedConfig, beside: set[str]) -> dict[str, Any]:
     kind: Any = type(config)
     usual = _usual_settings(kind)
     found = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            found[name] = {"model_type": value.model_type, **_settings(value)}
-        elif not name.startswith("_") and name not in _BESIDE_MEMORIES and (name not in usual or value != usual[name]):
+            found[name] = {"model_type": value.model_type, **_settings(value, beside)}
+        elif not name.startswith("_") and name not in beside and (name not in usual or value != usual[name]):
             found[name] = value
     return found
 

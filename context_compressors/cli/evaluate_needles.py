@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .command import (
@@ -155,7 +156,7 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"wrote {path}")
 
 
-def _drawn(data: EvaluationDataset, seed: int) -> list[dict[str, Any]]:
+def _drawn(data: EvaluationDataset, seed: int) -> list[Mapping[str, Any]]:
     """The rows of a source, or as many as it asks for, in their order."""
     rows = list(data.examples)
     if data.max_samples is None or data.max_samples >= len(rows):

@@ -347,7 +347,8 @@ def test_a_grid_keeps_its_answers_and_documents_and_says_when_it_is_done(folders
     with pytest.raises(ValueError, match="is of another evaluation; it differs in texts"):
         main([*argv, "--resume"])
     assert main(argv) == 0
-    assert len({document_id(text) for text in TEXTS} & set(NeedleGrid.load(output).documents["100 tokens"].split())) == 1
+    ids = set(NeedleGrid.load(output).documents["100 tokens"].split())
+    assert len(ids & {document_id(text) for text in TEXTS}) == 1
     answers.write_text("")
     with pytest.raises(ValueError, match=r"does not have the answers of \[\('100 tokens', 'question_answering'\)"):
         main([*argv, "--resume"])

@@ -121,7 +121,7 @@ def test_selected_ratios_have_a_row_of_scores_with_the_ratio_that_they_reached(
 
 
 @pytest.mark.slow
-def test_data_sets_with_other_scores_and_other_ratios_share_a_card(root: Path, report: EvaluationReport, tmp_path: Path):
+def test_data_sets_with_other_scores_and_ratios_share_a_card(root: Path, report: EvaluationReport, tmp_path: Path):
     """What is retained is that of a data set's own main score; a picture needs all ratios of all sets."""
     rows = [row for row in report.rows if row.task == QA]
     other = [row for row in rows if row.condition != "ratio=2"]
