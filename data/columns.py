@@ -96,7 +96,7 @@ def with_joined_passages(table: pyarrow.Table, source: Any) -> pyarrow.Table:
             raise ValueError(f"source {source.label!r} has no passages with `title` and `sentences` as its contexts")
         if has_column(table, "context.contexts"):
             parts = _part(table, "context.contexts")
-            return _replaced(table, {"context": pyarrow.compute.binary_join(parts, "\n")})
+            return _replaced(table, {"context": joined_lists(parts, "\n")})
         return table
     named: list[Any] = [None] * table.num_rows
     by_number = has_column(table, "supporting_facts.passage")
@@ -168,6 +168,13 @@ def complete_rows(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
         # What is null in a mask is left out.
         table = table.filter(mask)
     return table
+
+
+def joined_lists(lists: pyarrow.ChunkedArray, between: str) -> pyarrow.ChunkedArray:
+    """Each row's texts as one, with a text between them."""
+    kind = lists.type.value_type
+    # There is no kernel for lists with room for more.
+    return pyarrow.compute.binary_join(lists.cast(pyarrow.list_(kind)), pyarrow.scalar(between, kind))
 
 
 def is_list(kind: pyarrow.DataType) -> bool:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,25 +82,44 @@ def _read_file(path: str) -> pyarrow.Table:
 
 
 def _read_json(path: str) -> pyarrow.Table:
-    """A file of JSON lines, in which a text that looks like a date stays the text that it is."""
+    """A file of JSON lines, or an array of rows, in which a text that looks like a date stays the text that it is."""
+    lines = _lines_of_array(path)
     try:
-        return _without_times(path, pyarrow.json.ReadOptions())
+        return _without_times(path, lines, pyarrow.json.ReadOptions())
     except _UNREADABLE:
-        size = Path(path).stat().st_size
+        size = Path(path).stat().st_size if lines is None else len(lines)
         if not 0 < size <= _LARGEST_BLOCK:
             raise
         # A row may be longer than a block, or a column hold nulls alone in the first one and lists behind it.
-        return _without_times(path, pyarrow.json.ReadOptions(block_size=size))
+        return _without_times(path, lines, pyarrow.json.ReadOptions(block_size=size))
 
 
-def _without_times(path: str, options: pyarrow.json.ReadOptions) -> pyarrow.Table:
-    table = pyarrow.json.read_json(path, read_options=options)
+def _lines_of_array(path: str) -> bytes | None:
+    """The rows of a file that is one array as JSON lines; `None` of every other file."""
+    with open(path, "rb") as file:
+        start = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
+    if not start.startswith(b"["):
+        return None
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise pyarrow.ArrowInvalid(f"it begins as an array, and is not JSON: {error}") from error
+    if wrong := [row for row in rows if not isinstance(row, dict)]:
+        raise pyarrow.ArrowInvalid(f"it is an array of other things than rows, such as {wrong[0]!r}")
+    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode()
+
+
+def _without_times(path: str, lines: bytes | None, options: pyarrow.json.ReadOptions) -> pyarrow.Table:
+    def place() -> Any:
+        return path if lines is None else pyarrow.BufferReader(lines)
+
+    table = pyarrow.json.read_json(place(), read_options=options)
     kinds = {field.name: _with_texts(field.type, pyarrow.types.is_temporal) for field in table.schema}
     changed = [(field.name, kinds[field.name]) for field in table.schema if kinds[field.name] != field.type]
     if not changed:
         return table
     parsing = pyarrow.json.ParseOptions(explicit_schema=pyarrow.schema(changed), unexpected_field_behavior="infer")
-    return pyarrow.json.read_json(path, read_options=options, parse_options=parsing).select(table.column_names)
+    return pyarrow.json.read_json(place(), read_options=options, parse_options=parsing).select(table.column_names)
 
 
 def _without_views(table: pyarrow.Table) -> pyarrow.Table:

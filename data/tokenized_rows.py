@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..modeling.parts.chat_template import DOCUMENT_END
 from ..modeling.parts.text_ids import encode, encode_all
-from .columns import is_list
+from .columns import is_list, joined_lists
 from .document_ids import document_id, ends_as_source, source_ids
 from .rows import PassageText, context_column, read_rows
 from .sources import DataSource
@@ -146,7 +146,7 @@ class TextColumn:
         has_passages = is_list(column.type)
         if has_passages:
             between = _unused_mark(column)
-            column = pyarrow.compute.binary_join(column, between)
+            column = joined_lists(column, between)
         # Chunk by chunk, in a type that has room for more than 2 GiB.
         distinct = column.cast(pyarrow.large_string()).dictionary_encode().combine_chunks()
         texts = distinct.dictionary.to_pylist()
@@ -196,6 +196,9 @@ class FileSource:
         self.source, self.num_rows = source, table.num_rows
         wanted = ("id", "question", "answers", "summary", "source_texts")
         self.columns = {name: table[name] for name in wanted if name in table.column_names}
+        if {"finished", "truncated"} <= set(table.column_names):
+            # Of `write-targets`.
+            self.columns["finished"] = table["finished"]
         self._column_of_task = {task: context_column(task, table.column_names) for task in source.tasks}
         if "source_texts" in self.columns:
             # By their ends it is known whether a document ends there, too.
@@ -243,6 +246,10 @@ class FileSource:
         """Whether the text that a task reads of a row comes to the end of a document, see `ends_as_source`."""
         named = self.value("source_texts", row) if "source_texts" in self.columns else None
         return not named or ends_as_source(_as_text(self.value(self._column_of_task[task], row)), named)
+
+    def target_ends(self, row: int) -> bool:
+        """Whether a row's answer or summary is whole: a teacher's may have been cut at its limit."""
+        return "finished" not in self.columns or self.value("finished", row) is not False
 
     def cut_rows(self, task: str) -> list[int]:
         """Rows whose text, as a task reads it, does not come to the end of a document."""

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.nearest_names import check_choice
+from ..data.columns import is_list
 from ..data.prompts import format_prompt
 from ..data.rows import PassageText, check_texts, read_rows
 from ..data.sources import DataSource
@@ -59,8 +60,9 @@ def write_targets(
     Each row of the sources becomes one line, in their order: `id`, `source`, `context` as it was read, `question`,
     `source_texts` where the source has them, and as `answers` a list with what the teacher wrote, or `summary`;
     `finished` says whether the teacher ended it before the limit, and `truncated` whether it read a part of the
-    context only. What it left empty is an empty list or text. A recipe reads the file as any other source;
-    `where: {finished: true}` keeps what came to an end, and `skip_incomplete: true` leaves out what is empty.
+    context only. What it left empty is an empty list or text; contexts are lists of passages where any source's are.
+    A recipe reads the file as any other source: no end is learned behind what did not come to one,
+    `where: {finished: true}` leaves that out, and `skip_incomplete: true` leaves out what is empty.
     Training on it is sequence-level distillation (Kim and Rush, 2016), as PISCO does; the objective `distillation`
     compares every token's scores instead.
 
@@ -113,6 +115,8 @@ def write_targets(
         truncation_side=settings.truncation_side,
         prompt_format=settings.prompt_format,
     )
+    # A file's column has one type.
+    has_lists = any(is_list(table["context"].type) for table in tables)
     num_together = settings.batch_size * _BATCHES_AT_ONCE
     if not settings.truncate_context:
         # A context that does not fit is refused before hours of writing, not behind them.
@@ -131,6 +135,8 @@ def write_targets(
         ):
             for group in _groups(tables, sources, num_together, num_done):
                 for row in _written(group, task, builder, scorer, settings):
+                    if has_lists and isinstance(row["context"], str):
+                        row["context"] = [row["context"]]
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
                 bar.update(len(group))
@@ -269,7 +275,8 @@ def _samples(
 ) -> dict[tuple[str, str], tuple[int, Sample]]:
     """What is asked of the rows, with its place: the same question about the same context is asked once."""
     asked = dict.fromkeys(map(_asked, rows))
-    nothing = {"answers": [""], "summary": ""}
+    # No row may be without an answer.
+    nothing = {"answers": ["-"], "summary": "-"}
     examples = [{"context": context, "question": question, **nothing} for context, question in asked]
     samples = builder.build(EvaluationDataset(rows[0]["source"], examples), task)
     return {key: (place, sample) for place, (key, sample) in enumerate(zip(asked, samples, strict=True))}

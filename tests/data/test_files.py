@@ -176,3 +176,14 @@ def test_jsonl_and_parquet_files_are_one_source(tmp_path):
     merged = rows_of(tmp_path, "qa_*")
     assert merged["id"].to_pylist() == ["1990-05-02", "7"]
     assert merged["answers"].to_pylist() == [["noon"], ["six"]]
+
+
+def test_an_array_of_rows_is_read_as_lines_are(tmp_path):
+    rows = [QUESTION, {**QUESTION, "summary": "2024-01-02", "context": "x" * 70}]
+    write(tmp_path / "lines.json", rows)
+    (tmp_path / "array.json").write_text("\ufeff " + json.dumps(rows, indent=1), encoding="utf-8")
+    assert rows_of(tmp_path, "array.json").to_pylist() == rows_of(tmp_path, "lines.json").to_pylist()
+    for content, message in (("[1, 2]", "an array of other things than rows, such as 1"), ("[{", "is not JSON")):
+        (tmp_path / "array.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            rows_of(tmp_path, "array.json")

@@ -2,6 +2,7 @@
 """Targets that a language model writes from whole contexts: what it writes, stops, refusals, and training on them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import yaml
 from naive_twin import ROWS, encode
 
 from context_compressors import cli
+from context_compressors.data.rows import read_rows
 from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.teacher_targets import write_targets
@@ -135,13 +137,17 @@ def test_the_command_passes_teacher_licence_and_settings_on_and_training_reads_i
     assert source["licence"] == "Apache-2.0, cc-by-4.0"
     rows = read(output)
     assert record["rows"] == len(rows) > len(QUESTIONS)
-    # Only the questions of the file, which all came to the limit.
+    # Only the questions of the file, which all came to the limit: no end is learned behind them.
     kept = {**source, "where": {"source": "questions", "finished": False}, "max_samples": 1}
     data = DataArguments(sources=[kept], data_dir=str(tmp_path), canonical_prompts=True)
     example = CompressionDataset(data, tokenizer)[0]
     (row,) = [row for row in rows if example["id"].endswith(row["id"]) and row["source"] == "questions"]
     assert tokenizer.decode(example["context_ids"]) == row["context"]
-    assert tokenizer.decode(example["target_ids"]).strip() == f"{row['answers'][0]}<eos>"
+    assert tokenizer.decode(example["target_ids"]).strip() == row["answers"][0]
+    finished = "".join(json.dumps({**row, "finished": True}) + "\n" for row in rows)
+    output.write_text(finished)
+    example = CompressionDataset(replace(data, sources=[{**kept, "where": {"source": "questions"}}]), tokenizer)[0]
+    assert example["target_ids"][-1] == tokenizer.eos_token_id
 
 
 def test_summaries_are_written_for_texts_alone_and_long_contexts_are_cut_where_they_may_be(
@@ -167,6 +173,19 @@ def test_summaries_are_written_for_texts_alone_and_long_contexts_are_cut_where_t
     assert rows[0]["summary"] == rows[2]["summary"] != rows[1]["summary"]
     assert record["truncated"] == 1
     assert "licence" not in record["source"]
+
+
+def test_questions_need_no_answers_and_passages_make_every_context_a_list(teacher, tokenizer, settings, tmp_path):
+    sources = []
+    for name, contexts in (("texts", ["Bees."]), ("lists", [["Nora has bees.", "They hum."], ["Ada."]])):
+        rows = [{"context": context, "question": "Whose?"} for context in contexts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        sources.append(DataSource(path=str(tmp_path / f"{name}.jsonl")))
+    output = tmp_path / "targets.jsonl"
+    write_targets(teacher, tokenizer, sources, output, settings=settings, progress=False)
+    expected = [["Bees."], ["Nora has bees.", "They hum."], ["Ada."]]
+    assert [row["context"] for row in read(output)] == expected
+    assert read_rows(DataSource(path=str(output)))["context"].to_pylist() == expected
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(model, teacher, tokenizer, questions, tmp_path):

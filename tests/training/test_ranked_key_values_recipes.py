@@ -247,7 +247,7 @@ def json_fields(recipe, base, output):
     [
         ("nothing.md", "there is no file"),
         ("latin.txt", "latin.txt cannot be read: 'utf-8' codec can't decode byte 0xe9"),
-        ("blank.txt", "rows in a row were shorter than 2"),
+        ("blank.txt", "all rows are shorter than 2"),
         ("{path: a.md, weigth: 2}", "did you mean 'weight'?"),
     ],
 )

@@ -74,7 +74,7 @@ def test_rows_with_shorter_texts_are_passed_over(tokenizer, tmp_path):
     examples = list(WindowDataset(DataArguments(sources=[source], **lengths), tokenizer))
     assert {example["task"] for example in examples} == set(source["tasks"])
     assert all(len(example["context_ids"] or example["target_ids"]) >= 40 for example in examples)
-    with pytest.raises(ValueError, match="rows in a row were shorter than 390 or longer than 400 tokens"):
+    with pytest.raises(ValueError, match="all rows are shorter than 390 or longer than 400 tokens"):
         WindowDataset(DataArguments(sources=[source], **{**lengths, "min_context_tokens": 390}), tokenizer)[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -20,13 +20,23 @@ from ...data.tokenized_rows import FileSource
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
 from ...modeling.parts.chat_template import DOCUMENT_END, before_answer, prompt_ids
 from ...modeling.parts.prompting import cut_passages
-from ...modeling.parts.text_ids import encode, prefix_ids
+from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
 from ..fields import DataArguments
 from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
 
 MAX_ATTEMPTS = 100
 # Their contexts belong to a question or a summary, and cannot be made shorter.
 _WHOLE_TASKS = {"question_answering", "summarisation"}
+
+
+def places(first: int, number: int, rng: random.Random) -> Iterator[int]:
+    """A row and those that may stand in its place: some that are drawn, and then all in turn, where few will do."""
+    yield first
+    place = first
+    for _ in range(MAX_ATTEMPTS):
+        place = rng.randrange(number)
+        yield place
+    yield from (other % number for other in range(place + 1, place + number))
 
 
 class CompressionDataset(Dataset):
@@ -37,11 +47,11 @@ class CompressionDataset(Dataset):
     Each source is gone through in a shuffled order, again and again in another order; an example depends on its index
     and the seed only, so that training resumes exactly. Targets end with EOS, in a chat with the template's end of a
     turn, which behind a repeated text says that this was all of it; what goes on behind a continuation (in a row's
-    `source_texts`, too) or behind `max_target_tokens` ends with neither. `head_ids` stand in front of the context
-    or its slots; `more_turns` holds further (prompt, target) pairs about the same context; `num_cut` counts tokens
-    that the limits cut off, `passages` are the token ids of texts that are compressed apart (`context_ids` has blank
-    lines between them), or `None`, and `documents` has the ids of the texts that the context is from (not of generated
-    ones).
+    `source_texts`, too), behind `max_target_tokens` or behind what a teacher did not finish ends with neither.
+    `head_ids` stand in front of the context or its slots; `more_turns` holds further (prompt, target) pairs about the
+    same context; `num_cut` counts tokens that the limits cut off, `passages` are the token ids of texts that are
+    compressed apart (`context_ids` has blank lines between them), or `None`, and `documents` has the ids of the texts
+    that the context is from (not of generated ones).
 
     What `set_epoch` names is the pass over the rows that examples are of.
 
@@ -84,6 +94,9 @@ class CompressionDataset(Dataset):
             raise ValueError("the tokenizer has no EOS token, which ends every target")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if data.prompt_format == "chat":
+            # What a document says ends no turn.
+            tokenizer = text_tokenizer(tokenizer)
         self.data, self.tokenizer, self.context_tokenizer = data, tokenizer, context_tokenizer
         self.end, self.seed = tokenizer.eos_token_id, seed
         self.batch_size, self.group_size = batch_size, batch_size * data.group_batches
@@ -262,17 +275,15 @@ class CompressionDataset(Dataset):
     def _example_at(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self._seed}/{index}")
         limit = min(self.longest, scheduled_length(self.length_points, index / len(self)))
-        place = index
-        for _ in range(MAX_ATTEMPTS):
+        # Of any source: one may have few short contexts, or none.
+        for place in places(index, len(self), rng):
             example = self._placed(place, index, limit, rng)
             if example is not None:
                 break
-            # Of any source: one may have few short contexts, or none.
-            place = rng.randrange(len(self))
         else:
             raise ValueError(
-                f"{MAX_ATTEMPTS} rows in a row were longer than the {limit} tokens that length_schedule has for "
-                f"example {index} of {len(self)}"
+                f"all rows are longer than the {limit} tokens that length_schedule has for example {index} of "
+                f"{len(self)}"
             )
         if self.context_tokenizer is not None:
             tokenizers = (self.tokenizer, self.context_tokenizer)
@@ -322,7 +333,7 @@ class CompressionDataset(Dataset):
         if task != "question_answering":
             return self._text_example(task, ids, limit, identifier, rng)
         questions = document.questions[: self.data.questions_per_example]
-        return self._question_example(ids, [(q.question, q.answer) for q in questions], limit, identifier, rng)
+        return self._question_example(ids, [(q.question, q.answer, True) for q in questions], limit, identifier, rng)
 
     def _from_file(
         self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
@@ -330,19 +341,18 @@ class CompressionDataset(Dataset):
         task = rng.choice(tasks)
         is_window = task not in _WHOLE_TASKS
         limit = self._room(task, limit if is_window or self.data.schedule_contexts else self.longest)
-        row, texts = self._row(position, source.num_rows, turn), source.texts(task)
-        for _ in range(MAX_ATTEMPTS):
+        texts = source.texts(task)
+        for row in places(self._row(position, source.num_rows, turn), source.num_rows, rng):
             ids = texts[row]
             too_long = not is_window and len(ids) > limit
             if too_long and self.data.schedule_contexts:
                 return None
             if len(ids) >= self._shortest_row and not (too_long and self.data.overlong_contexts == "skip"):
                 break
-            row = rng.randrange(source.num_rows)
         else:
             raise ValueError(
-                f"source {source.source.label!r}: {MAX_ATTEMPTS} rows in a row were shorter than "
-                f"{self._shortest_row} or longer than {limit} tokens"
+                f"source {source.source.label!r}: all rows are shorter than {self._shortest_row} or longer than "
+                f"{limit} tokens"
             )
         identifier = source.identifier(row)
         documents: dict[str, Any] = {"documents": source.document_ids(task, row)}
@@ -352,7 +362,7 @@ class CompressionDataset(Dataset):
             return documents | self._text_example(task, ids.tolist(), limit, identifier, rng, source.ends(task, row))
         passages = texts.passages(row)
         if task == "summarisation":
-            pairs = [("", source.value("summary", row))]
+            pairs = [("", source.value("summary", row), source.target_ends(row))]
             example = self._example(task, ids.tolist(), pairs, limit, identifier, rng)
             return documents | self._with_passages(example, passages, limit)
         texts_of = [source.text_of(row)]
@@ -366,7 +376,10 @@ class CompressionDataset(Dataset):
             passages = passages if stays_apart else [context_ids]
         others = [other for text in texts_of for other in source.rows_of_text[text] if other != row]
         rows = [row, *rng.sample(others, min(len(others), self.data.questions_per_example - 1))]
-        pairs = [(source.value("question", r), self._answer(source.value("answers", r), rng)) for r in rows]
+        pairs = [
+            (source.value("question", r), self._answer(source.value("answers", r), rng), source.target_ends(r))
+            for r in rows
+        ]
         example = self._question_example(context_ids, pairs, limit, identifier, rng)
         return documents | self._with_passages(example, passages, limit)
 
@@ -439,10 +452,10 @@ class CompressionDataset(Dataset):
             # A text that is cut here does not end here: no EOS is learned.
             ends = end >= len(ids) and text_ends
             target = ids[start + length : end + (not ends)]
-        return self._finish(task, context, [(self._prompt(task, "", rng), target)], limit, identifier, ends)
+        return self._finish(task, context, [(self._prompt(task, "", rng), target, ends)], limit, identifier)
 
     def _question_example(
-        self, ids: list[int], pairs: Sequence[tuple[str, str]], limit: int, identifier: str, rng: random.Random
+        self, ids: list[int], pairs: Sequence[tuple[str, str, bool]], limit: int, identifier: str, rng: random.Random
     ) -> dict[str, Any]:
         return self._example("question_answering", ids, pairs, limit, identifier, rng)
 
@@ -450,33 +463,33 @@ class CompressionDataset(Dataset):
         self,
         task: str,
         ids: list[int],
-        pairs: Sequence[tuple[str, str]],
+        pairs: Sequence[tuple[str, str, bool]],
         limit: int,
         identifier: str,
         rng: random.Random,
     ) -> dict[str, Any]:
         turns = []
-        for question, answer in pairs:
+        for question, answer, ends in pairs:
             prompt = self._prompt(task, question, rng)
             answer = before_answer(prompt, self.data.prompt_format) + answer.strip()
-            turns.append((prompt, encode(self.tokenizer, answer)))
+            turns.append((prompt, encode(self.tokenizer, answer), ends))
         return self._finish(task, ids, turns, limit, identifier)
 
     def _finish(
         self,
         task: str,
         context: list[int],
-        turns: Sequence[tuple[str, list[int]]],
+        turns: Sequence[tuple[str, list[int], bool]],
         limit: int,
         identifier: str,
-        ends: bool = True,
     ) -> dict[str, Any]:
+        """An example of prompts, their targets, and whether each target comes to an end."""
         num_cut = max(0, len(context) - limit)
         kept = context[num_cut:] if self.data.overlong_contexts == "truncate_left" else context[:limit]
         prefix = self.prefix_ids if task in _WHOLE_TASKS else []
-        prompts = prompt_ids(self.tokenizer, [prompt for prompt, _ in turns], self.data.prompt_format)
+        prompts = prompt_ids(self.tokenizer, [prompt for prompt, *_ in turns], self.data.prompt_format)
         ended = []
-        for prompt, (_, target) in zip(prompts.turns, turns, strict=True):
+        for prompt, (_, target, ends) in zip(prompts.turns, turns, strict=True):
             whole = [*target, prompts.end] if ends else target
             num_cut += max(0, len(whole) - self.data.max_target_tokens)
             ended.append((prompt, whole[: self.data.max_target_tokens]))

@@ -17,7 +17,7 @@ from ...modeling.parts.text_ids import encode
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import CompressionCollator
-from .compression_dataset import MAX_ATTEMPTS, CompressionDataset
+from .compression_dataset import MAX_ATTEMPTS, CompressionDataset, places
 from .encoder_decoder import Seq2SeqCompressionTrainer, check_vocabulary
 
 _TEXT_TASKS = {"reconstruction", "continuation"}
@@ -167,21 +167,20 @@ class DenoisingDataset(CompressionDataset):
     def _from_file(
         self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
     ) -> dict[str, Any]:
-        row = first = self._row(position, source.num_rows, turn)
+        first = self._row(position, source.num_rows, turn)
         texts = source.texts(tasks[0])
         ids: list[int] = []
         documents: list[str] = []
-        for _ in range(MAX_ATTEMPTS):
+        for count, row in enumerate(places(first, source.num_rows, rng), start=1):
             text = texts[row]
             documents += source.document_ids(tasks[0], row)
             missing = self.longest - len(ids)
             start = rng.randrange(max(1, len(text) - missing + 1))
             ids += text[start : start + missing].tolist()
-            if len(ids) == self.longest:
+            if len(ids) == self.longest or (count >= MAX_ATTEMPTS and len(ids) >= _SHORTEST_TEXT):
                 break
-            row = rng.randrange(source.num_rows)
         if len(ids) < _SHORTEST_TEXT:
-            raise ValueError(f"source {source.source.label!r}: {MAX_ATTEMPTS} rows in a row were empty")
+            raise ValueError(f"source {source.source.label!r}: all rows are empty")
         return {**self._text(ids, source.identifier(first)), "documents": documents}
 
     def _text(self, ids: list[int], identifier: str) -> dict[str, Any]:

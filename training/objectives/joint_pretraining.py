@@ -18,7 +18,7 @@ from ...modeling.parts.text_ids import context_start_ids, encode
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import JOINT_TASKS
-from .compression_dataset import MAX_ATTEMPTS, CompressionDataset
+from .compression_dataset import MAX_ATTEMPTS, CompressionDataset, places
 from .compression_trainer import CompressionTrainer, count_targets
 
 _TASKS = {"reconstruction", "continuation"}
@@ -94,17 +94,16 @@ class JointDataset(CompressionDataset):
     def _from_file(
         self, source: FileSource, tasks: Sequence[str], position: int, turn: int, limit: int, rng: random.Random
     ) -> dict[str, Any]:
-        row, texts = self._row(position, source.num_rows, turn), source.texts(tasks[0])
-        for _ in range(MAX_ATTEMPTS):
+        texts = source.texts(tasks[0])
+        for row in places(self._row(position, source.num_rows, turn), source.num_rows, rng):
             ids = texts[row]
             available = len(ids) + len(self.start_ids)
             if available >= self.shortest:
                 break
-            row = rng.randrange(source.num_rows)
         else:
             raise ValueError(
-                f"source {source.source.label!r}: {MAX_ATTEMPTS} rows in a row were shorter than "
-                f"{self.shortest} tokens (min_document_tokens)"
+                f"source {source.source.label!r}: all rows are shorter than {self.shortest} tokens "
+                "(min_document_tokens)"
             )
         longest = max(self.shortest, min(limit, available))
         length = rng.randint(self.shortest, longest)

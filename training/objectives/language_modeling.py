@@ -52,7 +52,11 @@ class _QuestionSource:
         table = read_rows(source, data_dir, seed)
         for row in table.select(["context", "question", "answers"]).to_pylist():
             context = row["context"] if isinstance(row["context"], str) else PassageText(row["context"])
+            if not context.strip():
+                continue
             by_context[context].append((row["question"], row["answers"][0]))
+        if not by_context:
+            raise ValueError(f"source {source.label!r} has no context that is not blank")
         self.document_ids = {*map(document_id, by_context), *source_ids_of(table)}
         pairs = [(encode(tokenizer, context), questions) for context, questions in by_context.items()]
         self.rows = sorted(pairs, key=lambda pair: len(pair[0]))
@@ -78,7 +82,8 @@ class LanguageModelingRows:
             documents that these are cut from.
 
     Raises:
-        ValueError: an unknown kind of row, shares that are negative or all zero, or a kind without a source.
+        ValueError: an unknown kind of row, shares that are negative or all zero, a kind without a source, or a source
+            whose texts are all blank.
     """
 
     def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int = 0):
@@ -112,7 +117,9 @@ class LanguageModelingRows:
                 texts = None
                 if wanted:
                     table = read_rows(source, data_dir, seed)
-                    found = distinct_texts(table)
+                    found = [text for text in distinct_texts(table) if text.strip()]
+                    if not found:
+                        raise ValueError(f"source {source.label!r} has no text that is not blank")
                     self.document_ids.update(map(document_id, found), source_ids_of(table))
                     texts = TokenizedTexts(found, self.tokenizer)
                 if "question_answering" in source.tasks:

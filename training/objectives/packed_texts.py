@@ -64,6 +64,10 @@ class PackedTexts(CompressionDataset):
         self._open: tuple[tuple[int, int] | None, _Text] = (None, _Text("", [], []))
         super().__init__(data, tokenizer, num_examples, **kwargs)
         for source in self.sources:
+            if not isinstance(source, DataSource):
+                texts = source.texts("continuation")
+                if not any(len(texts[row]) for row in range(source.num_rows)):
+                    raise ValueError(f"source {source.source.label!r} has no text that is not blank")
             if not isinstance(source, DataSource) and (cut := source.cut_rows("continuation")):
                 raise ValueError(
                     f"pack_texts takes whole texts and cuts them itself, and {len(cut)} rows are cut from the middle "
@@ -88,7 +92,7 @@ class PackedTexts(CompressionDataset):
         """The example of a block of the stream."""
         context, target = ids[: self.longest], ids[self.longest :]
         prompt = format_prompt("continuation", "", path=self.data.prompts)
-        return self._finish("continuation", context, [(prompt, target)], self.longest, name, ends=False)
+        return self._finish("continuation", context, [(prompt, target, False)], self.longest, name)
 
     def _block_size(self) -> int:
         """Tokens of a block."""
@@ -112,13 +116,14 @@ class PackedTexts(CompressionDataset):
             text = self._text(position, turn)
             taken = text.ids[offset : offset + size - len(ids)]
             ids, offset = ids + taken, offset + len(taken)
-            texts.append(text)
+            if taken:
+                texts.append(text)
             if offset == len(text.ids):
                 turn, offset = turn + 1, 0
         return (ids, texts), (turn, offset)
 
     def _text(self, position: int, turn: int) -> _Text:
-        """A source's text, with EOS behind it."""
+        """A source's text, with EOS behind it; nothing of a blank one."""
         if self._open[0] != (position, turn):
             source = self.sources[position]
             if isinstance(source, DataSource):
@@ -128,7 +133,8 @@ class PackedTexts(CompressionDataset):
                 text = _Text(f"generated/{document.kind}/{document.seed}", [], ids)
             else:
                 row, texts = self._row(position, source.num_rows, turn), source.texts("continuation")
-                ids = [*texts[row].tolist(), self.end]
+                ids = texts[row].tolist()
+                ids += [self.end] * bool(ids)
                 text = _Text(source.identifier(row), source.document_ids("continuation", row), ids)
             self._open = ((position, turn), text)
         return self._open[1]

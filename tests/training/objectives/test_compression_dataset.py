@@ -281,8 +281,53 @@ def test_overlong_contexts_are_skipped_on_request(tokenizer, folder):
     short = make(
         tokenizer, folder, source, max_context_tokens=lengths[0] - 1, min_context_tokens=1, overlong_contexts="skip"
     )
-    with pytest.raises(ValueError, match="rows in a row were shorter than 2 or longer than"):
+    with pytest.raises(ValueError, match="all rows are shorter than 2 or longer than"):
         short[0]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_few_rows_that_fit_are_found_among_many_that_do_not(tokenizer, tmp_path, waits):
+    """In place of each of the others stands one of the few, however seldom it is drawn."""
+    contexts = ["Row." + " It is blue." * (0 if n == 170 else 9) for n in range(300)]
+    rows = [{"context": context, "question": "?", "answers": ["!"]} for context in contexts]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {**QUESTIONS, "path": "few.jsonl", "tasks": ["question_answering"]}
+    shortest = len(encode(tokenizer, "Row."))
+    how = {"length_schedule": [[0.0, shortest], [1.0, shortest]], "schedule_contexts": True} if waits else {}
+    if not waits:
+        how = {"max_context_tokens": shortest, "min_context_tokens": 1, "overlong_contexts": "skip"}
+    dataset = make(tokenizer, str(tmp_path), source, num_examples=300, **how)
+    assert {len(dataset[index]["context_ids"]) for index in range(0, 300, 20)} == {shortest}
+
+
+def test_in_a_chat_what_texts_say_ends_no_turn(tokenizer, tmp_path):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}assistant: "
+    assert own.eos_token == "<|end|>"
+    row = dict.fromkeys(("context", "question"), f"a {own.eos_token} b") | {"answers": [f"a {own.eos_token} b"]}
+    (tmp_path / "one.jsonl").write_text(json.dumps(row) + "\n")
+    source = {"path": "one.jsonl", "tasks": ["question_answering"]}
+    fields = {"prompts": "chat", "prompt_format": "chat"}
+    example = make(own, str(tmp_path), source, num_examples=1, **fields)[0]
+    assert own.eos_token_id not in example["context_ids"]
+    row = {name: "a b" if name != "answers" else ["a b"] for name in row}
+    (tmp_path / "one.jsonl").write_text(json.dumps(row) + "\n")
+    plain = make(own, str(tmp_path), source, num_examples=1, **fields)[0]
+    for name in ("prompt_ids", "target_ids"):
+        assert example[name].count(own.eos_token_id) == plain[name].count(own.eos_token_id)
+
+
+def test_passages_in_lists_of_any_kind_are_read(tokenizer, tmp_path):
+    rows = [{"context": ["Bees.", "Ada."], "question": "?", "answers": ["!"]}] * 2
+    table = pyarrow.Table.from_pylist(rows)
+    large = pyarrow.large_list(pyarrow.large_string())
+    examples = []
+    for name, contexts in (("plain", table["context"]), ("large", table["context"].cast(large))):
+        pyarrow.parquet.write_table(table.set_column(0, "context", contexts), tmp_path / f"{name}.parquet")
+        source = {"path": f"{name}.parquet", "tasks": ["question_answering"]}
+        examples.append(make(tokenizer, str(tmp_path), source, num_examples=1)[0] | {"id": ""})
+    assert examples[0] == examples[1]
+    assert len(examples[0]["passages"]) == 2
 
 
 def test_the_length_limit_grows(tokenizer, folder):
@@ -313,7 +358,7 @@ def test_whole_contexts_wait_for_the_limit_on_request(tokenizer, tmp_path):
     assert {example["id"].partition("/")[0] for example in list(dataset)[30:]} == {"some.jsonl", "long.jsonl"}
     settings["length_schedule"] = [[0.0, 2]]
     dataset = make(tokenizer, tmp_path, *sources, schedule_contexts=True, **settings)
-    with pytest.raises(ValueError, match="100 rows in a row were longer than the 2 tokens that length_schedule has"):
+    with pytest.raises(ValueError, match="all rows are longer than the 2 tokens that length_schedule has"):
         dataset[0]
 
 

@@ -94,7 +94,7 @@ def test_empty_texts_alone_are_an_error(tokenizer, tmp_path):
         ),
         tokenizer,
     )
-    with pytest.raises(ValueError, match="rows in a row were empty"):
+    with pytest.raises(ValueError, match="all rows are empty"):
         data[0]
 
 

@@ -128,7 +128,7 @@ def test_texts_that_are_too_short_are_passed_over(tokenizer, folder):
     short = encode(tokenizer, TEXTS[0])
     assert len(short) < 249
     assert all(len(dataset[index]["context_ids"]) >= 124 for index in range(30))
-    with pytest.raises(ValueError, match=r"rows in a row were shorter than 5000 tokens \(min_document_tokens\)"):
+    with pytest.raises(ValueError, match=r"all rows are shorter than 5000 tokens \(min_document_tokens\)"):
         make(tokenizer, folder, TEXT, min_document_tokens=5000, max_document_tokens=5000)[0]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from context_compressors.data.document_ids import document_id
 from context_compressors.data.sources import DataSource
 from context_compressors.data.synthetic_documents import generate_document
 from context_compressors.training.arguments import DataArguments
@@ -45,6 +46,30 @@ def rows(tokenizer, tmp_path_factory):
 
 def make(rows, mixture):
     return rows(row_mixture=mixture)
+
+
+def test_blank_texts_and_contexts_are_passed_over(tokenizer, tmp_path):
+    for name, rows in (
+        ("text", [{"text": text} for text in ("", " ", "Bees hum.")]),
+        ("qa", [{"context": text, "question": "?", "answers": ["!"]} for text in ("", "Bees hum.")]),
+        ("blank", [{"text": " ", "context": " ", "question": "?", "answers": ["!"]}]),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = ("continuation", "reconstruction")
+
+    def maker(name, tasks, **mixture):
+        data = DataArguments(
+            sources=[DataSource(path=f"{name}.jsonl", tasks=tasks)], data_dir=str(tmp_path), row_mixture=mixture
+        )
+        return LanguageModelingRows(data, tokenizer)
+
+    questions = ("question_answering",)
+    for kind, name, tasks in (("text", "text", both), ("copy", "text", both), (questions[0], "qa", questions)):
+        made = maker(name, tasks, **{kind: 1})
+        assert made.document_ids == {document_id("Bees hum.")}
+        assert all(len(made.row(40, random.Random(seed))[0]) > 8 for seed in range(9))
+        with pytest.raises(ValueError, match=r"source 'blank.jsonl' has no (text|context) that is not blank"):
+            maker("blank", tasks, **{kind: 1})
 
 
 def test_text_rows_learn_every_token(rows, tokenizer):
