@@ -161,6 +161,7 @@ def evaluate_model(
             "dtype": str(model.dtype),
             "device": model.device.type,
             **weights_and_configuration(model),
+            "eos_token_id": model.generation_config.eos_token_id,
             "teacher_weights": None if teacher is None else fingerprint(teacher),
             "samples": {f"{data.name}, {task}": samples_digest(made) for data, task, made in samples},
             "sources": {data.name: data.source for data, *_ in samples if data.source},
@@ -326,9 +327,10 @@ def _bert_scorer(settings: EvaluationSettings, device: torch.device) -> BertScor
 
 def weights_and_configuration(model: PreTrainedModel) -> dict[str, Any]:
     """What tells a model from another one of its name: fingerprints of its weights and of what changes its answers."""
-    settings = answer_settings_fingerprint(model.config)
-    ends = None if model.generation_config is None else model.generation_config.eos_token_id
-    return {"weights": fingerprint(model, of_answers=True), "configuration": settings, "eos_token_id": ends}
+    return {
+        "weights": fingerprint(model, of_answers=True),
+        "configuration": answer_settings_fingerprint(model.config),
+    }
 
 
 def model_label(name: str) -> str:
