@@ -8,7 +8,7 @@ import logging
 import math
 import numbers
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from .columns import (
     with_our_columns,
 )
 from .files import read_files
-from .sources import DataSource
+from .sources import DataSource, is_of_benchmark
 from .synthetic_documents import MAX_TOKENS, MIN_TOKENS, GeneratedDocument, generate_document
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ _ALL_TEXTS = ("context", "question", "summary", "text")
 # A text or context that is blank is passed over where examples are drawn.
 _WRITTEN_COLUMNS = ("question", "summary")
 _STREAMED_ROWS = 1000
+# Rows that are drawn in place of one that will not do.
+MAX_ATTEMPTS = 100
 
 
 class PassageText(str):
@@ -231,7 +233,7 @@ def check_texts(table: pyarrow.Table, column: str, source: Any) -> None:
     if len(values) and not is_text(values.type):
         raise ValueError(f"{_place(source, column)} must hold texts, not {values.type} (row 0: {values[0].as_py()!r})")
     # Some tasks of a benchmark have no question.
-    of_benchmark = column == "question" and {"answer_prefix", "all_classes"} & set(table.column_names)
+    of_benchmark = column == "question" and is_of_benchmark(table.column_names)
     if len(values) and column in _WRITTEN_COLUMNS and not of_benchmark:
         _refuse_rows(is_blank(values), "is blank", source, column, _NO_ANSWER)
 
@@ -343,6 +345,16 @@ def distinct_texts(table: pyarrow.Table) -> list[str]:
     has_texts = "text" in table.column_names and table["text"].null_count == 0
     texts = table["text" if has_texts else "context"].to_pylist()
     return list(dict.fromkeys(text if isinstance(text, str) else PassageText(text) for text in texts))
+
+
+def places(first: int, number: int, rng: random.Random) -> Iterator[int]:
+    """A row and those that may stand in its place: some that are drawn, and then all in turn, where few will do."""
+    yield first
+    place = first
+    for _ in range(MAX_ATTEMPTS):
+        place = rng.randrange(number)
+        yield place
+    yield from (other % number for other in range(place + 1, place + number))
 
 
 def draw_document(

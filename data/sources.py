@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,12 @@ class DataSource:
         if needs_tasks and mapping.kind is not None:
             check_choice("kind of generated documents:", mapping.kind, KINDS)
         return mapping
+
+
+def is_of_benchmark(columns: Container[str]) -> bool:
+    """Whether a benchmark published rows with these columns: kvpress's copies have `answer_prefix`, LongBench's own
+    `all_classes`."""
+    return "answer_prefix" in columns or "all_classes" in columns
 
 
 def check_trained_source(source: DataSource) -> None:

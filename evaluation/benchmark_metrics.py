@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..data.sources import is_of_benchmark
 from .metrics import normalize_answer
 
 BENCHMARK_SCORE = "benchmark_score"
@@ -51,11 +52,6 @@ class BenchmarkMetric:
             ValueError: an answer that the task cannot be scored by.
         """
         return 100.0 * _TASKS[self.task][0](prediction, answers, self.classes)
-
-
-def is_of_benchmark(row: Mapping[str, Any]) -> bool:
-    """Whether a benchmark published a row: it has the `answer_prefix` of kvpress's copies, or `all_classes`."""
-    return bool({"answer_prefix", "all_classes"} & row.keys())
 
 
 def benchmark_metric(row: Mapping[str, Any]) -> BenchmarkMetric | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ...data.prompts import format_prompt
-from ...data.rows import draw_document
+from ...data.rows import draw_document, places
 from ...data.sources import DataSource
 from ...data.tokenized_rows import FileSource
 from ...modeling.checkpoint.encoder_tokenizer import in_encoder_tokens
@@ -24,19 +24,8 @@ from ...modeling.parts.text_ids import encode, prefix_ids, text_tokenizer
 from ..fields import DataArguments
 from ..schedules import check_length_schedule, check_task_schedule, scheduled_length
 
-MAX_ATTEMPTS = 100
 # Their contexts belong to a question or a summary, and cannot be made shorter.
 _WHOLE_TASKS = {"question_answering", "summarisation"}
-
-
-def places(first: int, number: int, rng: random.Random) -> Iterator[int]:
-    """A row and those that may stand in its place: some that are drawn, and then all in turn, where few will do."""
-    yield first
-    place = first
-    for _ in range(MAX_ATTEMPTS):
-        place = rng.randrange(number)
-        yield place
-    yield from (other % number for other in range(place + 1, place + number))
 
 
 class CompressionDataset(Dataset):

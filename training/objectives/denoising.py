@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...data.rows import draw_document
+from ...data.rows import MAX_ATTEMPTS, draw_document, places
 from ...data.sources import DataSource
 from ...data.task_tokens import add_sentinel_tokens
 from ...data.tokenized_rows import FileSource
@@ -17,7 +17,7 @@ from ...modeling.parts.text_ids import encode
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import CompressionCollator
-from .compression_dataset import MAX_ATTEMPTS, CompressionDataset, places
+from .compression_dataset import CompressionDataset
 from .encoder_decoder import Seq2SeqCompressionTrainer, check_vocabulary
 
 _TEXT_TASKS = {"reconstruction", "continuation"}

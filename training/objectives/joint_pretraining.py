@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...data.rows import MAX_ATTEMPTS, places
 from ...data.sources import DataSource
 from ...data.synthetic_documents import MAX_TOKENS, generate_document
 from ...data.tokenized_rows import FileSource
@@ -18,7 +19,7 @@ from ...modeling.parts.text_ids import context_start_ids, encode
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from .compression import load, trainer_arguments
 from .compression_collator import JOINT_TASKS
-from .compression_dataset import MAX_ATTEMPTS, CompressionDataset, places
+from .compression_dataset import CompressionDataset
 from .compression_trainer import CompressionTrainer, count_targets
 
 _TASKS = {"reconstruction", "continuation"}

@@ -64,11 +64,12 @@ class PackedTexts(CompressionDataset):
         self._open: tuple[tuple[int, int] | None, _Text] = (None, _Text("", [], []))
         super().__init__(data, tokenizer, num_examples, **kwargs)
         for source in self.sources:
-            if not isinstance(source, DataSource):
-                texts = source.texts("continuation")
-                if not any(len(texts[row]) for row in range(source.num_rows)):
-                    raise ValueError(f"source {source.source.label!r} has no text that is not blank")
-            if not isinstance(source, DataSource) and (cut := source.cut_rows("continuation")):
+            if isinstance(source, DataSource):
+                continue
+            texts = source.texts("continuation")
+            if not any(len(texts[row]) for row in range(source.num_rows)):
+                raise ValueError(f"source {source.source.label!r} has no text that is not blank")
+            if cut := source.cut_rows("continuation"):
                 raise ValueError(
                     f"pack_texts takes whole texts and cuts them itself, and {len(cut)} rows are cut from the middle "
                     f"of longer ones, such as {source.identifier(cut[0])}: give their source_texts in their place"
