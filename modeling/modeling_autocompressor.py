@@ -77,9 +77,10 @@ class AutoCompressorModel(MemoryTokenModel):
             # Segment S_i of every row; rows that have ended have none, and no summary tokens.
             segment = slice(index, None, chunks.chunks_per_row)
             ids, segment_mask, own = chunks.input_ids[segment], chunks.attention_mask[segment], counts[segment]
-            places = map(sum, zip(num_before, chunks.lengths[segment], own, strict=True))
+            places = list(map(sum, zip(num_before, chunks.lengths[segment], own, strict=True)))
             check_context_length(self.encoder_backbone.config, max(places), self.config.chunk_size)
-            _, summary = self.read_segment(ids, segment_mask, soft_prompt, mask, own)
+            is_full = min(places) == soft_prompt.shape[1] + ids.shape[1] + max(own)
+            _, summary = self.read_segment(ids, segment_mask, soft_prompt, mask, own, is_full)
             summaries.append(torch.nn.functional.pad(summary, (0, 0, 0, max(counts) - summary.shape[1])))
             soft_prompt, mask = self.next_soft_prompt(soft_prompt, mask, summary, own)
             is_kept = self.config.accumulate_summaries
@@ -87,7 +88,13 @@ class AutoCompressorModel(MemoryTokenModel):
         return torch.stack(summaries, dim=1).flatten(0, 1)
 
     def read_segment(
-        self, input_ids: Tensor, attention_mask: Tensor, soft_prompt: Tensor, soft_mask: Tensor, counts: Sequence[int]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        soft_prompt: Tensor,
+        soft_mask: Tensor,
+        counts: Sequence[int],
+        is_full: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """One causal pass over `[soft prompt, segment, summary tokens]`, with positions through all of it (section 3).
 
@@ -97,6 +104,7 @@ class AutoCompressorModel(MemoryTokenModel):
             soft_prompt: Summaries so far, `(batch_size, num_slots, hidden_size)`.
             soft_mask: `(batch_size, num_slots)`, one for real ones.
             counts: Summary tokens of each row.
+            is_full: whether there are no pads.
 
         Returns:
             The last hidden states of the segment's tokens, which predict the next ones, and the summary, those of the
@@ -108,12 +116,13 @@ class AutoCompressorModel(MemoryTokenModel):
         embeddings = self.encoder_backbone.get_input_embeddings()(input_ids)
         tokens = self.memory_vectors(max(counts)).to(embeddings.dtype).expand(len(counts), -1, -1)
         summary_mask = first_places(counts, input_ids.device)
-        sequence = pack(soft_mask, torch.cat([attention_mask, summary_mask], dim=1))
+        sequence = pack(soft_mask, torch.cat([attention_mask, summary_mask], dim=1), is_full=is_full)
         joined = torch.cat([soft_prompt.to(embeddings.dtype), embeddings, tokens], dim=1)
         states = self.encoder_states(
             inputs_embeds=sequence.arrange(joined),
             attention_mask=sequence.attention_mask,
             position_ids=text_positions(sequence.attention_mask),
+            is_full=sequence.is_full,
         )
         return tuple(sequence.text_states(states).split([input_ids.shape[1], max(counts)], dim=1))
 

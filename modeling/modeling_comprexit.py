@@ -209,7 +209,7 @@ class ComprExITModel(CompressorModel):
             segment_length = self.config.segment_windows * self.config.window_size
         backbone, inputs = self.encoder_backbone, (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
         with self._adapter(backbone, ENCODER):
-            return reduce_layer_states(backbone, reduce, *inputs, segment_length)
+            return reduce_layer_states(backbone, reduce, *inputs, segment_length, chunks.is_full)
 
     def _slots(self, anchors: Tensor, mask: Tensor, ratio: int | Tensor) -> Tensor:
         if isinstance(ratio, Tensor):

@@ -109,7 +109,7 @@ class MeanPoolingModel(CompressorModel):
         if self.config.encoder_type == "language_model":
             inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
             is_causal = self.config.encoder_attention == "causal"
-            hidden_states = self.encoder_states(*inputs, is_causal=is_causal)
+            hidden_states = self.encoder_states(*inputs, is_causal=is_causal, is_full=chunks.is_full)
         if self.ratio_selector is not None:
             # Of each chunk's last token, NaN where it has none.
             num_tokens = chunks.attention_mask.sum(dim=1)

@@ -130,7 +130,8 @@ class XRAGModel(CompressorModel):
         """
         # Checkpointed layers would follow gradients to where there is nothing to train.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._encoder_trains):
-            states = self.encoder_states(input_ids, attention_mask)
+            # No passage is empty, and a retriever makes a mask of its own kind.
+            states = self.encoder_states(input_ids, attention_mask, is_full=True)
         if self.config.passage_readout == "mean":
             weights = attention_mask[:, :, None].to(torch.float32)
             embeddings = (states * weights).sum(dim=1) / weights.sum(dim=1)

@@ -78,7 +78,9 @@ class BaseTrainer(OptimizerChoice):
         if not torch.isfinite(loss):
             batch = f"batch ids {ids}" if ids is not None else f"a batch of {len(next(iter(inputs.values())))} rows"
             raise ValueError(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}, {batch}; training stops"
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}, {batch}; training stops. The last "
+                "checkpoint is intact: resume it (`--resume_from_checkpoint latest`) with `--dtype float32`, "
+                "`--attn_implementation eager` or a lower `--learning_rate`"
             )
         return loss
 

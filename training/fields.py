@@ -160,7 +160,8 @@ class DataArguments:
         questions_per_example: questions about one context in an example of a compressor.
         overlong_contexts: of contexts of questions and summaries that are too long: truncate their end or
             truncate_left their beginning (both counted in the log), or skip them.
-        group_batches: batches of a compressor that are sorted by length together, so that they hold little padding.
+        group_batches: batches of a compressor that are sorted by the length that the decoder reads (slots and text)
+            together, so that they hold little padding; the log has its share as `padding_share`.
         pack_texts: texts to be continued stand one behind the other, with EOS behind each, and are cut every
             `max_context_tokens + max_target_tokens` tokens: no pads; sources with the task continuation alone.
         memories: folder of memory files, named by `document_id` as `compress --by-document` names them, that a stage

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .attention_masks import with_sight
 from .cache_name import CACHE
 from .packing import take_places
 from .compressed_context import CompressedContext, KeyValues
@@ -156,4 +157,5 @@ def read_by_heads(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     if text.is_floating_point():
         slots = torch.zeros_like(slots, dtype=text.dtype).masked_fill(~slots, torch.finfo(text.dtype).min)
     text = text.expand(*slots.shape[:3], -1)
-    return args, {**kwargs, "attention_mask": torch.cat([slots, text], dim=3)}
+    mask = torch.cat([slots, text], dim=3)
+    return args, {**kwargs, "attention_mask": mask if num_queries == 1 else with_sight(mask)}

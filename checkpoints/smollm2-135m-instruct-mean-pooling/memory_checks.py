@@ -68,7 +68,7 @@ def _check_carrier(memory: CompressedContext, model: Any) -> None:
         )
 
 
-def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool]:
+def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[CompressedContext, bool, int]:
     """Check a text and the memory in front of it by one wait for the device.
 
     Args:
@@ -77,7 +77,8 @@ def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[Com
         model: the compressor's backbone.
 
     Returns:
-        The memory, as [`check_memory`] gives it, and whether all of its slots are real.
+        The memory, as [`check_memory`] gives it, whether all of its slots are real, and how many slots and text tokens
+        the longest row has.
 
     Raises:
         TypeError: as [`check_memory`].
@@ -86,10 +87,11 @@ def check_text_and_memory(text: TokenRows, memory: Any, model: Any) -> tuple[Com
     memory = check_memory(memory, model, text.input_ids)
     # A run of training stops at its loss, and names the batch.
     flags = [] if model.training else value_flags(memory, finite=True)
-    *found, all_real = check_together(text, also=[*flags, memory.attention_mask.all()])
+    longest = (memory.num_slots + text.attention_mask.sum(dim=1)).max()
+    *found, all_real, longest = check_together(text, also=[*flags, memory.attention_mask.all(), longest])
     if flags:
         refuse_values(memory, found)
-    return memory, bool(all_real)
+    return memory, bool(all_real), longest
 
 
 def check_source(

@@ -21,9 +21,9 @@ from .base_weights import share_weights
 from .compressed_context import CompressedContext
 from .headwise_memory import forget_head_masks
 from .key_value_memory import note_cached_slots, num_cached_slots
+from .attention_masks import run_backbone
 from .base_precision import in_base_precision
 from .cache_name import CACHE, one_cache
-from .call_views import for_one_call
 from .lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, inject_lora, use_adapter
 from .decoder_only import DecoderOnlyPreTrainedModel
 from .input_checks import check_integers, check_keywords, check_labels
@@ -149,16 +149,15 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             position_ids: same shape.
             inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
             cache: what its layers read in front, or write to.
-            kwargs: handed to the backbone.
+            kwargs: handed to the backbone, and `is_full` to [`run_backbone`].
         """
+        inputs: dict[str, Any]
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         if cache is not None:
             kwargs[CACHE] = cache
-        backbone = for_one_call(self.encoder_backbone, kwargs.get("is_causal"))
+        inputs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
         with self._adapter(self.encoder_backbone, ENCODER):
-            return backbone(
-                **inputs, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **kwargs
-            )
+            return run_backbone(self.encoder_backbone, **inputs, **kwargs)
 
     # --- adapters ---
 
@@ -285,14 +284,16 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
                 inputs, sequence = joined
                 use_cache = False
             else:
-                memory, is_full = self._checked_memory(text, memory, context, ratio, beside)
-                inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full)
+                memory, is_full, longest = self._checked_memory(text, memory, context, ratio, beside)
+                # A cache's places are counted by the memory's.
+                width = longest if cache is None and use_cache is False else None
+                inputs, sequence = self.first_inputs(text, position_ids, memory, text_position_offset, is_full, width)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if memory is not None and memory.carrier == "key_values" and not is_cached:
             cache = self.cache_of_slots(memory, is_full, cache, use_cache)
         return_dict = kwargs.pop("return_dict", None)
         with self._adapter(self.language_model, DECODER):
-            outputs = for_one_call(self.language_model)(**inputs, **{CACHE: cache}, use_cache=use_cache, **kwargs)
+            outputs = run_backbone(self.language_model, **inputs, **{CACHE: cache}, use_cache=use_cache, **kwargs)
         if not is_cached:
             note_cached_slots(getattr(outputs, CACHE), self.num_places(memory))
         if not use_cache:
@@ -309,18 +310,21 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         context: TokenRows | None,
         ratio: Any,
         beside: dict[str, Any],
-    ) -> tuple[CompressedContext | None, bool]:
+    ) -> tuple[CompressedContext | None, bool, int | None]:
         """Check a text and what stands in front of it by one wait for the device; compress a context.
 
         Returns:
-            The memory, one row for each text, and whether all of its slots are known to be real.
+            The memory, one row for each text, whether all of its slots are known to be real, and how many slots and
+            text tokens the longest row has.
         """
         if memory is not None:
             return check_text_and_memory(text, memory, self)
         check_together(*[text] if context is None else [context, text])
         if context is None:
-            return None, True
+            return None, True, None
         memory = self.compress_rows(context, [ratio], **beside)[0]
-        # Rows of one length have as many slots if they are cut alike, which rows of passages need not be.
-        is_full = len(set(context.lengths)) == 1 and context.passages is None and isinstance(memory.ratio, int)
-        return check_memory(memory, self, text.input_ids), is_full
+        counts = memory.slot_counts
+        memory = check_memory(memory, self, text.input_ids)
+        of_rows = counts * (len(text.lengths) // len(counts))
+        longest = max(num_slots + length for num_slots, length in zip(of_rows, text.lengths, strict=True))
+        return memory, min(counts) == max(counts), longest

@@ -53,7 +53,8 @@ class SlotReader(CompressorBackbone):
         memory: CompressedContext | None,
         offset: Tensor | None,
         is_full: bool = False,
-    ) -> tuple[dict[str, Tensor], PackedSequence | None]:
+        longest: int | None = None,
+    ) -> tuple[dict[str, Any], PackedSequence | None]:
         """Slots and text as one sequence for the language model; text alone where the cache holds the slots.
 
         Args:
@@ -62,6 +63,7 @@ class SlotReader(CompressorBackbone):
             memory: one row for each text.
             offset: `text_position_offset`, computed if not given.
             is_full: whether all slots are known to be real.
+            longest: slots and text tokens of the longest row, where rows need not be wider; see `pack`.
         """
         config, input_ids, text_mask = self.config, text.input_ids, text.attention_mask
         positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
@@ -79,6 +81,7 @@ class SlotReader(CompressorBackbone):
                 "inputs_embeds": embeddings,
                 "attention_mask": torch.cat([slot_mask, text_mask], dim=1),
                 "position_ids": (positions + offset[:, None]) * text_mask,
+                "is_full": is_full and text.is_full,
             }, None
         moves_first = self._moves_first(input_ids, text_mask)
         memory_positions = memory.position_ids
@@ -91,7 +94,8 @@ class SlotReader(CompressorBackbone):
                 shift = (shift - 1).clamp(min=0)
             memory_positions = memory_positions + shift
         pad_in_front = bool(self.num_pads_in_front(memory))
-        sequence = pack(memory.attention_mask, text_mask, moves_first, pad_in_front, is_full and text.is_full)
+        is_full = is_full and text.is_full
+        sequence = pack(memory.attention_mask, text_mask, moves_first, pad_in_front, is_full, longest)
         joined = torch.cat([memory.embeddings.to(embeddings.dtype), embeddings], dim=1)
         return sequence.inputs(joined, torch.cat([memory_positions, positions + text_offset], dim=1)), sequence
 
@@ -103,7 +107,7 @@ class SlotReader(CompressorBackbone):
         memory: CompressedContext | None,
         offset: Tensor | None,
         cache: Cache,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Text that follows what is in the cache, slots and the text so far; arguments as of `forward`."""
         if memory is not None and len(memory) != len(input_ids):
             raise ValueError(
@@ -112,8 +116,9 @@ class SlotReader(CompressorBackbone):
             )
         num_cached = int(cache.get_seq_length()) - self.num_places(memory)
         text_mask = check_cached_mask(attention_mask, input_ids, num_cached)
+        may_have_pads = memory is not None and memory.carrier == "key_values"
         # In a step of generation it would wait for the device.
-        if input_ids.shape[1] > 1 and (memory is None or memory.carrier != "key_values"):
+        if input_ids.shape[1] > 1 and not may_have_pads:
             check_no_new_pads(text_mask, input_ids.shape[1])
         if position_ids is None:
             position_ids = text_positions(text_mask)[:, -input_ids.shape[1] :]
@@ -125,6 +130,7 @@ class SlotReader(CompressorBackbone):
             "inputs_embeds": self._embed_text(input_ids),
             "attention_mask": _as_long_as(cache, self._cached_mask(memory, text_mask)),
             "position_ids": position_ids,
+            "is_full": input_ids.shape[1] == 1 or not may_have_pads,
         }
 
     def _cached_mask(self, memory: CompressedContext | None, text_mask: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ class RankedKeyValuesModel(OpenedContextModel):
             return states if take is None else take(layer, states)
 
         recorder = InputRecorder(places, of_context)
-        self.encoder_outputs(input_ids, mask, position_ids, cache=recorder)
+        self.encoder_outputs(input_ids, mask, position_ids, cache=recorder, is_full=chunks.is_full)
         # Under autocast rotated keys are float32 and values are not.
         pairs = tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in recorder.close())
         return pairs, recorder.inputs

@@ -39,7 +39,7 @@ def prompt_embeds(
     backbone = model.base_model
     ids = message_ids(model.config, tokenizer, messages)
     text = backbone.text_rows(torch.tensor([ids], device=model.device), None)
-    memory, is_full = check_text_and_memory(text, memory, backbone)
+    memory, is_full, _ = check_text_and_memory(text, memory, backbone)
     inputs, _ = backbone.first_inputs(text, None, memory, None, is_full)
     return inputs["inputs_embeds"][0, inputs["attention_mask"][0].bool()]
 

@@ -17,13 +17,17 @@ from ...configuration.field_checks import is_number
 from ..checkpoint.fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import inverse_frequencies, key_value_shape
+from ..parts.length_batches import length_batches
 from ..parts.ratio_selection import row_ratios
-from .chunking import Chunks, Slots, cut, joined_fields, memory_position_ids, spread, with_markers
+from .chunking import Chunks, Slots, cut, gathered, gathering_order, joined_fields, memory_position_ids, with_markers
 from .input_checks import check_context_length, check_ratios
 from .pretrained_compressor import CompressorPreTrainedModel
 from .token_rows import TokenRows, check_together, passage_borders, token_rows
 
 logger = logging.get_logger(__name__)
+
+# Tokens of contexts that are read in one pass, so that long ones take no more memory, and pads for each of them.
+_TOKENS_AT_ONCE, _MOST_PADDING = 8192, 0.2
 
 
 class CompressorBackbone(CompressorPreTrainedModel):
@@ -223,32 +227,45 @@ class CompressorBackbone(CompressorPreTrainedModel):
                 ratio = row_ratios(own_ratio, chunks.lengths, counts, chunks.chunks_per_row)
             fields, slot_mask = joined_fields(slots, counts, chunks.chunks_per_row)
             is_key_values = config.carrier == "key_values"
-            memories.append(
-                CompressedContext(
-                    **fields,
-                    inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
-                    attention_mask=slot_mask,
-                    position_ids=self.slot_positions(slot_mask, chunks, counts),
-                    num_context_tokens=context.attention_mask.sum(dim=1),
-                    ratio=ratio,
-                    position_layout=config.position_layout,
-                    check=False,
-                )
+            memory = CompressedContext(
+                **fields,
+                inverse_frequencies=inverse_frequencies(self.encoder_backbone) if is_key_values else None,
+                attention_mask=slot_mask,
+                position_ids=self.slot_positions(slot_mask, chunks, counts),
+                num_context_tokens=context.attention_mask.sum(dim=1),
+                ratio=ratio,
+                position_layout=config.position_layout,
+                check=False,
             )
+            rows = range(0, len(counts), chunks.chunks_per_row)
+            memory.slot_counts = [sum(counts[row : row + chunks.chunks_per_row]) for row in rows]
+            memories.append(memory)
         return memories
 
     def encode_chunks(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
-        """See [`encode`]; the empty chunks of rows that are shorter than the longest are not read."""
-        rows, num_chunks = [row for row, length in enumerate(chunks.lengths) if length], len(chunks.lengths)
-        if self.needs_whole_rows or chunks.chunks_per_row == 1 or len(rows) == num_chunks:
+        """See [`encode`]. A pass reads chunks of similar lengths, a bounded number of tokens, and no empty chunks."""
+        rows = [row for row, length in enumerate(chunks.lengths) if length]
+        if self.needs_whole_rows:
             return self.encode(chunks, ratios, **beside)
-        real, index = chunks.take(rows), torch.tensor(rows, device=chunks.starts.device)
-        encoded = self.encode(real, [r[index] if isinstance(r, Tensor) else r for r in ratios], **beside)
-        if real.selected_ratios is not None:
-            chunks.selected_ratios = spread(real.selected_ratios, index, num_chunks, self.config.default_ratio)
-        if real.log_ratios is not None:
-            chunks.log_ratios = spread(real.log_ratios, index, num_chunks, torch.nan)
-        return [spread(slots, index, num_chunks) for slots in encoded]  # type: ignore[arg-type]  # heads need whole rows
+        # Other inputs, such as images, belong to all rows. In training all activations are kept in any case.
+        most_tokens = None if self.training or beside else _TOKENS_AT_ONCE
+        lengths = [chunks.lengths[row] for row in rows]
+        groups = length_batches(lengths, None, most_tokens, math.inf if beside else _MOST_PADDING)
+        if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
+            return self.encode(chunks, ratios, **beside)
+        of_groups, found = [], []
+        for group in groups:
+            some = [rows[place] for place in group]
+            part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
+            own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
+            found.append(self.encode(part, own, **beside))
+            of_groups.append(part)
+        order = gathering_order([rows[place] for group in groups for place in group], len(chunks.lengths))
+        for name, fill in (("selected_ratios", self.config.default_ratio), ("log_ratios", torch.nan)):
+            parts = [getattr(part, name) for part in of_groups]
+            if parts[0] is not None:
+                setattr(chunks, name, gathered(parts, order, fill))
+        return [gathered(slots, order) for slots in zip(*found, strict=True)]
 
     def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
         """Slots of each chunk that are in the memory, which are all of them unless a method says otherwise."""

@@ -46,11 +46,12 @@ class Chunks:
     log_ratios: Tensor | None = None
 
     def take(self, rows: Sequence[int]) -> Chunks:
-        """Some of the chunks, which are then not those of whole contexts."""
+        """Some of the chunks, which are then not those of whole contexts, without columns of pads alone."""
         index = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        lengths = [self.lengths[row] for row in rows]
         found = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        fields: dict[str, Any] = {**found, "lengths": [self.lengths[row] for row in rows], "chunks_per_row": 1}
-        return replace(self, **fields)
+        found = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in found.items()}
+        return replace(self, **found, lengths=lengths, chunks_per_row=1)  # type: ignore[arg-type]
 
     @property
     def is_full(self) -> bool:
@@ -123,18 +124,43 @@ def first_places(counts: Sequence[int], device: torch.device) -> Tensor:
     return (places < torch.tensor(counts, device=device)[:, None]).long()
 
 
-def spread(slots: Tensor | KeyValues, rows: Tensor, num_chunks: int, fill: float = 0) -> Any:
-    """What some of the chunks have, in their places among all of them.
+def gathering_order(rows: Sequence[int], num_chunks: int) -> list[int]:
+    """The place of each chunk among `rows`; chunks that are not in `rows` have the place behind them.
 
     Args:
-        slots: `(len(rows), ...)`, or for each layer keys and values.
-        rows: The chunks' numbers.
-        num_chunks: How many there are.
-        fill: What the others have.
+        rows: numbers of chunks in the order in which they were read.
+        num_chunks: number of all chunks.
     """
-    if isinstance(slots, Tensor):
-        return slots.new_full((num_chunks, *slots.shape[1:]), fill).index_copy(0, rows, slots)
-    return tuple((spread(keys, rows, num_chunks), spread(values, rows, num_chunks)) for keys, values in slots)
+    places = {row: place for place, row in enumerate(rows)}
+    return [places.get(chunk, len(rows)) for chunk in range(num_chunks)]
+
+
+def gathered(parts: Sequence[Any], order: Sequence[int], fill: float = 0) -> Any:
+    """What groups of chunks have, in the order of all chunks.
+
+    Args:
+        parts: for each group `(num_chunks_of_group, ...)`, or for each layer keys and values.
+        order: see [`gathering_order`].
+        fill: what chunks have that are in no group.
+
+    Returns:
+        `(len(order), ...)`, or for each layer keys and values.
+    """
+    first = parts[0]
+    if not isinstance(first, Tensor):
+        layers = [zip(*of_layer, strict=True) for of_layer in zip(*parts, strict=True)]
+        return tuple(tuple(gathered(states, order, fill) for states in of_layer) for of_layer in layers)
+    # Slots stand last but one, in embeddings as in keys and values; groups have unlike numbers of them.
+    if first.dim() > 1:
+        width = max(part.shape[-2] for part in parts)
+        parts = [torch.nn.functional.pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]
+    num_read = sum(len(part) for part in parts)
+    if num_read in order:
+        parts = [*parts, parts[0].new_full((1, *parts[0].shape[1:]), fill)]
+    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if list(order) == list(range(len(joined))):
+        return joined
+    return joined.index_select(0, torch.tensor(order, device=joined.device))
 
 
 def with_markers(slots: Tensor, counts: Sequence[int], before: Tensor, after: Tensor) -> tuple[Tensor, list[int]]:

@@ -14,6 +14,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions, Seq2SeqLMOutput
 
 from ..memory.compressed_context import CompressedContext
+from ..parts.attention_masks import seeing_mask
 from ..parts.base_precision import head_logits
 from ..parts.cache_name import CACHE, one_cache
 from ..parts.packing import left_padded, pack
@@ -115,11 +116,12 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         else:
             text = self.model.text_rows(input_ids, attention_mask)
             text.targets = targets
-            memory, _ = check_text_and_memory(text, memory, self.model)
+            memory, *_ = check_text_and_memory(text, memory, self.model)
             # Relative positions count places: no pad may stand between two tokens.
             sequence = pack(text.attention_mask[:, :0], text.attention_mask, is_full=text.is_full)
             input_ids, mask = sequence.arrange(text.input_ids), sequence.attention_mask
-        outputs = self._decode(input_ids, mask, *readable_slots(memory), cache, **kwargs)
+        is_full = sequence is None or sequence.is_full
+        outputs = self._decode(input_ids, mask, *readable_slots(memory), cache, is_full, **kwargs)
         if sequence is not None:
             sequence.cut_to_text(outputs)
         return outputs
@@ -131,12 +133,17 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         slots: Tensor,
         slot_mask: Tensor,
         cache: Cache | None,
+        is_full: bool = False,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = self.config.use_cache and not self.training
+        embeddings = self.get_input_embeddings()(input_ids)
+        if not is_full:
+            own = {CACHE: cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache}
+            attention_mask = seeing_mask(self.decoder, attention_mask, inputs_embeds=embeddings, **own)
         outputs = self.decoder(
-            inputs_embeds=self.get_input_embeddings()(input_ids),
+            inputs_embeds=embeddings,
             attention_mask=attention_mask,
             encoder_hidden_states=slots,
             encoder_attention_mask=slot_mask,
@@ -368,7 +375,7 @@ class CompressorForConditionalGeneration(CompressorHead, GenerationMixin):
         elif in_encoder:
             memory = check_memory(memory, self.model, question)
             check_question(memory, question, own_tokens(question, question_mask, self.config))
-        memory, _ = check_text_and_memory(rows, memory, self.model)
+        memory, *_ = check_text_and_memory(rows, memory, self.model)
         ids, mask = with_start(question, question_mask, self.config)
         if in_encoder:
             ids, mask = question.new_full((len(question), 1), start), question_mask.new_ones(len(question), 1)

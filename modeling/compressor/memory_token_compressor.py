@@ -13,15 +13,13 @@ from transformers import initialization as init
 
 from ..memory.compressed_context import KeyValues
 from ..memory.key_value_memory import KeyValueRecorder, sliding_window
+from ..parts.attention_masks import PAIRWISE_MASKS, mask_for
 from ..parts.packing import PackedSequence, pack, reads_falling_ids_as_packed, take_places
 from ..parts.position_layout import encoder_memory_ids
 from .backbone import slot_counts
 from .chunking import Chunks, Slots, first_places
 from .input_checks import check_context_length
 from .modeling_compressor import CompressorModel
-
-# Implementations that take a mask with a value for every pair of places.
-PAIRWISE_MASKS = ("eager", "sdpa")
 
 
 @dataclass
@@ -87,32 +85,6 @@ def _block_mask(
     window = sliding_window(config)
     near = visible if window is None else visible & ((place - other_place).abs() < window)
     return mask_for(config, visible, near, dtype)
-
-
-def mask_for(config: Any, visible: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """Who sees whom, in the form that a backbone takes.
-
-    Args:
-        config: the backbone's.
-        visible: `(num_rows, num_places, num_places)` bool, in layers that see everything.
-        near: likewise, in layers with a sliding window; `visible` where there are none.
-        dtype: of the backbone's hidden states.
-    """
-    # A pad that saw nothing would become NaN.
-    itself = torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device)
-    full, near = (_attention_bias(mask | itself, config, dtype) for mask in (visible, near))
-    if getattr(config, "layer_types", None):
-        return {"full_attention": full, "sliding_attention": near}
-    return full if sliding_window(config) is None else near
-
-
-def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
-    """`(batch_size, 1, num_places, num_places)` in the form that the attention implementation takes."""
-    visible = visible[:, None]
-    if config._attn_implementation == "sdpa":
-        return visible
-    zero = torch.zeros((), dtype=dtype, device=visible.device)
-    return torch.where(visible, zero, torch.finfo(dtype).min)
 
 
 class MemoryTokenModel(CompressorModel):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,8 +117,9 @@ class OpenedContextModel(HeadwiseModel):
         memory: CompressedContext | None,
         offset: Tensor | None,
         is_full: bool = False,
-    ) -> tuple[dict[str, Tensor], PackedSequence | None]:
-        inputs, sequence = super().first_inputs(text, position_ids, memory, offset, is_full)
+        longest: int | None = None,
+    ) -> tuple[dict[str, Any], PackedSequence | None]:
+        inputs, sequence = super().first_inputs(text, position_ids, memory, offset, is_full, longest)
         moved = None if memory is None else self._moves_first(text.input_ids, text.attention_mask)
         if moved is not None:
             # The text's own opening ends where the one that the context was read behind does.

@@ -72,6 +72,7 @@ class CompressedContext:
             place would stay, 255 for that and all above (see `at_ratio`). Slots of one chunk have the same
             `position_ids`. `None` where it is not known.
         maker: The compressor in this process that made it, if it still exists; neither saved nor pickled.
+        slot_counts: Slots of each row, where a compressor has just made it; neither saved nor handed on.
         check: Whether to check all fields, which waits for the device; a compressor knows what it has made.
 
     Raises:
@@ -94,6 +95,7 @@ class CompressedContext:
     head_ids: Tensor | None = None
     coarsest_ratios: Tensor | None = None
     maker: weakref.ref | None = field(default=None, repr=False)
+    slot_counts: list[int] = field(default_factory=list, init=False, repr=False)
     check: InitVar[bool] = True
 
     def __post_init__(self, check: bool) -> None:

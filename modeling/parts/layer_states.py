@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from .attention_masks import run_backbone
 from .base_precision import weights_of
 from .cache_name import CACHE
-from .call_views import for_one_call
 
 Reduction = Callable[[Sequence[Tensor]], Tensor]
 
@@ -25,6 +25,7 @@ def reduce_layer_states(
     attention_mask: Tensor,
     position_ids: Tensor,
     segment_length: int | None = None,
+    is_full: bool = False,
 ) -> Tensor:
     """Run the backbone and reduce each token's states across the layers.
 
@@ -40,6 +41,7 @@ def reduce_layer_states(
         attention_mask: same shape.
         position_ids: same shape.
         segment_length: tokens read at a time; `None` for all, which gradients need.
+        is_full: whether there are no pads.
 
     Returns:
         `(batch_size, num_tokens, width)`.
@@ -47,13 +49,13 @@ def reduce_layer_states(
     num_tokens = input_ids.shape[1]
     inputs = {"input_ids": input_ids, "position_ids": position_ids}
     if segment_length is None or num_tokens <= segment_length:
-        return _reduced(backbone, reduce, inputs, attention_mask=attention_mask, use_cache=False)
+        return _reduced(backbone, reduce, inputs, attention_mask=attention_mask, use_cache=False, is_full=is_full)
     cache = DynamicCache(config=backbone.config)
     reduced = []
     for start in range(0, num_tokens, segment_length):
         stop = min(start + segment_length, num_tokens)
         segment = {name: tensor[:, start:stop] for name, tensor in inputs.items()}
-        settings = {"attention_mask": attention_mask[:, :stop], CACHE: cache, "use_cache": True}
+        settings = {"attention_mask": attention_mask[:, :stop], CACHE: cache, "use_cache": True, "is_full": is_full}
         reduced.append(_reduced(backbone, reduce, segment, **settings))
     return torch.cat(reduced, dim=1)
 
@@ -63,5 +65,5 @@ def _reduced(backbone: PreTrainedModel, reduce: Reduction, inputs: dict[str, Ten
     # Under gradient checkpointing even frozen embeddings require gradients, which nobody would use.
     trains = any(weight.requires_grad for weight in weights_of(backbone))
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
-        hidden_states = for_one_call(backbone)(**inputs, **settings, output_hidden_states=True).hidden_states
+        hidden_states = run_backbone(backbone, **inputs, **settings, output_hidden_states=True).hidden_states
     return reduce(hidden_states)

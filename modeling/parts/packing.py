@@ -24,12 +24,14 @@ class PackedSequence:
         order: Same shape; the place in `[slots, text]` that each place of a row is taken from. `None`: as it is.
         text_places: `(batch_size, num_text_tokens)`, the place whose state belongs to each text token.
         pad_in_front: whether every row starts with one more pad, see `pack`.
+        is_full: whether the mask is known to hold ones alone.
     """
 
     attention_mask: Tensor
     order: Tensor | None
     text_places: Tensor
     pad_in_front: bool = False
+    is_full: bool = False
 
     def arrange(self, joined: Tensor) -> Tensor:
         """Bring `(batch_size, num_slots + num_text_tokens, ...)` from `[slots, text]` order into the rows' order."""
@@ -45,12 +47,13 @@ class PackedSequence:
             return states[:, states.shape[1] - self.text_places.shape[1] :]
         return take_places(states, self.text_places)
 
-    def inputs(self, embeddings: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
-        """What a backbone reads of `[slots, text]`, `(batch_size, num_slots + num_text_tokens, ...)` each."""
+    def inputs(self, embeddings: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        """Arguments of [`run_backbone`] for `[slots, text]`, `(batch_size, num_slots + num_text_tokens, ...)` each."""
         return {
             "inputs_embeds": self.arrange(embeddings),
             "attention_mask": self.attention_mask,
             "position_ids": self.arrange(position_ids) * self.attention_mask,
+            "is_full": self.is_full,
         }
 
     def cut_to_text(self, outputs: Any) -> None:
@@ -83,6 +86,7 @@ def pack(
     moves_first: Tensor | None = None,
     pad_in_front: bool = False,
     is_full: bool = False,
+    longest: int | None = None,
 ) -> PackedSequence:
     """Order slots and text into rows, without a wait for the device.
 
@@ -96,6 +100,8 @@ def pack(
         moves_first: `(batch_size, num_text_tokens)` bool, the text tokens that move in front of the slots.
         pad_in_front: whether one more pad stands in front of every row, see `reads_falling_ids_as_packed`.
         is_full: whether both masks are known to hold ones alone; rows in which nothing moves then stay as they are.
+        longest: number of real places of the longest row, if known. Rows are then that wide, not as wide as the most
+            slots and the longest text together.
 
     Returns:
         The arrangement.
@@ -106,7 +112,7 @@ def pack(
     num_slots = slot_mask.shape[1]
     if is_full and moves_first is None and not pad_in_front:
         places = torch.arange(joined_mask.shape[1], device=joined_mask.device)[num_slots:]
-        return PackedSequence(joined_mask, None, places.expand(joined_mask.shape[0], -1))
+        return PackedSequence(joined_mask, None, places.expand(joined_mask.shape[0], -1), is_full=True)
     text_rank = torch.full_like(text_mask, 3)
     if moves_first is not None:
         text_rank = text_rank.masked_fill(moves_first, 1)
@@ -117,7 +123,11 @@ def pack(
     if moves_first is not None:
         last_moved = moves_first & (moves_first.flip(1).cumsum(dim=1).flip(1) == 1)
         text_places = text_places + last_moved * slot_mask.sum(dim=1, keepdim=True)
-    return PackedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front)
+    is_full = is_full and not pad_in_front
+    if longest is not None:
+        spare = joined_mask.shape[1] - longest - pad_in_front
+        order, text_places = order[:, spare:], (text_places - spare).clamp(min=0)
+    return PackedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front, is_full)
 
 
 def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:

@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 # Tests import the helper modules beside them by name.
 sys.path.append(str(Path(__file__).parent))
 
+import harsh_attention
 from tiny_bases import BOS, PAD, VOCAB_SIZE, base_config
 from tiny_models import CASES, METHOD_CASES, Case
 
@@ -59,6 +60,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             marks = [() if case.is_quick(name, is_costly) else pytest.mark.slow for case in cases]
             params = [pytest.param(case, marks=mark, id=str(case)) for case, mark in zip(cases, marks, strict=True)]
             metafunc.parametrize(name, params)
+
+
+@pytest.fixture(autouse=True)
+def harsh_kernels(monkeypatch):
+    """Every test runs on attention that gives NaN for a query that sees nothing, and no such query comes."""
+    harsh_attention.install(monkeypatch)
+    yield
+    assert not harsh_attention.BLIND, "queries that see nothing reached an attention kernel"
 
 
 def _random_rows(lengths: list[int], seed: int = 0) -> list[torch.Tensor]:

@@ -124,3 +124,23 @@ def test_rows_of_one_length_and_unlike_passages_are_read_as_their_memory(name, b
         memory = model.compress(context, ratio=2, chunk_lengths=lengths)
         expected = model(text, memory=memory, labels=text).loss
         torch.testing.assert_close(model(text, **read, labels=text).loss, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CUT_APART)
+def test_passes_of_a_bounded_number_of_tokens_give_the_same_memory(name, method_cases, monkeypatch, pad_rows, slots):
+    model = method_cases[name].build(chunk_size=6)
+    ids, mask = pad_rows([row[0] for row in (*ROWS, ids_of(3, seed=4))], "left")
+    ratios = torch.tensor([2, 3, 3, 2])
+    expected, passes = model.compress(ids, mask, ratio=[2, ratios]), []
+    encode = model.model.encode
+    monkeypatch.setattr(model.model, "encode", lambda chunks, *args: passes.append(chunks) or encode(chunks, *args))
+    monkeypatch.setattr("context_compressors.modeling.compressor.backbone._TOKENS_AT_ONCE", 12)
+    found = model.compress(ids, mask, ratio=[2, ratios])
+    # Chunks of 6, 6, 3; 6, 1; 3 tokens.
+    assert sorted(length for part in passes for length in part.lengths) == [1, 3, 3, 6, 6, 6]
+    assert len(passes) > 1
+    assert all(part.input_ids.numel() <= 12 for part in passes)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(slots(one), slots(other), atol=1e-4, rtol=1e-4)
+        assert one.attention_mask.equal(other.attention_mask)
+        assert one.position_ids.equal(other.position_ids)

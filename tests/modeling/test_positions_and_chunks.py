@@ -30,8 +30,10 @@ class Seen:
     def positions(self, call=-1):
         """Position ids of the real places of each row that are not in the cache."""
         kwargs = self.calls[call]
-        width = kwargs["position_ids"].shape[1]
-        rows = zip(kwargs["position_ids"], kwargs["attention_mask"][:, -width:].bool(), strict=True)
+        width, mask = kwargs["position_ids"].shape[1], kwargs["attention_mask"]
+        # What the last place sees of a mask for pairs.
+        mask = mask.bool() if mask.dim() == 2 else mask[:, 0, -1]
+        rows = zip(kwargs["position_ids"], mask[:, -width:], strict=True)
         return [positions[mask].tolist() for positions, mask in rows]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from statistics import harmonic_mean
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -88,6 +89,8 @@ def trainer_arguments(
     how: dict[str, Any] = {"batch_size": args.per_device_train_batch_size, "context_tokenizer": context_tokenizer}
     if isinstance(config, CompressorConfig) and config.selects_ratios and mode in ("compressed", "distillation"):
         how["with_log_ratios"] = True
+    if isinstance(config, CompressorConfig) and args.context_mode == "compressed":
+        how["ratio"] = harmonic_mean(config.compression_ratios)
     num_examples = args.max_steps * batch if args.max_steps > 0 else None
     if num_examples is None and not args.num_train_epochs:
         # No step: what scorers are fitted to.

@@ -60,6 +60,7 @@ class CompressionDataset(Dataset):
             from, over those of the row's summary: what a ratio selector learns. NaN of a row without a summary, of
             several contexts in one, and of a generated document.
         needs_summaries: whether `with_log_ratios` refuses sources without summaries; what only measures does without.
+        ratio: context tokens per slot, by which the lengths are counted that batches are made by.
 
     Raises:
         ValueError: a source or a schedule that is not allowed, or a schedule of lengths that holds for no source, some
@@ -78,6 +79,7 @@ class CompressionDataset(Dataset):
         context_tokenizer: PreTrainedTokenizerBase | None = None,
         with_log_ratios: bool = False,
         needs_summaries: bool = True,
+        ratio: float = 1.0,
     ):
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token, which ends every target")
@@ -88,7 +90,7 @@ class CompressionDataset(Dataset):
             tokenizer = text_tokenizer(tokenizer)
         self.data, self.tokenizer, self.context_tokenizer = data, tokenizer, context_tokenizer
         self.end, self.seed = tokenizer.eos_token_id, seed
-        self.batch_size, self.group_size = batch_size, batch_size * data.group_batches
+        self.batch_size, self.group_size, self.ratio = batch_size, batch_size * data.group_batches, ratio
         self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
         self.epoch = 0
         self.shortest, self.longest = self._lengths()
@@ -255,11 +257,11 @@ class CompressionDataset(Dataset):
         ]
         return [example for batch in order for example in batches[batch]]
 
-    @staticmethod
-    def num_tokens(example: Mapping[str, Any]) -> int:
-        """Length of an example: context and all turns together."""
+    def num_tokens(self, example: Mapping[str, Any]) -> float:
+        """Length of an example as the decoder reads it: slots of the context, and all turns."""
         turns = sum(len(prompt) + len(target) for prompt, target in example["more_turns"])
-        return len(example["context_ids"]) + len(example["prompt_ids"]) + len(example["target_ids"]) + turns
+        slots = len(example["context_ids"]) / self.ratio
+        return slots + len(example["prompt_ids"]) + len(example["target_ids"]) + turns
 
     def _example_at(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self._seed}/{index}")

@@ -188,7 +188,17 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     def _states(self, batch: dict[str, Tensor], memory: CompressedContext | None, prefix: str = "") -> Tensor:
         """Last hidden states of a text, `(batch_size, width, hidden_size)`."""
         text = {name: batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
+        if memory is not None and self.model.training:
+            self._count_padding(memory, text["attention_mask"])
         return self._unwrapped().base_model(**text, memory=memory, use_cache=False).last_hidden_state
+
+    def _count_padding(self, memory: CompressedContext, text_mask: Tensor) -> None:
+        """Log the share of the decoder's places that hold no slot and no token (`padding_share`)."""
+        real = memory.num_slots + text_mask.sum(dim=1)
+        total, longest = torch.stack([real.sum(), real.max()]).tolist()
+        if memory.carrier == "key_values":
+            longest = memory.attention_mask.shape[1] + text_mask.shape[1]
+        self._metrics["train"]["padding_share"].append(1 - total / (len(real) * longest))
 
     def _step_loss(self, batch: dict[str, Tensor], num_items_in_batch: Tensor | int | None) -> Tensor:
         target = self._target(batch, num_items_in_batch)

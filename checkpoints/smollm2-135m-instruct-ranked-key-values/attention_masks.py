@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention masks in which every query sees at least one key.
+
+A pad in front of a row sees nothing. Some attention kernels return NaN for such a query, forward or backward, and the
+NaN spreads: a masked key adds 0 times its value, and 0 times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+
+from .cache_name import CACHE
+from .call_views import for_one_call
+
+# Implementations that take a mask with a value for every pair of places.
+PAIRWISE_MASKS = ("eager", "sdpa")
+# Their positions are biases, which they compute from a mask of two dimensions.
+_ALIBI = ("bloom", "falcon", "mpt")
+
+
+def run_backbone(backbone: PreTrainedModel, is_full: bool = False, **inputs: Any) -> Any:
+    """One pass of a language model in which every query sees at least one key.
+
+    Args:
+        backbone: a causal language model without its head.
+        is_full: whether `attention_mask` is known to hold no pads; the pass then takes it as it is.
+        inputs: arguments of the pass, see [`for_one_call`].
+    """
+    view = for_one_call(backbone, inputs.get("is_causal"))
+    if not is_full:
+        inputs["attention_mask"] = seeing_mask(view, **inputs)
+    return view(**inputs)
+
+
+def seeing_mask(
+    backbone: PreTrainedModel,
+    attention_mask: Any = None,
+    input_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    **inputs: Any,
+) -> Any:
+    """The mask of a pass as the backbone would make it, with queries that see nothing seeing something.
+
+    What these queries compute is never read. The mask is returned as it is where it has four dimensions already, and
+    where the attention removes pads (FlashAttention).
+
+    Args:
+        backbone: a causal language model without its head.
+        attention_mask: `(batch_size, num_keys)`, one for real tokens.
+        input_ids: `(batch_size, num_queries)`, or else `inputs_embeds`.
+        inputs_embeds: `(batch_size, num_queries, hidden_size)`.
+        inputs: the other arguments of the pass.
+
+    Returns:
+        A mask in the form of the attention implementation, by kind of layer where there are several.
+    """
+    config, cache = backbone.config, inputs.get(CACHE)
+    states = input_ids if inputs_embeds is None else inputs_embeds
+    implementation = config._attn_implementation
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or config.model_type in _ALIBI:
+        return attention_mask
+    if implementation not in (*PAIRWISE_MASKS, "flex_attention"):
+        return attention_mask
+    if torch.compiler.is_compiling() and inputs.get("is_causal") is not None:
+        # The pass itself notes it in the configuration.
+        config.is_causal = inputs["is_causal"]
+    if inputs_embeds is None:
+        # Only shape, type and device are read.
+        weight = backbone.get_input_embeddings().weight
+        inputs_embeds = weight.new_empty(()).expand(*states.shape, weight.shape[1])
+    offset = 0 if cache is None else cache.get_seq_length()
+    masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
+    if isinstance(masks, dict):
+        return {kind: with_sight(mask, offset) for kind, mask in masks.items()}
+    return attention_mask if masks is None else with_sight(masks, offset)
+
+
+def with_sight(mask: Any, offset: int | Tensor = 0) -> Any:
+    """A mask whose queries that see nothing see all keys, or with flex attention themselves.
+
+    Args:
+        mask: `(batch_size, num_heads, num_queries, num_keys)`, bool or added to the scores, or flex attention's.
+        offset: flex attention's keys in front of the first query.
+    """
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        if mask.is_floating_point():
+            return mask.masked_fill((mask < 0).all(dim=-1, keepdim=True), 0)
+        return mask | ~mask.any(dim=-1, keepdim=True)
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    from torch.nn.attention.flex_attention import create_block_mask, or_masks
+
+    def itself(batch_index: Tensor, head_index: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key == query + offset
+
+    num_rows, _, num_queries, num_keys = mask.shape
+    device = mask.kv_num_blocks.device
+    return create_block_mask(or_masks(mask.mask_mod, itself), num_rows, None, num_queries, num_keys, device)
+
+
+def mask_for(config: Any, visible: Tensor, near: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Who sees whom, in the form that a backbone takes.
+
+    Args:
+        config: the backbone's.
+        visible: `(num_rows, num_places, num_places)` bool, in layers that see everything.
+        near: likewise, in layers with a sliding window; `visible` where there are none.
+        dtype: of the backbone's hidden states.
+    """
+    full, near = (_attention_bias(mask, config, dtype) for mask in (visible, near))
+    if getattr(config, "layer_types", None):
+        return {"full_attention": full, "sliding_attention": near}
+    return full if getattr(config, "sliding_window", None) is None else near
+
+
+def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
+    """`(batch_size, 1, num_places, num_places)` in the form that the attention implementation takes."""
+    visible = (visible | ~visible.any(dim=-1, keepdim=True))[:, None]
+    if config._attn_implementation == "sdpa":
+        return visible
+    zero = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zero, torch.finfo(dtype).min)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No query that sees nothing reaches an attention kernel, whatever the padding and the attention implementation."""
+
+import pytest
+import torch
+from harsh_attention import BLIND, harsh_sdpa
+from tiny_bases import BACKBONES, base_config
+from torch.nn.attention.flex_attention import create_mask
+from transformers import AutoModel, DynamicCache
+
+from context_compressors.modeling.parts.attention_masks import run_backbone, seeing_mask
+
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]])
+WITH_FLEX = ["eager", "sdpa", "flex_attention"]
+
+
+def backbone(architecture="llama", attention="sdpa"):
+    torch.manual_seed(0)
+    config = base_config(architecture)
+    config._attn_implementation = attention
+    return AutoModel.from_config(config, attn_implementation=attention).eval()
+
+
+def visible(mask, shape):
+    if not isinstance(mask, torch.Tensor):
+        mask = create_mask(mask.mask_mod, *shape, device="cpu")
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def test_the_stand_in_spoils_values_and_gradients_of_a_query_that_sees_nothing():
+    query, key, value = (torch.randn(1, 1, 3, 4, requires_grad=True) for _ in range(3))
+    output = harsh_sdpa(query, key, value, torch.tensor([[0, 0, 0], [1, 0, 0], [1, 1, 0]]).bool()[None, None])
+    assert output.isnan().all(dim=-1)[0, 0].tolist() == [True, False, False]
+    output[:, :, 1:].sum().backward()
+    assert query.grad.isnan().any()
+    assert BLIND.pop("sdpa") == 1
+
+
+@pytest.mark.parametrize("attention", WITH_FLEX)
+@pytest.mark.parametrize("num_cached", [0, 2])
+def test_real_queries_see_what_they_saw_and_no_query_sees_nothing(attention, num_cached):
+    model, num_queries = backbone(attention=attention), 6 - num_cached
+    cache = None
+    if num_cached:
+        cache = DynamicCache(config=model.config)
+        cache.update(torch.zeros(3, 2, num_cached, 8), torch.zeros(3, 2, num_cached, 8), 0)
+    ids = torch.zeros(3, num_queries, dtype=torch.long)
+    shape = (3, 1, num_queries, 6)
+    found = visible(seeing_mask(model, MASK, ids, cache=cache), shape)[:, 0]
+    places = torch.arange(6)
+    naive = MASK.bool()[:, None] & (places <= places[num_cached:, None])
+    assert found.any(dim=-1).all()
+    is_real = MASK[:, num_cached:].bool()
+    assert torch.equal(found[is_real], naive[is_real])
+
+
+@pytest.mark.parametrize(("architecture", "attention"), [*BACKBONES, ("llama", "flex_attention")])
+def test_a_padded_pass_equals_the_pass_of_each_row_alone(architecture, attention):
+    model = backbone(architecture, attention)
+    rows = [torch.arange(5, 5 + length) for length in (12, 3, 1)]
+    for side in ("left", "right"):
+        ids, mask = torch.zeros(3, 14, dtype=torch.long), torch.zeros(3, 14, dtype=torch.long)
+        for index, row in enumerate(rows):
+            places = slice(14 - len(row), 14) if side == "left" else slice(len(row))
+            ids[index, places], mask[index, places] = row, 1
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+        states = run_backbone(model, input_ids=ids, **inputs).last_hidden_state
+        for index, row in enumerate(rows):
+            alone = model(input_ids=row[None], use_cache=False).last_hidden_state[0]
+            torch.testing.assert_close(states[index, mask[index].bool()], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", WITH_FLEX)
+def test_loss_and_gradients_are_those_of_the_rows_alone(form_case, attention, random_rows, pad_rows):
+    model = form_case.on(attention=attention).build().train()
+    contexts, texts = random_rows([13, 0, 5]), random_rows([3, 6, 4], seed=1)
+    batches = {}
+    for side in ("left", "right"):
+        (context_ids, context_mask), (ids, mask) = pad_rows(contexts, side), pad_rows(texts, side)
+        context = {"context_input_ids": context_ids, "context_attention_mask": context_mask}
+        # In front of a first token stands a pad on one side, and nothing on the other.
+        labels = ids.masked_fill((mask == 0) | (mask.cumsum(dim=1) == 1), -100)
+        batches[side] = [{"input_ids": ids, "attention_mask": mask, "labels": labels, **context}]
+    batches["alone"] = [
+        {"input_ids": text[None], "labels": text[None], "context_input_ids": context[None]}
+        for context, text in zip(contexts, texts, strict=True)
+    ]
+    found = {}
+    for name, parts in batches.items():
+        model.zero_grad()
+        # The mean over a batch's targets, all but the first of each text.
+        for part in parts:
+            share = 1 if len(parts) == 1 else (part["input_ids"].shape[1] - 1) / 10
+            (model(**part, ratio=2, use_cache=False).loss * share).backward()
+        found[name] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for side in ("left", "right"):
+        for name, gradient in found["alone"].items():
+            torch.testing.assert_close(found[side][name], gradient, atol=1e-5, rtol=1e-3, msg=f"{side} {name}")
+
+
+def test_rows_are_as_wide_as_the_longest_of_slots_and_text_together(form_case, random_rows, pad_rows, monkeypatch):
+    """Many slots in front of a short text, and few in front of a long one, need no columns of pads."""
+    model, widths = form_case.build(), []
+    (ids, mask), (text_ids, text_mask) = pad_rows(random_rows([12, 2])), pad_rows(random_rows([2, 9], seed=1))
+    memory = model.compress(ids, mask, ratio=2)
+    forward = model.model.language_model.forward
+
+    def noted(*args, **kwargs):
+        widths.append(kwargs["position_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model.language_model, "forward", noted)
+    text = {"input_ids": text_ids, "attention_mask": text_mask}
+    context = {"context_input_ids": ids, "context_attention_mask": mask}
+    with torch.no_grad():
+        whole = model(**text, memory=memory, use_cache=True).logits
+        trimmed = [model(**text, memory=memory, use_cache=False).logits]
+        trimmed.append(model(**text, **context, ratio=2, use_cache=False).logits)
+    if memory.carrier == "embeddings":
+        # 6 slots and 2 tokens; 1 slot and 9 tokens.
+        assert widths[1] == widths[-1] == 10
+    for logits in trimmed:
+        torch.testing.assert_close(logits[text_mask.bool()], whole[text_mask.bool()], atol=1e-5, rtol=1e-4)
