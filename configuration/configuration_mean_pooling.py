@@ -6,7 +6,7 @@ from typing import Any
 
 from .configuration_compressor import CompressorConfig
 from .field_checks import boolean, is_number, lora_or, one_of, positive_int_or_none
-from .layer_shape import linear_flops, perceptron_flops
+from .layer_shape import linear_flops
 
 ENCODER_TYPES = ("language_model", "embeddings")
 ENCODER_ATTENTIONS = ("bidirectional", "causal")
@@ -34,12 +34,6 @@ class MeanPoolingConfig(CompressorConfig):
             Table 6; encoder and decoder have separate LoRA weights.
         linear_after_pooling (`bool`, defaults to `True`):
             Whether a learned map W (hidden_size x hidden_size, the identity at the start) follows the pooling.
-        embedding_residual (`bool`, defaults to `False`):
-            Whether the sum of the window's token embeddings, over the square root of their number, is added to each
-            slot, and W starts at zero. Slots are then as large as token embeddings; the paper's, which start as last
-            hidden states, were 15 times as large on SmolLM2-135M-Instruct.
-        mlp_after_pooling (`bool`, defaults to `False`):
-            Whether a perceptron of two layers (hidden_size wide, GELU, zero at the start) is added to W's output.
         normed_mlp_size (`int`, *optional*):
             Width of a perceptron in W's place: RMS norm, linear map, GELU, linear map, without biases (4096 in the
             semi-dynamic paper's code). It goes with `linear_after_pooling=False`.
@@ -65,8 +59,6 @@ class MeanPoolingConfig(CompressorConfig):
         encoder_lora: dict[str, Any] | str | None = "default",
         decoder_lora: dict[str, Any] | str | None = "default",
         linear_after_pooling: bool = True,
-        embedding_residual: bool = False,
-        mlp_after_pooling: bool = False,
         normed_mlp_size: int | None = None,
         encoder_type: str = "language_model",
         encoder_attention: str = "bidirectional",
@@ -75,13 +67,6 @@ class MeanPoolingConfig(CompressorConfig):
         **kwargs: Any,
     ):
         self.linear_after_pooling = boolean("linear_after_pooling", linear_after_pooling)
-        self.embedding_residual = boolean("embedding_residual", embedding_residual)
-        self.mlp_after_pooling = boolean("mlp_after_pooling", mlp_after_pooling)
-        if not self.linear_after_pooling and (embedding_residual or mlp_after_pooling):
-            raise ValueError(
-                "`embedding_residual` and `mlp_after_pooling` go with `linear_after_pooling=True`, got "
-                f"{embedding_residual!r} and {mlp_after_pooling!r}"
-            )
         self.normed_mlp_size = positive_int_or_none("normed_mlp_size", normed_mlp_size)
         if self.linear_after_pooling and normed_mlp_size is not None:
             raise ValueError(
@@ -96,13 +81,6 @@ class MeanPoolingConfig(CompressorConfig):
             decoder_lora=lora_or(decoder_lora, {}),
             **kwargs,
         )
-        # A merged checkpoint's encoder is a copy of the decoder, and reads the same tokens.
-        is_another = self.get_encoder_config().vocab_size != self.vocab_size or self.encoder_name_or_path is not None
-        if self.embedding_residual and is_another:
-            raise ValueError(
-                "`embedding_residual` adds the decoder's embeddings of the same tokens: it must be False with another "
-                f"language model as encoder ({self.encoder_name_or_path or self.get_encoder_config().model_type!r})"
-            )
         if self.encoder_type == "embeddings" and (self.encoder_lora is not None or self.encoder_config is not None):
             raise ValueError(
                 "`encoder_type='embeddings'` has no encoder: `encoder_lora` and `encoder_config` must be None, got "
@@ -137,12 +115,16 @@ class MeanPoolingConfig(CompressorConfig):
         """Whether hidden states are pooled, and not token embeddings."""
         return self.encoder_type == "language_model"
 
+    @property
+    def maps_slots(self) -> bool:
+        """See [`CompressorConfig.maps_slots`]."""
+        return self.linear_after_pooling or self.normed_mlp_size is not None
+
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
-        """Operations of the encoder, of the linear map, of the perceptrons and of the ratio selector."""
+        """Operations of the encoder, of the linear map or perceptron, and of the ratio selector."""
         total = super().chunk_flops(num_tokens, ratio) if self.has_encoder else 0
         slots, width = self.chunk_slots(num_tokens, ratio), self.get_encoder_config().hidden_size
         total += linear_flops(slots, width, self.hidden_size) if self.linear_after_pooling else 0
         if self.normed_mlp_size is not None:
             total += linear_flops(slots, width + self.hidden_size, self.normed_mlp_size)
-        total += linear_flops(1, width, 1) if self.selects_ratios else 0
-        return total + (perceptron_flops(slots, width, self.hidden_size) if self.mlp_after_pooling else 0)
+        return total + (linear_flops(1, width, 1) if self.selects_ratios else 0)

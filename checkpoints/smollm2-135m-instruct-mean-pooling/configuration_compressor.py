@@ -24,7 +24,7 @@ from .field_checks import (
     text_or_none,
     token_id_list,
 )
-from .layer_shape import check_at_least, stack_flops
+from .layer_shape import check_at_least, linear_flops, stack_flops
 from .versions import CODE_VERSION, CONFIG_SCHEMA, Steps, bring_up_to_date
 
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
@@ -84,6 +84,11 @@ class CompressorConfig(PreTrainedConfig):
             How many learned vectors stand in front of each chunk's slots (`"before"`) and behind them (`"after"`),
             such as `{"after": 1}` for a separator. Each is a place of the decoder and is kept with the memory: it
             counts among the slots. `None`: none. They stand between embeddings with contiguous positions alone.
+        embedding_residual (`bool`, defaults to `False`):
+            Whether a slot starts as the sum of its window's token embeddings over the square root of their number, and
+            the method adds to it: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k, with W = 0 at the start. The
+            decoder then reads slots within some thousand tokens of training. No paper has it. W is the method's own
+            last linear map, or a new one (hidden_size x hidden_size) where there is none.
         trainable_parameters (sequence of `str`, *optional*):
             Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
             part of the checkpoint and is applied again when it is loaded.
@@ -154,6 +159,7 @@ class CompressorConfig(PreTrainedConfig):
         decoder_lora: dict[str, Any] | None = None,
         shared_adapter: bool = False,
         slot_markers: dict[str, int] | None = None,
+        embedding_residual: bool = False,
         trainable_parameters: list[str] | tuple[str, ...] | None = None,
         restores_context_start: bool = True,
         bos_before_text: bool = True,
@@ -183,6 +189,7 @@ class CompressorConfig(PreTrainedConfig):
         self.decoder_lora = lora_settings("decoder_lora", decoder_lora)
         self.shared_adapter = boolean("shared_adapter", shared_adapter)
         self.slot_markers = marker_counts(slot_markers)
+        self.embedding_residual = boolean("embedding_residual", embedding_residual)
         self.trainable_parameters = pattern_list(trainable_parameters)
         self.restores_context_start = boolean("restores_context_start", restores_context_start)
         self.bos_before_text = boolean("bos_before_text", bos_before_text)
@@ -222,6 +229,15 @@ class CompressorConfig(PreTrainedConfig):
             raise ValueError(
                 f"`slot_markers` must be left out where a memory holds keys and values, where a decoder reads it by "
                 f"cross-attention, and under `position_layout='enhanced'`, got {self.slot_markers!r}"
+            )
+
+        # A merged checkpoint's encoder is a copy of the decoder, and reads the same tokens.
+        is_another = self.get_encoder_config().vocab_size != self.vocab_size or self.encoder_name_or_path is not None
+        if self.embedding_residual and (self.carrier != "embeddings" or self.is_encoder_decoder or is_another):
+            raise ValueError(
+                "`embedding_residual` adds the decoder's token embeddings to slots. It must be False for key/value "
+                "memories, for encoder-decoders, and where the encoder is another language model, got "
+                f"{self.encoder_name_or_path or self.get_encoder_config().model_type!r}"
             )
 
     @classmethod
@@ -377,6 +393,11 @@ class CompressorConfig(PreTrainedConfig):
         return False
 
     @property
+    def maps_slots(self) -> bool:
+        """Whether a linear map of the method's own makes the slots, which starts at zero with `embedding_residual`."""
+        return False
+
+    @property
     def selects_ratios(self) -> bool:
         """Whether a context may say itself how far it is compressed, `ratio="auto"`."""
         return False
@@ -427,8 +448,11 @@ class CompressorConfig(PreTrainedConfig):
         return 0
 
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
-        """Operations of compressing a chunk (see `LayerShape`): the encoder's; a method adds those of its parts."""
-        return stack_flops(self.get_encoder_config(), num_tokens + self.chunk_memory_tokens(num_tokens, ratio))
+        """Operations of compressing a chunk (see `LayerShape`): the encoder's, and those of a map in front of the
+        embedding residual; a method adds those of its parts."""
+        slots = self.chunk_slots(num_tokens, ratio) if self.embedding_residual and not self.maps_slots else 0
+        total = linear_flops(slots, self.hidden_size, self.hidden_size)
+        return total + stack_flops(self.get_encoder_config(), num_tokens + self.chunk_memory_tokens(num_tokens, ratio))
 
     @property
     def markers_per_chunk(self) -> int:

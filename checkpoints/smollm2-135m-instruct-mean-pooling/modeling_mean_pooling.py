@@ -16,7 +16,7 @@ from .causal_lm import CompressorForCausalLM
 from .chunking import Chunks, Slots
 from .modeling_compressor import CompressorModel
 from .float32_layers import Float32Linear
-from .pooling import mean_pool, window_sizes
+from .pooling import mean_pool
 from .ratio_selection import nearest_ratios
 
 
@@ -30,7 +30,7 @@ class MeanPoolingModel(CompressorModel):
 
     config_class = MeanPoolingConfig
     pools_windows = True
-    method_parts = ("slot_projection", "slot_perceptron", "slot_mlp", "ratio_selector")
+    method_parts = ("slot_projection", "slot_mlp", "ratio_selector")
 
     def __init__(self, config: MeanPoolingConfig):
         super().__init__(config)
@@ -43,12 +43,6 @@ class MeanPoolingModel(CompressorModel):
                 f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: "
                 "`linear_after_pooling` must be True"
             )
-        self.slot_perceptron = None
-        if config.mlp_after_pooling:
-            width = config.hidden_size
-            self.slot_perceptron = nn.Sequential(
-                Float32Linear(encoder_width, width), nn.GELU(), Float32Linear(width, width)
-            )
         self.slot_mlp = None
         if config.normed_mlp_size is not None:
             up = Float32Linear(encoder_width, config.normed_mlp_size, bias=False)
@@ -60,9 +54,8 @@ class MeanPoolingModel(CompressorModel):
     def _init_weights(self, module: nn.Module) -> None:
         if module is self.slot_projection:
             (init.zeros_ if self.config.embedding_residual else init.eye_)(module.weight)
-        elif self.slot_perceptron is not None and module is self.slot_perceptron[2]:
+        elif self.config.embedding_residual and self.slot_mlp is not None and module is self.slot_mlp[3]:
             init.zeros_(module.weight)
-            init.zeros_(module.bias)
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         else:
@@ -102,11 +95,9 @@ class MeanPoolingModel(CompressorModel):
         self, chunks: Chunks, ratios: Sequence[int | Tensor | str], ratio_scale: float | None = None
     ) -> list[Tensor]:
         # Section 4.1: h_1 ... h_L, with full self-attention; the ablation "No Encoder" pools token embeddings.
-        embeddings = None
-        if self.config.encoder_type == "embeddings" or self.config.embedding_residual:
-            embeddings = self._embed_text(chunks.input_ids)
-        hidden_states: Any = embeddings
-        if self.config.encoder_type == "language_model":
+        if self.config.encoder_type == "embeddings":
+            hidden_states = self._embed_text(chunks.input_ids)
+        else:
             inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
             is_causal = self.config.encoder_attention == "causal"
             hidden_states = self.encoder_states(*inputs, is_causal=is_causal, is_full=chunks.is_full)
@@ -118,7 +109,7 @@ class MeanPoolingModel(CompressorModel):
             chunks.log_ratios = predicted.masked_fill(num_tokens == 0, torch.nan)
             chunks.selected_ratios = self._selected_ratios(chunks.log_ratios, ratio_scale)
         chosen: Any = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
-        return [self._slots(hidden_states, embeddings, chunks, ratio) for ratio in chosen]
+        return [self._slots(hidden_states, chunks, ratio) for ratio in chosen]
 
     def _selected_ratios(self, predicted: Tensor, ratio_scale: float | None) -> Tensor:
         config = self.config
@@ -126,21 +117,12 @@ class MeanPoolingModel(CompressorModel):
         nearest = nearest_ratios(scaled, config.compression_ratios, config.ratio_selector)
         return nearest.where(~predicted.isnan(), config.default_ratio)
 
-    def _slots(self, hidden_states: Tensor, embeddings: Tensor | None, chunks: Chunks, ratio: int | Tensor) -> Tensor:
+    def _slots(self, hidden_states: Tensor, chunks: Chunks, ratio: int | Tensor) -> Tensor:
         # Equations 3 and 4: S_k = {(k-1)r + 1, ..., min(kr, L)},  z_k = 1 / |S_k| sum_{i in S_k} h_i.
-        tokens = (chunks.attention_mask, ratio, chunks.lengths)
-        slots = mean_pool(hidden_states, *tokens)[0]
+        slots = mean_pool(hidden_states, chunks.attention_mask, ratio, chunks.lengths)[0]
         # Section 5.1: a learned matrix W is applied to f_c(T, r).
         if self.slot_projection is not None:
-            pooled = slots.float()
-            slots = functional.linear(pooled, self.slot_projection.weight.float())
-            if self.slot_perceptron is not None:
-                slots = slots + self.slot_perceptron(pooled)
-            if embeddings is not None and self.config.embedding_residual:
-                # A sum of |S_k| vectors over sqrt(|S_k|) is about as large as one of them.
-                sizes = window_sizes(chunks.attention_mask.sum(dim=1), ratio, slots.shape[1])
-                slots = slots + mean_pool(embeddings.float(), *tokens)[0] * sizes.sqrt()[:, :, None]
-            slots = slots.to(hidden_states.dtype)
+            slots = functional.linear(slots.float(), self.slot_projection.weight.float()).to(hidden_states.dtype)
         elif self.slot_mlp is not None:
             slots = self.slot_mlp(slots.float()).to(hidden_states.dtype)
         return slots

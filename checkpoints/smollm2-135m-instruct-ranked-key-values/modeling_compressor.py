@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
@@ -24,7 +25,10 @@ from .key_value_memory import note_cached_slots, num_cached_slots
 from .attention_masks import run_backbone
 from .base_precision import in_base_precision
 from .cache_name import CACHE, one_cache
+from .float32_layers import Float32Linear
 from .lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, inject_lora, use_adapter
+from .pooling import mean_pool, window_sizes
+from .chunking import Chunks, Slots
 from .decoder_only import DecoderOnlyPreTrainedModel
 from .input_checks import check_integers, check_keywords, check_labels
 from .memory_checks import check_memory, check_source, check_text_and_memory
@@ -33,8 +37,8 @@ from .token_rows import TokenRows, check_ids, check_targets, check_together
 
 logger = logging.get_logger(__name__)
 
-# Learned vectors that a method may have beside parts of its own.
-_OWN_EMBEDDINGS = ("task_embeddings", "marker_embeddings")
+# What a compressor may learn beside a method's own parts.
+_COMMON_PARTS = ("task_embeddings", "marker_embeddings", "residual_map")
 
 
 class _BaseAlone(threading.local):
@@ -66,7 +70,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
 
     def __init__(self, config: CompressorConfig):
         super().__init__(config)
-        self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", *_OWN_EMBEDDINGS, *self.method_parts]
+        self._keep_in_fp32_modules_strict = ["lora_A", "lora_B", *_COMMON_PARTS, *self.method_parts]
         dtype = torch.get_default_dtype()
         for part in (config.decoder_config, config.encoder_config):
             if part is not None and part.model_type not in self.checked_architectures:
@@ -90,15 +94,21 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         self.marker_embeddings = None
         if config.markers_per_chunk:
             self.marker_embeddings = nn.Parameter(torch.zeros(config.markers_per_chunk, config.hidden_size))
+        self.residual_map = None
+        if config.embedding_residual and not config.maps_slots:
+            self.residual_map = Float32Linear(config.hidden_size, config.hidden_size, bias=False)
         self._base_alone = _BaseAlone()
 
     @property
     def method_parameters(self) -> tuple[str, ...]:
-        """Patterns of what trains: adapters, task tokens, markers and the method's parts."""
-        parts = "|".join((*_OWN_EMBEDDINGS, *self.method_parts))
+        """Patterns of what trains: adapters, task tokens, markers, the residual's map and the method's parts."""
+        parts = "|".join((*_COMMON_PARTS, *self.method_parts))
         return rf"\.lora_[AB]\.({'|'.join(OWN_ADAPTERS)})\.", rf"(^|\.)({parts})(\.|$)"
 
     def _init_weights(self, module: nn.Module) -> None:
+        if module is self.residual_map:
+            init.zeros_(module.weight)
+            return
         super()._init_weights(module)
         for own in (self.task_embeddings, self.marker_embeddings) if module is self else ():
             if own is not None:
@@ -158,6 +168,30 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         inputs |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
         with self._adapter(self.encoder_backbone, ENCODER):
             return run_backbone(self.encoder_backbone, **inputs, **kwargs)
+
+    # --- slots ---
+
+    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
+        slots = self.encode(chunks, ratios, **beside)
+        if not self.config.embedding_residual:
+            return slots
+        chosen = [chunks.selected_ratios if isinstance(ratio, str) else ratio for ratio in ratios]
+        embeddings = self._embed_text(chunks.input_ids).float()
+        return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, chosen, strict=True)]
+
+    def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
+        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k, with W = 0 at the start.
+
+        The sum of |S_k| embeddings over sqrt(|S_k|) is about as large as one of them.
+        """
+        mapped = slots.float() if self.residual_map is None else self.residual_map(slots)
+        pooled = mean_pool(embeddings, chunks.attention_mask, ratio, chunks.lengths)[0]
+        sizes = window_sizes(chunks.attention_mask.sum(dim=1), ratio, pooled.shape[1])
+        pooled = pooled * sizes.sqrt()[:, :, None]
+        # A fixed number of memory tokens may be more or fewer than windows.
+        width = mapped.shape[1]
+        pooled = torch.nn.functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
+        return (mapped + pooled).to(slots.dtype)
 
     # --- adapters ---
 

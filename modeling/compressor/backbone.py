@@ -246,19 +246,19 @@ class CompressorBackbone(CompressorPreTrainedModel):
         """See [`encode`]. A pass reads chunks of similar lengths, a bounded number of tokens, and no empty chunks."""
         rows = [row for row, length in enumerate(chunks.lengths) if length]
         if self.needs_whole_rows:
-            return self.encode(chunks, ratios, **beside)
+            return self.slots_of(chunks, ratios, **beside)
         # Other inputs, such as images, belong to all rows. In training all activations are kept in any case.
         most_tokens = None if self.training or beside else _TOKENS_AT_ONCE
         lengths = [chunks.lengths[row] for row in rows]
         groups = length_batches(lengths, None, most_tokens, math.inf if beside else _MOST_PADDING)
         if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
-            return self.encode(chunks, ratios, **beside)
+            return self.slots_of(chunks, ratios, **beside)
         of_groups, found = [], []
         for group in groups:
             some = [rows[place] for place in group]
             part, index = chunks.take(some), torch.tensor(some, device=chunks.starts.device)
             own = [ratio[index] if isinstance(ratio, Tensor) else ratio for ratio in ratios]
-            found.append(self.encode(part, own, **beside))
+            found.append(self.slots_of(part, own, **beside))
             of_groups.append(part)
         order = gathering_order([rows[place] for group in groups for place in group], len(chunks.lengths))
         for name, fill in (("selected_ratios", self.config.default_ratio), ("log_ratios", torch.nan)):
@@ -266,6 +266,10 @@ class CompressorBackbone(CompressorPreTrainedModel):
             if parts[0] is not None:
                 setattr(chunks, name, gathered(parts, order, fill))
         return [gathered(slots, order) for slots in zip(*found, strict=True)]
+
+    def slots_of(self, chunks: Chunks, ratios: Sequence[Any], **beside: Any) -> Sequence[Slots]:
+        """Slots of one pass, as the memory holds them; arguments as of [`encode`]."""
+        return self.encode(chunks, ratios, **beside)
 
     def kept_slots(self, chunks: Chunks, ratio: int | Tensor) -> list[int]:
         """Slots of each chunk that are in the memory, which are all of them unless a method says otherwise."""

@@ -194,7 +194,8 @@ BERT = BertConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=3, nu
 SETTINGS = [
     *((method, {}) for method in methods_on(llama())),
     ("mean_pooling", {"linear_after_pooling": False}),
-    ("mean_pooling", {"mlp_after_pooling": True}),
+    ("icae", {"chunk_size": 100, "embedding_residual": True}),
+    ("mean_pooling", {"embedding_residual": True}),
     ("mean_pooling", {"linear_after_pooling": False, "normed_mlp_size": 512, "ratio_selector": "ratio"}),
     ("mean_pooling", {"encoder_config": {"hidden_size": 48, "intermediate_size": 96}}),
     ("compression_tokens", {"token_attention": "bidirectional", "linear_after_encoder": False}),

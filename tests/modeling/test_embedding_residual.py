@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots that start as pooled embeddings: z_k = |S_k|^(-1/2) sum_i E(x_i) + W s_k, with W = 0 at the start."""
+
+import pytest
+import torch
+from tiny_bases import ids_of
+
+IDS = ids_of(11)
+METHODS = {
+    "mean_pooling": {},
+    "compression_tokens": {},
+    "icae": {"chunk_size": 6},
+    "autocompressor": {"chunk_size": 6},
+    "comprexit": {},
+    "gmsa": {},
+    "tcp_autoencoder": {},
+    "pcc": {},
+}
+
+
+def pooled_embeddings(model, ratio):
+    """Windows of r tokens of each chunk; the last is short, and divided by the root of its own length."""
+    chunks = IDS.split(model.config.chunk_size or IDS.shape[1], dim=1)
+    windows = [window for chunk in chunks for window in model.get_input_embeddings()(chunk)[0].split(ratio)]
+    return torch.stack([window.sum(dim=0) / len(window) ** 0.5 for window in windows])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_slots_start_as_pooled_embeddings_and_the_method_adds_to_them(name, method_cases):
+    case = method_cases[name]
+    torch.manual_seed(0)
+    model = case.method.causal_lm_class(case.config(embedding_residual=True, **METHODS[name])).train()
+    for ratio in (2, 3):
+        memory = model.compress(IDS, ratio=ratio)
+        torch.testing.assert_close(memory.embeddings[0], pooled_embeddings(model, ratio))
+    model(input_ids=ids_of(4, seed=1), labels=ids_of(4, seed=1), memory=memory).loss.backward()
+    zero = {n: p for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2 and not p.any()}
+    maps = {name: weight for name, weight in zero.items() if "lora_" not in name and "sender_score" not in name}
+    assert len(maps) == 1
+    (weight,) = maps.values()
+    assert weight.grad.abs().max() > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", METHODS)
+def test_what_the_method_adds_is_what_it_makes_without_the_residual(name, method_cases):
+    model = method_cases[name].build(embedding_residual=True, **METHODS[name])
+    backbone = model.model
+    slots = model.compress(IDS, ratio=3).embeddings[0] - pooled_embeddings(model, 3)
+    residual_map, backbone.residual_map = backbone.residual_map, None
+    model.config.embedding_residual = False
+    try:
+        made = model.compress(IDS, ratio=3).embeddings[0]
+    finally:
+        backbone.residual_map, model.config.embedding_residual = residual_map, True
+    if residual_map is not None:
+        made = made @ residual_map.weight.T
+    torch.testing.assert_close(slots, made, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("five_hundred_x", {}),
+        ("mean_pooling", {"encoder_config": {"vocab_size": 64}}),
+        ("mean_pooling", {"encoder_name_or_path": "me/encoder"}),
+    ],
+)
+def test_slots_without_the_decoders_embeddings_of_the_context_are_refused(name, fields, method_cases):
+    with pytest.raises(ValueError, match=r"`embedding_residual` adds .* must be False"):
+        method_cases[name].config(embedding_residual=True, **fields)
