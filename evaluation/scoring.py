@@ -36,6 +36,8 @@ _IGNORED = -100
 _KEPT_CONTEXTS = 64
 # Pads for each token of a batch.
 _MOST_PADDING = 0.5
+# Tokens of a batch, pads included, of more than one row: what caches hold is bounded whatever the number of samples.
+_MOST_TOKENS = 16384
 # What a model's own files say, and what the evaluation itself decides.
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 _DECIDED = ("max_new_tokens", "max_length", "min_length", "num_return_sequences", "return_dict_in_generate")
@@ -239,13 +241,15 @@ class Scorer:
             rows_of.setdefault(self._context_key(sample), []).append(row)
         contexts = list(rows_of.values())
         lengths, counts = [len(samples[rows[0]]) for rows in contexts], [len(rows) for rows in contexts]
-        for group in length_batches(lengths, batch_size, most_padding=_MOST_PADDING, counts=counts):
+        for group in length_batches(lengths, batch_size, _MOST_TOKENS, _MOST_PADDING, counts):
             yield from self._batches_of_group(samples, [contexts[index] for index in group], batch_size, done)
 
     def _batches_of_group(
         self, samples: Sequence[Sample], group: list[list[int]], batch_size: int, done: Collection[int]
     ) -> Iterator[tuple[list[int], dict[int | str | None, Any], float]]:
         places = [(place, row) for place, rows in enumerate(group) for row in rows]
+        longest = max(len(samples[row]) for _, row in places)
+        batch_size = max(1, min(batch_size, _MOST_TOKENS // max(1, longest)))
         parts = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
         parts = [part for part in parts if not all(row in done for _, row in part)]
         if not parts:

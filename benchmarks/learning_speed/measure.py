@@ -71,7 +71,7 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     if recipe == "pooled_embeddings":
         recipe, fields = "mean_pooling", POOLED
     curve = Curve(arguments.tokens, arguments.until_read)
-    given = [word for pair in arguments.set for word in (f"--{pair.partition('=')[0]}", pair.partition("=")[2])]
+    given = [f"--{pair}" for pair in arguments.set]
     with tempfile.TemporaryDirectory() as folder:
         recipes = [f"smollm2/comparison/{recipe}.yaml", "smollm2/learning_speed.yaml", "smollm2/cpu.yaml"]
         places = ["--data_dir", arguments.data_dir, "--output_dir", folder, "--seed", str(arguments.seed)]

@@ -282,7 +282,13 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     argument("--zero-shot", action="store_true", help="also score the base language model with the adapters off"),
     MERGE_ADAPTERS,
     argument("--max-samples", type=int, metavar="N", help="samples per data set and task (default: all)"),
-    argument("--batch-size", type=int, default=8, metavar="B", help="samples per batch (default: 8)"),
+    argument(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="B",
+        help="samples per batch, of at most 16,384 tokens (default: 8)",
+    ),
     argument(
         "--max-new-tokens",
         nargs="+",
