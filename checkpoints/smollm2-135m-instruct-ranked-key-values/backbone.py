@@ -247,10 +247,12 @@ class CompressorBackbone(CompressorPreTrainedModel):
         rows = [row for row, length in enumerate(chunks.lengths) if length]
         if self.needs_whole_rows:
             return self.slots_of(chunks, ratios, **beside)
-        # Other inputs, such as images, belong to all rows. In training all activations are kept in any case.
-        most_tokens = None if self.training or beside else _TOKENS_AT_ONCE
+        # Other inputs, such as images, belong to all rows; processes that share weights make equal numbers of passes.
+        is_one_pass = bool(beside) or (torch.distributed.is_available() and torch.distributed.is_initialized())
+        # In training all activations are kept in any case.
+        most_tokens = None if self.training or is_one_pass else _TOKENS_AT_ONCE
         lengths = [chunks.lengths[row] for row in rows]
-        groups = length_batches(lengths, None, most_tokens, math.inf if beside else _MOST_PADDING)
+        groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING)
         if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):
             return self.slots_of(chunks, ratios, **beside)
         of_groups, found = [], []
