@@ -72,6 +72,19 @@ def test_what_trains_is_never_what_is_reported_or_chosen_by(recipe, tmp_path):
             assert source.rows == [0, 85_000]
 
 
+@pytest.mark.parametrize(
+    "method", ["mean_pooling", "compression_tokens", "icae", "five_hundred_x", "comprexit", "gmsa"]
+)
+def test_the_family_starts_its_slots_as_pooled_embeddings_at_one_budget(method, tmp_path):
+    recipes = ["smollm2/data.yaml", "smollm2/family.yaml", f"smollm2/comparison/{method}.yaml"]
+    model, data, training = parse_recipe([*recipes, "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    assert model.method == method
+    # Those of 500xCompressor are keys and values.
+    assert model.method_config["embedding_residual"] is (method != "five_hundred_x")
+    assert model.method_config["compression_ratios"] == [2, 4, 8]
+    assert (training.max_steps, training.per_device_train_batch_size, data.max_context_tokens) == (560, 24, 512)
+
+
 def test_compressors_and_reader_have_the_same_data_and_rank():
     names = ("mean_pooling", "reader", "ranked_key_values")
     compressor, reader, ranked = (yaml.safe_load((RECIPES / f"{name}.yaml").read_text()) for name in names)
