@@ -32,7 +32,8 @@ class ActivationBeaconConfig(CompressorConfig):
             the last layer beacons keep the base's query and output: nothing reads what they would change.
         last_group (`str`, defaults to `"beacon"`):
             A last group of fewer than r tokens has a beacon of its own, so that there are ceil(n / r) slots; or with
-            `"raw"`, as in the authors' code, none: its tokens' own keys and values are slots.
+            `"raw"`, none: its tokens' own keys and values are slots. The authors' code keeps the raw tokens and the
+            beacons of the whole unfinished window.
         kwargs: fields of [`CompressorConfig`], without chunks, an adapter of the encoder or another layout.
     """
 

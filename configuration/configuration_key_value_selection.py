@@ -32,6 +32,9 @@ class KeyValueSelectionConfig(CompressorConfig):
     carrier = "key_values"
     is_trained = False
     opens_context = True
+    # The base alone counts from 0, and reads a context whole.
+    first_context_position = 0
+    has_chunks = False
 
     def __init__(
         self,

@@ -21,7 +21,10 @@ class SnapKVConfig(KeyValueSelectionConfig):
             The paper needs more places than that: in a memory of `window_size` places or fewer, the window is half of
             them.
         kernel_size (`int`, defaults to 5):
-            Neighbouring places whose votes are averaged; an odd number.
+            Neighbouring places whose votes are pooled; an odd number.
+        pooling (`str`, defaults to `"average"`):
+            `"average"` (section 4.2) or `"max"`, as in the authors' settings for LongBench, with `window_size=32` and
+            `kernel_size=7`.
         question_placement (`str`, defaults to `"decoder"`):
             `"decoder"`: the context's last tokens vote, and the memory answers any question. `"encoder"`: the
             question's last tokens vote, as in the paper, where a question stands at the end of the prompt; all places
@@ -38,12 +41,18 @@ class SnapKVConfig(KeyValueSelectionConfig):
     }
 
     def __init__(
-        self, window_size: int = 64, kernel_size: int = 5, question_placement: str = "decoder", **kwargs: Any
+        self,
+        window_size: int = 64,
+        kernel_size: int = 5,
+        pooling: str = "average",
+        question_placement: str = "decoder",
+        **kwargs: Any,
     ):
         self.window_size = int_between("window_size", window_size, 1)
         self.kernel_size = int_between("kernel_size", kernel_size, 1)
         if self.kernel_size % 2 == 0:
             raise ValueError(f"`kernel_size` must be odd, so that a pool has a middle, got {kernel_size}")
+        self.pooling = one_of("pooling", pooling, ("average", "max"))
         self.question_placement = one_of("question_placement", question_placement, QUESTION_PLACEMENTS)
         super().__init__(**kwargs)
 

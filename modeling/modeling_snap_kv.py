@@ -60,7 +60,8 @@ class SnapKVModel(KeyValueSelectionModel):
         votes = torch.einsum("bhqn,bq->bhn", attention.float(), share) * is_prefix[:, None]
         # Section 4.2: neighbours stay together, by a pool over the votes.
         size = self.config.kernel_size
-        votes = functional.avg_pool1d(votes, kernel_size=size, stride=1, padding=size // 2)
+        pool = functional.avg_pool1d if self.config.pooling == "average" else functional.max_pool1d
+        votes = pool(votes, kernel_size=size, stride=1, padding=size // 2)
         # The query heads of a key/value head vote together, since they read the same keys.
         return votes.unflatten(1, (-1, attention.shape[1] // self.config.decoder_config.num_key_value_heads)).mean(2)
 

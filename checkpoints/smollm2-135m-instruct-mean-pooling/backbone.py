@@ -283,9 +283,10 @@ class CompressorBackbone(CompressorPreTrainedModel):
         rows = (context.input_ids, context.attention_mask, context.lengths)
         chunks = cut(*rows, config.chunk_size, layout, context.passages)
         if config.encoder_limit is not None:
-            # Chunks count from 0 again, or on from 1.
-            positions = max(chunks.lengths) if layout == "default" else max(context.lengths) + 1
-            check_context_length(config.get_encoder_config(), positions, config.chunk_size)
+            # Chunks count from 0 again, or on from the first one's first position.
+            in_row = max(context.lengths) + config.first_context_position
+            positions = max(chunks.lengths) if layout == "default" else in_row
+            check_context_length(config.get_encoder_config(), positions, config.chunk_size, config.has_chunks)
         return chunks
 
     def slot_positions(self, slot_mask: Tensor, chunks: Chunks, counts: Sequence[int]) -> Tensor:

@@ -96,7 +96,9 @@ def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_un
     return ratio
 
 
-def check_context_length(encoder_config: PreTrainedConfig, num_positions: int, chunk_size: int | None) -> None:
+def check_context_length(
+    encoder_config: PreTrainedConfig, num_positions: int, chunk_size: int | None, has_chunks: bool = True
+) -> None:
     """A context, or chunk, must fit into the encoder's positions.
 
     Raises:
@@ -105,7 +107,9 @@ def check_context_length(encoder_config: PreTrainedConfig, num_positions: int, c
     limit = getattr(encoder_config, "max_position_embeddings", None)
     if limit is not None and num_positions > limit:
         hint = "cut the context"
-        if chunk_size is None:
+        if not has_chunks:
+            pass
+        elif chunk_size is None:
             hint = "set `chunk_size` in the configuration, or cut the context"
         elif num_positions < 2 * chunk_size:
             # A single chunk is too long.

@@ -136,6 +136,10 @@ class CompressorConfig(PreTrainedConfig):
     # Whether what opens a text, BOS or the user's turn of a chat, is compressed in front of a document, and the text
     # goes on where the document ends.
     opens_context = False
+    # Position of a context's first token under the uniform and enhanced layouts.
+    first_context_position = 1
+    # Whether long contexts can be cut into chunks.
+    has_chunks = True
     # The packaged prompts of texts that start with no task token and stand in no chat: their name, and their question.
     plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
     # The method's fields that a model card names -> what it calls them.
@@ -499,4 +503,5 @@ class CompressorConfig(PreTrainedConfig):
             return True
         # Chunks start anew at 0, with memory tokens behind them; or they count on from 1, and memory tokens share the
         # positions of their chunk.
-        return (longest_chunk + appended if self.position_layout == "default" else num_tokens + 1) <= limit
+        in_row = num_tokens + self.first_context_position
+        return (longest_chunk + appended if self.position_layout == "default" else in_row) <= limit

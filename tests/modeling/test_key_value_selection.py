@@ -122,6 +122,26 @@ def test_snap_kv_keeps_what_kvpress_keeps(kvpress_base):
     assert places(memory, whole) == SNAP_KV_PRESS_BY_QUESTION
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("pooling", ["average", "max"])
+def test_snap_kv_pools_votes_of_neighbours(kvpress_base, pooling):
+    model = SnapKVForCausalLM.from_base(kvpress_base, window_size=4, kernel_size=3, pooling=pooling)
+    attention = torch.rand(1, 4, 4, 20)
+    is_window = torch.arange(20)[None] >= 16
+    found = model.model._votes(attention, is_window, ~is_window)[0]
+    votes = torch.nn.functional.pad(attention[0].mean(dim=1) * ~is_window, (1, 1))
+    windows = torch.stack([votes[:, shift : shift + 20] for shift in range(3)])
+    pooled = windows.mean(dim=0) if pooling == "average" else windows.amax(dim=0)
+    torch.testing.assert_close(found, pooled.unflatten(0, (2, 2)).mean(dim=1))
+
+
+def test_a_context_may_fill_the_bases_positions(kvpress_base):
+    model = SnapKVForCausalLM.from_base(kvpress_base)
+    assert int(model.compress(kvpress_ids(512), ratio=8).num_slots) == 64
+    with pytest.raises(ValueError, match=r"needs 513 positions, the encoder has 512 .*: cut the context"):
+        model.compress(kvpress_ids(513), ratio=8)
+
+
 def test_streaming_llm_keeps_what_kvpress_keeps_and_rotates_it_as_kvpress_does(kvpress_base):
     model = StreamingLLMForCausalLM.from_base(kvpress_base, position_layout="enhanced")
     for (length, ratio), expected in STREAMING_LLM_PRESS.items():
