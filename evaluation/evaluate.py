@@ -15,6 +15,7 @@ from ..data.document_ids import TrainingDocuments
 from ..data.prompts import default_prompts
 from ..data.task_tokens import task_start_ids
 from ..modeling.checkpoint.fingerprints import answer_settings_fingerprint, fingerprint
+from ..modeling.parts.base_precision import trained_base_weights
 from ..modeling.parts.text_ids import start_token_id, text_tokenizer
 from ..reporting.result_files import rounded
 from .bert_score import BertScorer
@@ -382,6 +383,12 @@ def _conditions(
         raise ValueError(
             "an encoder-decoder takes no teacher, no zero shot and no alternatives: its full-context bound is a "
             "checkpoint of its own, with `compression='none'`"
+        )
+    reads_base = settings.zero_shot or "self_information" in settings.alternatives
+    if reads_base and (trained := trained_base_weights(model)):
+        raise ValueError(
+            "zero_shot (--zero-shot) and self_information read the checkpoint without its adapters, and it has "
+            f"trained weights of the base itself, such as {trained[0]}: score the base as --teacher BASE, or alone"
         )
     compressed = [Condition(ratio_condition(ratio), model, ratio=ratio) for ratio in ratios]
     if settings.ratios_only:

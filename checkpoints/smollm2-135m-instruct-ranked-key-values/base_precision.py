@@ -31,6 +31,13 @@ def note_trained_weights(backbone: nn.Module) -> None:
     backbone.__dict__[_WEIGHTS] = (found[True], found[False]) if len(found) == 2 else None
 
 
+def trained_base_weights(model: Any) -> list[str]:
+    """Return the names of the base weights that train in a compressor's `...ForCausalLM`."""
+    parts = model.base_model.language_model, model.get_output_embeddings()
+    weights = [entry for part in parts for entry in part.named_parameters() if ".lora_" not in entry[0]]
+    return [name for name, weight in weights if weight.requires_grad]
+
+
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
     """The module's parameters, also where it is a replica of `DataParallel`, whose weights are none to torch."""
     for part in module.modules():

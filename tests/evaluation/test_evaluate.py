@@ -27,6 +27,7 @@ from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.paired import paired_difference
 from context_compressors.evaluation.report_tables import report_markdown
 from context_compressors.evaluation.tallies import Tally
+from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.parts.text_ids import text_tokenizer
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 
@@ -119,6 +120,14 @@ def test_zero_shot_is_the_base_with_the_adapters_off(model, tokenizer, folders):
         assert report.score("tiny", RECONSTRUCTION, condition, "perplexity") == pytest.approx(expected, rel=1e-4)
     own = report.score("tiny", RECONSTRUCTION, "no_context", "perplexity")
     assert abs(own / report.score("tiny", RECONSTRUCTION, "zero_shot_no_context", "perplexity") - 1) > 1e-3
+
+
+@pytest.mark.parametrize("fields", [{"zero_shot": True}, {"alternatives": ("self_information",)}])
+def test_a_base_whose_own_weights_trained_is_no_zero_shot(folders, tokenizer, fields):
+    stage = {"encoder_layers": 1, "training_stage": "keft", "compression_ratios": (2,)}
+    tuned = GMSAForCausalLM.from_base(str(folders / "base"), **stage)
+    with pytest.raises(ValueError, match=r"trained weights of the base itself, such as .*q_proj.*--teacher BASE"):
+        run(tuned, tokenizer, tasks=(QA,), **fields)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...modeling.parts.base_precision import trained_base_weights
 from ..arguments import DataArguments, ModelArguments, TrainingConfig
 from ..loading import teacher_language_model
 from ..losses import distillation_loss, logits_function, negative_log_likelihood, prediction_positions
@@ -53,10 +54,7 @@ class DistillationTrainer(CompressionTrainer):
         self.model_accepts_loss_kwargs = False
         self.teacher = teacher
         if teacher is None:
-            parts = model.base_model.language_model, model.get_output_embeddings()
-            weights = [entry for part in parts for entry in part.named_parameters() if ".lora_" not in entry[0]]
-            moving = [name for name, parameter in weights if parameter.requires_grad]
-            if moving:
+            if moving := trained_base_weights(model):
                 raise ValueError(
                     f"weights of the base itself train, such as {moving[0]}, so that it is no frozen teacher: give a "
                     "teacher, which may be the same base"
