@@ -30,10 +30,10 @@ class MemoryTokensConfig(CompressorConfig):
         chunk_size (`int`, defaults to 510):
             Context tokens of a chunk, L; there are ceil(L / r) memory tokens for the lowest ratio.
         encoder_lora (`dict` or `None`, defaults to rank 128, alpha 256, dropout 0.05 on `q_proj` and `v_proj`):
-            EPL's; the decoder is the frozen base.
+            EPL's, which has no dropout; the decoder is the frozen base.
         memory_tokens (`str`, defaults to `"by_ratio"`):
             `"by_ratio"`: a chunk of n tokens uses the first ceil(n / r) memory tokens. `"fixed"`: every chunk uses
-            ceil(L / r), however short it is, as the authors' code does; its effective ratio is then lower.
+            ceil(L / r), however short it is, as in EPL (section 3.1.1); its effective ratio is then lower.
         memory_start (`str`, defaults to `"embedding_statistics"`):
             Start values of the memory tokens: normal with the mean and the deviation of all numbers in the embedding
             matrix, two scalars (EPL's code), `"standard_normal"`, N(0, 1) (the authors of ICAE and 500xCompressor,

@@ -78,8 +78,9 @@ def test_epl_pretraining_holds_table_8(method, layout, base, tmp_path):
     config = meta_model(method, base, model.method_config).config
     assert config.position_layout == layout
     assert (config.compression_ratios, config.chunk_size, config.num_memory_tokens) == ((5,), 510, 102)
-    assert config.memory_tokens == "by_ratio"
-    lora = {"rank": 128, "alpha": 256, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+    # Section 3.1.1 appends all memory tokens to every chunk: those of SQuAD's mean text of 137 tokens, too.
+    assert [config.chunk_slots(length, 5) for length in (510, 137)] == [102, 102]
+    lora = {"rank": 128, "alpha": 256, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
     assert config.encoder_lora == lora
     assert config.decoder_lora is None
     assert list(config.task_token_ids) == ["[AE]", "[LM]"]
@@ -95,7 +96,7 @@ def test_epl_fine_tuning_holds_table_8(method, base, tmp_path):
     assert args.objective == "compression"
     # Both come with the checkpoint of the pretraining.
     assert (model.method, model.base, model.method_config) == (method, None, None)
-    assert (data.prompts, data.context_prefix) == ("memory_tokens", "### Context:\n")
+    assert (data.prompts, data.context_prefix, data.first_answer) == ("memory_tokens", "### Context:\n", True)
     assert [source.tasks for source in data.parsed_sources()] == [("question_answering",)]
 
 
@@ -149,6 +150,8 @@ def test_comprexit_baselines_hold_its_table_8(method, base, tmp_path):
     model, data, args = parse(*files, "comprexit/fine_tuning.yaml", folder=tmp_path)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 4 == 512
     assert (args.max_steps, args.num_train_epochs, model.base, model.method_config) == (-1, 1, None, None)
+    # The authors' scripts, of which the paper has no table.
+    assert (args.learning_rate, args.warmup_steps) == (1e-4, 0)
 
 
 SMALL = {
