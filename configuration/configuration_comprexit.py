@@ -73,7 +73,7 @@ class ComprExITConfig(CompressorConfig):
     # The authors' code.
     plain_prompts = (
         "comprexit",
-        "Question: {question} Answer the question directly with a short span only, no explanation. Answer:",
+        "Question: {question}Answer the question directly with a short span only, no explanation. Answer:",
     )
     card_fields = {
         **CompressorConfig.card_fields,

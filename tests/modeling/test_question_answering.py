@@ -73,7 +73,7 @@ def answer_by_hand(pipe, question, *documents, prompt=None, prefix="", ratio=Non
     model, tokenizer = pipe.model, pipe.tokenizer
     task = model.config.task_token_ids.get("[LM]")
     if prompt is None and model.config.model_type == "comprexit_compressor":
-        prompt = "Question: {question} Answer the question directly with a short span only, no explanation. Answer:"
+        prompt = "Question: {question}Answer the question directly with a short span only, no explanation. Answer:"
     elif prompt is None:
         has_tokens = model.config.task_token_ids
         prompt = "\n### Question:\n{question}\n### Answer:\n" if has_tokens else "\nQuestion: {question}\nAnswer:"

@@ -15,6 +15,7 @@ from transformers.optimization import get_scheduler
 import context_compressors.training
 from context_compressors import cli
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
+from context_compressors.data.prompts import format_prompt
 from context_compressors.modeling.modeling_comprexit import ComprExITForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
 from context_compressors.training.arguments import parse_recipe
@@ -33,6 +34,20 @@ ABLATIONS = {
 }
 PROMPT_TUNING = ["comprexit/fine_tuning.yaml", "comprexit/prompt_tuning.yaml"]
 on_each_base = pytest.mark.parametrize("base", BASES)
+
+
+def test_prompt_tuning_has_the_budget_of_the_authors_scripts(tmp_path):
+    model, data, args = parse(*PROMPT_TUNING, "comprexit/bases/llama3.2_1b.yaml", folder=tmp_path)
+    tokens = [f"<|prompt_{index}|>" for index in range(32)]
+    assert list(model.method_config["task_token_ids"]) == tokens
+    assert data.context_prefix == "".join(tokens)
+    assert (data.max_context_tokens + 1, args.learning_rate) == (512 + 32, 1e-4)
+
+
+def test_no_space_stands_between_question_and_instruction():
+    question = format_prompt("question_answering", "When was it lit?", path="comprexit")
+    assert question.startswith("Question: When was it lit?Answer the question directly with a short span only")
+    assert ComprExITConfig().question_prompt == format_prompt("question_answering", "{question}", path="comprexit")
 
 
 def test_every_base_and_ablation_has_a_recipe():
@@ -69,7 +84,7 @@ def test_fine_tuning_goes_on_for_one_epoch_without_warmup(base, tmp_path):
     assert (args.max_steps, args.num_train_epochs, args.learning_rate, args.warmup_steps) == (-1, 1, 1e-4, 0)
     # Both come with the checkpoint of the pretraining.
     assert (model.method, model.base, model.method_config) == ("comprexit", None, None)
-    assert (data.max_context_tokens + 1, data.max_target_tokens) == (512, 32)
+    assert (data.max_context_tokens + 1, data.max_target_tokens, data.first_answer) == (512, 128, True)
     assert data.overlong_contexts == "truncate_left"
     assert [source.tasks for source in data.parsed_sources()] == [("question_answering",)]
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
@@ -78,12 +93,12 @@ def test_fine_tuning_goes_on_for_one_epoch_without_warmup(base, tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["pretraining", "fine_tuning"])
-def test_the_baselines_differ_in_method_and_learning_rate_only(stage, tmp_path):
+def test_the_baselines_differ_in_method_and_the_rate_of_pretraining_only(stage, tmp_path):
     settings = []
     for folder, method in (("comprexit", "comprexit"), ("comprexit_baselines", "icae")):
         files = [f"{folder}/{method}.yaml", "comprexit/bases/llama3.2_1b.yaml", f"comprexit/{stage}.yaml"]
         model, data, args = parse(*files, folder=tmp_path)
-        assert args.learning_rate == (1e-4 if method == "comprexit" else 3e-5)
+        assert args.learning_rate == (3e-5 if (method, stage) == ("icae", "pretraining") else 1e-4)
         names = ("max_steps", "num_train_epochs", "warmup_steps", "max_grad_norm", "per_device_train_batch_size")
         settings.append((model.base, vars(data), [getattr(args, name) for name in names]))
     assert settings[0] == settings[1]
@@ -175,7 +190,7 @@ def test_prompt_tuning_is_scored_with_its_tokens_in_front_of_the_context(small, 
     folder = tmp_path / "bound"
     files = [*PROMPT_TUNING, small["bound"], "--max_context_tokens", "120"]
     main([*files, "--output_dir", str(folder)])
-    prefix = "".join(f"<|prompt_{index}|>" for index in range(20))
+    prefix = "".join(f"<|prompt_{index}|>" for index in range(32))
     read, generate = [], MeanPoolingForCausalLM.generate
     monkeypatch.setattr(
         MeanPoolingForCausalLM,
@@ -185,11 +200,11 @@ def test_prompt_tuning_is_scored_with_its_tokens_in_front_of_the_context(small, 
     rows = scored(folder, tmp_path / "scores.json", "--bounds-only", "--context-prefix", prefix, "--batch-size", "1")
     assert list(rows) == ["no_context", "full_context"]
     config = MeanPoolingForCausalLM.from_pretrained(folder).config
-    learned = [config.task_token_ids[f"<|prompt_{index}|>"] for index in range(20)]
+    learned = [config.task_token_ids[f"<|prompt_{index}|>"] for index in range(32)]
     for without, whole in zip(read[::2], read[1::2], strict=True):
         assert not set(without[0].tolist()) & set(learned)
-        assert whole[0, :21].tolist() == [config.bos_token_id, *learned]
-        assert not set(whole[0, 21:].tolist()) & set(learned)
+        assert whole[0, :33].tolist() == [config.bos_token_id, *learned]
+        assert not set(whole[0, 33:].tolist()) & set(learned)
 
 
 @pytest.mark.slow
@@ -199,12 +214,12 @@ def test_prompt_tuning_trains_tokens_in_front_of_the_whole_context(small, tmp_pa
     model = trainer.model
     assert isinstance(model, MeanPoolingForCausalLM)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["model.task_embeddings"]
-    assert model.model.task_embeddings.shape[0] == 20
+    assert model.model.task_embeddings.shape[0] == 32
     batch = trainer.data_collator([trainer.train_dataset[0]])
-    prompt = [model.config.task_token_ids[f"<|prompt_{index}|>"] for index in range(20)]
+    prompt = [model.config.task_token_ids[f"<|prompt_{index}|>"] for index in range(32)]
     ids = batch["input_ids"][0].tolist()
-    assert ids[:21] == [model.config.bos_token_id, *prompt]
-    assert not set(ids[21:]) & set(prompt)
+    assert ids[:33] == [model.config.bos_token_id, *prompt]
+    assert not set(ids[33:]) & set(prompt)
     assert "context_input_ids" not in batch
     before = model.model.task_embeddings.detach().clone()
     trainer.train()
