@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
-from transformers import initialization as init
 
 from ..configuration.configuration_xrag import XRAGConfig
 from .compressor.backbone import slot_counts
@@ -45,14 +44,6 @@ class XRAGModel(CompressorModel):
             Float32Linear(config.hidden_size, config.hidden_size),
         )
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Float32Linear):
-            # As torch has it: the paper says nothing of the start.
-            init.uniform_(module.weight, -(module.in_features**-0.5), module.in_features**-0.5)
-            init.zeros_(module.bias)
-        else:
-            super()._init_weights(module)
 
     def train(self, mode: bool = True) -> XRAGModel:
         """As in torch; a frozen retriever of its own drops nothing, so that embeddings are those of evaluation."""

@@ -101,6 +101,17 @@ def test_the_perceptron_alone_trains_and_has_the_papers_size(folders):
         assert (set(trained), sum(trained.values())) == (set(parts), size)
 
 
+def test_the_perceptron_starts_as_a_linear_map_of_the_base(folders):
+    """N(0, initializer_range), biases 0, as in the authors' code."""
+    torch.manual_seed(0)
+    wide = base_config(hidden_size=128, num_attention_heads=2, num_key_value_heads=2, initializer_range=0.05)
+    model = XRAGForCausalLM(XRAGConfig(decoder_config=wide, encoder_config=wide))
+    for layer in (0, 2):
+        linear = model.model.slot_mlp[layer]
+        assert float(linear.weight.detach().std()) == pytest.approx(0.05, rel=0.05)
+        assert not linear.bias.any()
+
+
 def test_the_encoders_ends_stand_around_passages_if_the_base_has_its_tokenizer(folders, tmp_path):
     LlamaForCausalLM(base_config(vocab_size=len(WORDS))).save_pretrained(tmp_path)
     BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(tmp_path)

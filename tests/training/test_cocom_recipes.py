@@ -49,7 +49,9 @@ def test_the_recipes_have_the_papers_values(tmp_path):
             assert fields["encoder_lora"] == fields["decoder_lora"] == LORA
         if run != "cocom/pretraining":
             assert (args.objective, data.max_context_tokens, args.num_train_epochs) == ("compression", 5 * 128, 1)
-    _, data, args = parse("cocom/pretraining", tmp_path)
+    model, data, args = parse("cocom/pretraining", tmp_path)
+    # The authors have no BOS in front of the slots.
+    assert "bos_before_slots" not in model.method_config
     assert (args.objective, args.alpha, args.max_steps * 128) == ("joint", 0.5, 10_000_000)
     assert data.max_document_tokens == data.min_document_tokens == 2 * 128
 
@@ -95,6 +97,9 @@ def test_both_train_on_lists_of_passages_from_stage_to_stage(base_folder, tmp_pa
     assert {name.split(".")[-2] for name in moved if "lora_B" in name} == {"shared"}
     assert "model.marker_embeddings" in moved
     pisco = ICAEForCausalLM.from_pretrained(out["pisco"])
+    assert {name for name, weight in pisco.named_parameters() if weight.requires_grad and "lora" not in name} == {
+        "model.memory_embeddings"
+    }
     ids = torch.arange(5, 15)[None]
     assert pisco.compress(ids).num_slots.tolist() == [1 + 1], "the memory token of a chunk of 16, and the separator"
     assert pisco.compress(ids, chunk_lengths=[[4, 6]]).num_slots.tolist() == [4]

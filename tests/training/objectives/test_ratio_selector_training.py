@@ -180,7 +180,9 @@ def test_a_selecting_compressor_is_measured_without_summaries(summaries, base_fo
 def test_recipes_have_the_published_settings_and_the_comparisons_size():
     model, data, args = parse_recipe(["mean_pooling/semi_dynamic.yaml", "--output_dir", "out", "--use_cpu", "true"])
     fields = model.method_config
-    assert (fields["compression_ratios"], fields["ratio_selector"]) == ([4, 8, 16], "ratio")
+    # All of one commit, the one with these models.
+    assert (model.base, model.encoder) == ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-Embedding-0.6B")
+    assert (fields["compression_ratios"], fields["ratio_selector"]) == ([2, 4, 8, 16, 32], "ratio")
     assert (fields["linear_after_pooling"], fields["normed_mlp_size"]) == (False, 4096)
     # Rank-stabilised LoRA scales by alpha over the root of the rank.
     for side, alpha in (("encoder_lora", 32), ("decoder_lora", 16)):
@@ -188,8 +190,8 @@ def test_recipes_have_the_published_settings_and_the_comparisons_size():
         assert (lora["rank"], lora["dropout"], lora.get("target_modules")) == (16, 0.1, None)
         assert lora["alpha"] / lora["rank"] == alpha / lora["rank"] ** 0.5
     assert (args.learning_rate, args.lr_scheduler_type, args.warmup_steps) == (4e-5, "constant_with_warmup", 100)
-    assert (args.per_device_train_batch_size, args.max_steps, args.ratio_mode) == (10, 100_000, "random")
-    assert (data.min_context_tokens, data.max_context_tokens, args.objective) == (64, 1300, "compression")
+    assert (args.per_device_train_batch_size, args.max_steps, args.ratio_mode) == (4, 200_000, "random")
+    assert (data.min_context_tokens, data.max_context_tokens, args.objective) == (64, 1200, "compression")
     _, data, _ = parse_recipe(["smollm2/data.yaml", "--output_dir", "out", "--use_cpu", "true"])
     assert sum("summarisation" in source["tasks"] for source in data.sources) == 2
     plain, selecting = (
