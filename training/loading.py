@@ -177,21 +177,8 @@ def load_compressor(
         ValueError: fields that do not go together, a checkpoint of another method, or a tokenizer that does not know
             the checkpoint's task tokens.
     """
-    if model_args.method is not None:
-        check_choice("method", model_args.method, METHODS)
-    given = [name for name in ("base", "checkpoint", "model_config") if getattr(model_args, name) is not None]
-    named = config_class(model_args.method or DEFAULT_METHOD)
-    if len(given) != 1 or (given == ["model_config"] and not named.is_encoder_decoder):
-        raise ValueError(
-            "give either base (a new compressor) or checkpoint (one to go on from), or model_config (a new one of an "
-            f"encoder-decoder method), got {given}"
-        )
-    for name in ("base_revision", "base_gguf_file", "encoder", "encoder_revision", "adapter"):
-        if model_args.base is None and getattr(model_args, name) is not None:
-            raise ValueError(f"{name} goes with base (a new compressor): leave it out, or null, beside {given[0]}")
+    check_start(model_args)
     fields = dict(model_args.method_config or {})
-    if model_args.checkpoint is not None and fields:
-        raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
     kind = model_class(_method(model_args), auto_class)
     if not kind.config_class.is_trained:
         raise ValueError(
@@ -212,10 +199,6 @@ def load_compressor(
         if tokenizer is not None:
             check_task_tokens(tokenizer, model.config.task_token_ids)
         return model
-    if model_args.checkpoint_config:
-        raise ValueError("checkpoint_config goes with a checkpoint; of a new compressor give method_config")
-    if model_args.checkpoint_base:
-        raise ValueError("checkpoint_base goes with a checkpoint; a new compressor starts from its base")
     if model_args.model_config is not None:
         return new_encoder_decoder(kind, model_args.model_config, fields, tokenizer, loading)
     if model_args.base_revision is not None:
@@ -234,6 +217,32 @@ def load_compressor(
         names = tuple(kind.config_class(**fields).task_token_ids)
         fields["task_token_ids"] = add_task_tokens(tokenizer, names)
     return kind.from_base(base if model_args.base_revision else base_place(base), **loading, **fields)
+
+
+def check_start(model_args: ModelArguments) -> None:
+    """Check that the fields that name a compressor's method and start go together; nothing is read.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if model_args.method is not None:
+        check_choice("method", model_args.method, METHODS)
+    given = [name for name in ("base", "checkpoint", "model_config") if getattr(model_args, name) is not None]
+    named = config_class(model_args.method or DEFAULT_METHOD)
+    if len(given) != 1 or (given == ["model_config"] and not named.is_encoder_decoder):
+        raise ValueError(
+            "give either base (a new compressor) or checkpoint (one to go on from), or model_config (a new one of an "
+            f"encoder-decoder method), got {given}"
+        )
+    for name in ("base_revision", "base_gguf_file", "encoder", "encoder_revision", "adapter"):
+        if model_args.base is None and getattr(model_args, name) is not None:
+            raise ValueError(f"{name} goes with base (a new compressor): leave it out, or null, beside {given[0]}")
+    if model_args.checkpoint is not None and model_args.method_config:
+        raise ValueError("method_config is fixed by the checkpoint: leave it out, or give checkpoint_config")
+    if model_args.checkpoint is None and model_args.checkpoint_config:
+        raise ValueError("checkpoint_config goes with a checkpoint; of a new compressor give method_config")
+    if model_args.checkpoint is None and model_args.checkpoint_base:
+        raise ValueError("checkpoint_base goes with a checkpoint; a new compressor starts from its base")
 
 
 def _check_gguf_file(model_args: ModelArguments) -> None:
