@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compressing a billion tokens costs: GPU hours, bytes and money, from the roofline and the share of it measured.
+"""What compressing a billion tokens costs: GPU hours, bytes and money, from the roofline and a share of it.
 
-    python -m benchmarks.memory_store.cost
     python -m benchmarks.memory_store.cost --share 0.4
+    python -m benchmarks.memory_store.cost    # on a GPU that is known
 
-Mean pooling with random weights, its adapters merged, compresses batches of chunks, and its slots are rounded to int8
-and moved to the host, as a worker of `compress-corpus` does; reading and tokenizing texts and writing the store are
-beside it. The share is that of the least time, operations by GMSA's Appendix G at the device's limit. On a GPU that is
-known the model has the shape itself, in bfloat16, and the limit is the maker's; elsewhere it has SmolLM2-135M's shape,
-in float32, the limit is that of a large matrix product on the device, and times are the processor's own.
+The share is that of the least time, operations by GMSA's Appendix G at the maker's limit. It is given, or measured on
+a GPU that is known: mean pooling of each shape with random weights in bfloat16, its adapters merged, compresses
+batches of chunks, and its slots are rounded to int8 and moved to the host, as a worker of `compress-corpus` does;
+reading and tokenizing texts and writing the store are beside it. A CPU's share says nothing of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
 
 from benchmarks.answer_latency.roofline import Hardware, compression_pass, hardware_of
 from benchmarks.common.tools import (
@@ -39,41 +36,22 @@ from context_compressors.modeling.memory.memory_quantization import num_blocks
 from context_compressors.reporting.tables import markdown_table
 
 RATIOS = (4, 16)
-# Of SmolLM2-135M, but for its vocabulary.
-SMALL = {
-    "vocab_size": 4096,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-}
 # The maker's numbers for one H200, dense and in 16 bits: what costs are on paper.
 H200 = Hardware(989e12, 4.8e12)
 
 
-def matrix_product_limit(device: torch.device, clock: Callable[[Callable[[], Any]], float]) -> Hardware:
-    """The operations a second of a large matrix product."""
-    size = 2048
-    left, right = torch.randn(2, size, size, device=device)
-    times = [clock(lambda: left @ right) for _ in range(5)]
-    return Hardware(2 * size**3 / min(times), math.inf)
-
-
 def measured(shape: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Tokens a second on this device, and their share of what its limits allow."""
+    """Tokens a second on this GPU, and their share of what its limits allow.
+
+    Raises:
+        ValueError: the device is no GPU whose limit is known.
+    """
     device = device_of(arguments)
-
-    def clock(function: Callable[[], Any]) -> float:
-        return timed_by_processor(function, device)[1]
-
-    if hardware := hardware_of(device, torch.bfloat16):
-        base, dtype = named_config(shape), "bfloat16"
-    else:
-        hardware, base, dtype = matrix_product_limit(device, clock), LlamaConfig(**SMALL), "float32"
+    hardware, base = hardware_of(device, torch.bfloat16), named_config(shape)
+    if hardware is None:
+        raise ValueError(f"the limit of {device} is not known: give --share, such as 0.4")
     base.bos_token_id, base.eos_token_id, base.pad_token_id = 0, 1, 1
-    model = random_compressor("mean_pooling", base, RATIOS, dtype, device)
+    model = random_compressor("mean_pooling", base, RATIOS, "bfloat16", device)
     model.merge_adapters()
     size = (max(1, arguments.batch_tokens // arguments.chunk_tokens), arguments.chunk_tokens)
     ids = torch.randint(2, base.vocab_size, size, device=device)
@@ -83,7 +61,7 @@ def measured(shape: str, arguments: argparse.Namespace) -> dict[str, float]:
         model.compress(ids, ratio=RATIOS[0]).quantize("int8").to("cpu")
 
     compress()
-    spent = statistics.median(clock(compress) for _ in range(arguments.repeats))
+    spent = statistics.median(timed_by_processor(compress, device)[1] for _ in range(arguments.repeats))
     least = compression_pass(model, *size, RATIOS[0]).least_seconds(hardware)
     return {
         "measured_tokens_per_second": ids.numel() / spent,
@@ -139,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPE_NAMES, default=["llama-3.2-1b", "qwen3-8b"], metavar="SHAPE")
-    add("--share", type=positive_float, help="of the limit (default: measured here)")
+    add("--share", type=positive_float, help="of the limit (default: measured on this GPU)")
     add("--tokens", type=positive_float, default=1e9, help="of the collection (default: 1e9)")
     add("--chunk-tokens", type=positive_int, default=512, metavar="N", help="default: 512")
     add("--batch-tokens", type=positive_int, default=16_384, metavar="N", help="default: 16384")
@@ -155,11 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure or take the shares, print the table, and write the result file."""
     arguments = build_parser().parse_args(argv)
     rows: list[dict[str, Any]] = []
-    known = hardware_of(device_of(arguments), torch.bfloat16) is not None
     found = {"share": arguments.share}
     for shape in arguments.shapes:
-        # Without a GPU that is known, one small model stands for all.
-        if arguments.share is None and (known or not rows):
+        if arguments.share is None:
             found = measured(shape, arguments)
         rows += [{**row_of(shape, ratio, found["share"], arguments), **found} for ratio in RATIOS]
         if torch.cuda.is_available():
