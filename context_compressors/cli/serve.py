@@ -72,8 +72,9 @@ def main(arguments: argparse.Namespace) -> None:
         OSError: the address is taken, or is none of this machine.
         ValueError: models or a store that cannot be used together, or a limit or a port that is none.
     """
-    if arguments.api_key == "":
-        raise ValueError("--api-key is empty: give a key, or leave it out for a server that asks for none")
+    api_key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
+    if api_key == "":
+        raise ValueError(f"the key (--api-key, or else ${API_KEY}) is empty: give one, or leave both out")
     from ..serving.server import ServerSettings, check_address, create_app
     from ..serving.server import run as run_server
 
@@ -84,7 +85,7 @@ def main(arguments: argparse.Namespace) -> None:
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two models have the name {min(twice)!r}: rename the folder of one")
     settings = ServerSettings(
-        api_key=arguments.api_key or os.environ.get(API_KEY) or None,
+        api_key=api_key,
         batch_size=arguments.batch_size,
         max_waiting=arguments.max_waiting,
         max_tokens=arguments.max_tokens,

@@ -56,9 +56,13 @@ def test_a_wrong_option_exits_with_2_and_the_nearest_one(
     assert message in capsys.readouterr().err
 
 
-def test_an_empty_key_opens_no_server(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["serve", "model", "--api-key", ""]) == 1
-    assert "--api-key is empty" in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", [["--api-key", ""], []])
+def test_an_empty_key_opens_no_server(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("CONTEXT_COMPRESSORS_API_KEY", "")
+    assert cli.main(["serve", "model", *arguments]) == 1
+    assert "the key (--api-key, or else $CONTEXT_COMPRESSORS_API_KEY) is empty" in capsys.readouterr().err
 
 
 def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]):
