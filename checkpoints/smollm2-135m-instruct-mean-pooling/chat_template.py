@@ -67,8 +67,8 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
             mark = answer
         contents.append(content)
         filled.append({**message, "content": mark})
-    text = tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=False)
-    opening = tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=True)
+    text = _templated(tokenizer, filled, add_generation_prompt=False)
+    opening = _templated(tokenizer, filled)
     if messages[-1]["role"] != "assistant":
         text = opening + answer
     asked = [_MARK.format(place) for place, message in enumerate(messages) if message["role"] == "user"]
@@ -86,8 +86,19 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[
     contents = [message["content"] for message in messages]
     if any(name in content for content in contents for name in tokenizer.all_special_tokens):
         messages = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    return _filled(tokenizer, text, contents)
+    return _filled(tokenizer, _templated(tokenizer, messages), contents)
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:
+        # A template is a program: it raises of itself, such as for a role that it does not know, or is broken.
+        raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
 
 
 def _filled(tokenizer: PreTrainedTokenizerBase, text: str, contents: Sequence[str]) -> list[int]:

@@ -42,6 +42,16 @@ def templated(tokenizer, messages, document=DOCUMENT):
     return encode(tokenizer, text)
 
 
+@pytest.mark.parametrize("prompt_format", ["plain", "chat"])
+def test_what_a_template_refuses_is_a_value_error_with_its_words(method_cases, tokenizer, prompt_format):
+    config = chat_model(method_cases, tokenizer).config
+    config.prompt_format = prompt_format
+    for template, words in (("{{ raise_exception('No system role') }}", "No system role"), ("{{ [] + 1 }}", "list")):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=f"chat template refuses these messages: .*{words}"):
+            message_ids(config, tokenizer, WITH_SYSTEM)
+
+
 def chat_model(method_cases, tokenizer, **fields):
     # Without adapters the decoder is the plain model itself.
     fields = {"decoder_lora": None, **fields}
