@@ -17,19 +17,21 @@ from typing import Any
 
 try:
     import fastapi
+    import h11
     import prometheus_client
     import uvicorn
     from fastapi.concurrency import run_in_threadpool
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ImportError("a server needs FastAPI and uvicorn: pip install 'context-compressors[serve]'") from error
 
 from ..corpus.memory_store import MemoryStore
 from ..modeling.compressor.context_compression_qa import MAX_NEW_TOKENS, ContextCompressionQAPipeline
 from ..modeling.memory.compressed_context import CompressedContext
-from .server_engine import Engine, Job, ServerError, in_time
+from .server_engine import Engine, Job, ServerError, in_time, stopping
 from .server_jobs import Answer, AnswerJob, CompressionJob, Sampling, ServedModel
 from .server_memories import ProcessMemories, StoredMemories
 from .server_requests import ChatRequest, MemoriesRequest, MemoryPart
@@ -37,6 +39,8 @@ from .server_requests import ChatRequest, MemoriesRequest, MemoryPart
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 # Memories of a chat that are read before their slots are counted.
 _MEMORIES_AT_ONCE = 64
+# That a connection may take to send the headers of a request.
+_HEADER_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -125,13 +129,41 @@ def run(app: fastapi.FastAPI, host: str, port: int, grace: int) -> None:
     with _listening(host, port) as listening:
         place = f"[{host}]" if ":" in host else host
         print(f"serving at http://{place}:{listening.getsockname()[1]} (Ctrl-C ends it)", flush=True)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listening])
+            _web_server(app, grace).run(sockets=[listening])
+
+
+def _web_server(app: fastapi.FastAPI, grace: int) -> uvicorn.Server:
+    config = uvicorn.Config(app, http=_Connection, log_level="warning", timeout_graceful_shutdown=grace)
+    return uvicorn.Server(config)
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # asyncio sends small answers at once (TCP_NODELAY) where the socket says that it is TCP; this one leaves it open.
+    return socket.socket(bound.family, bound.type, socket.IPPROTO_TCP, fileno=bound.detach())
+
+
+class _Connection(H11Protocol):
+    """A connection, which is closed where the headers of a request do not come in time."""
+
+    _closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._limit_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._limit_headers()
+
+    def _limit_headers(self) -> None:
+        is_reading = self.conn.their_state is h11.IDLE
+        if is_reading and self._closing is None:
+            self._closing = self.loop.call_later(_HEADER_SECONDS, self.timeout_keep_alive_handler)
+        elif not is_reading and self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
 
 
 class _Server:
@@ -422,11 +454,11 @@ class _Gate:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        arrived, status = time.monotonic(), 500
+        arrived, status, has_started = time.monotonic(), 500, False
 
         async def counted_send(message: dict[str, Any]) -> None:
-            nonlocal status
-            status = message.get("status", status)
+            nonlocal status, has_started
+            status, has_started = message.get("status", status), True
             await send(message)
 
         try:
@@ -435,6 +467,12 @@ class _Gate:
             await self.app(scope, self._limited(receive, headers.get(b"content-length", b"0")), counted_send)
         except ServerError as error:
             await _refusal(error)(scope, receive, counted_send)
+        except asyncio.CancelledError:
+            # Broken off by uvicorn, at the end of its grace.
+            if has_started:
+                await send({"type": "http.response.body", "body": _event(stopping().body).encode()})
+            else:
+                await _refusal(stopping())(scope, receive, counted_send)
         finally:
             path = getattr(scope.get("route"), "path", "other")
             self.server.requests.labels(path, status).inc()
@@ -477,6 +515,8 @@ def _as_server_error(error: Exception) -> ServerError:
         return ServerError(error.status_code, str(error.detail))
     if not isinstance(error, RequestValidationError):
         return ServerError.of(error)
+    if isinstance(error.body, bytes):
+        return ServerError(400, "the body is not read as JSON: send `Content-Type: application/json`", "invalid_json")
     found = []
     for problem in error.errors():
         # The first is "body".

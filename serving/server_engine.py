@@ -147,7 +147,7 @@ class Engine:
         """
         with self._wakes:
             if not self.is_alive:
-                raise _stopping()
+                raise stopping()
             if len(self.waiting) >= self.max_waiting:
                 message = f"{len(self.waiting)} requests wait, as many as may (--max-waiting): try later"
                 raise ServerError(429, message, "too_many_waiting")
@@ -167,7 +167,7 @@ class Engine:
             for job in self.running:
                 job.is_cancelled = True
             for job in self.waiting:
-                job.finish(_stopping())
+                job.finish(stopping())
             self.waiting.clear()
             self._wakes.notify()
         # A pass through a model cannot be broken off; the process ends without it.
@@ -186,7 +186,7 @@ class Engine:
             self._run(self.running)
             for job in self.running:
                 if self.is_closing and not job.is_done:
-                    job.finish(_stopping())
+                    job.finish(stopping())
 
     def _run(self, jobs: list[Job]) -> None:
         try:
@@ -206,5 +206,6 @@ class Engine:
                 self._run([job])
 
 
-def _stopping() -> ServerError:
+def stopping() -> ServerError:
+    """What a request is answered with when the server stops."""
     return ServerError(503, "the server is stopping", "stopping")

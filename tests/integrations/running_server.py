@@ -12,7 +12,6 @@ REASON = "the server has an environment of its own: make test-integrations"
 openai = pytest.importorskip("openai", reason=REASON)
 fastapi = pytest.importorskip("fastapi", reason=REASON)
 httpx = pytest.importorskip("httpx", reason=REASON)
-uvicorn = pytest.importorskip("uvicorn", reason=REASON)
 server = pytest.importorskip("context_compressors.serving.server", reason=REASON, exc_type=ImportError)
 server_jobs = pytest.importorskip("context_compressors.serving.server_jobs")
 ServerSettings = server.ServerSettings
@@ -26,14 +25,14 @@ class Running:
     """A server in a thread, at a free port of this machine."""
 
     def __init__(self, app, grace=10):
-        config = uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=grace)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run)
+        self.server = server._web_server(app, grace)
+        listening = server._listening("127.0.0.1", 0)
+        self.port = listening.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, args=([listening],))
         self.thread.start()
         while not self.server.started:
             assert self.thread.is_alive()
             time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.options = {"base_url": f"http://127.0.0.1:{self.port}/v1", "api_key": "k", "max_retries": 0}
         self.client = openai.OpenAI(**self.options)
 
