@@ -213,16 +213,15 @@ class CorpusCompressor:
 
     def _load(self) -> ContextCompressionQAPipeline:
         import torch
-        from transformers import AutoTokenizer
 
-        from ..modeling.checkpoint.pretrained_bases import load_from_place
+        from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
 
         place: Any = self.model  # a pipeline that was given is there already
         model = load_from_place(place, dtype=self.dtype, **self._loading)
         if not hasattr(model, "question_answering"):
             raise ValueError(f"{self.model} is a model of type {model.config.model_type!r}, not a context compressor")
         options = {name: self._loading[name] for name in ("revision", "trust_remote_code")}
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        tokenizer = tokenizer_from_place(place, **options)
         device = self.device
         if device == "auto":
             accelerator = torch.accelerator.current_accelerator(check_available=True)

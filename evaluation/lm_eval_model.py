@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -34,7 +34,7 @@ except ImportError as error:
 from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 from ..configuration.nearest_names import check_choice, nearest
 from ..modeling.checkpoint.fingerprints import fingerprint
-from ..modeling.checkpoint.pretrained_bases import load_from_place
+from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
 from ..modeling.parts.chat_template import opening_ids
 from ..modeling.parts.prompting import context_opening, start_ids
 from ..modeling.parts.text_ids import encode, prefix_ids, start_token_id, text_tokenizer
@@ -122,7 +122,7 @@ class CompressorLM(TemplateLM):
             raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
         if isinstance(pretrained, (str, os.PathLike)):
             name = os.fspath(pretrained)
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            tokenizer = tokenizer or tokenizer_from_place(name, trust_remote_code=trust_remote_code)
             pretrained = load_from_place(name, base_model=base_model, dtype=dtype, trust_remote_code=trust_remote_code)
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             pretrained = pretrained.to(device or accelerator or "cpu")

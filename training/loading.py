@@ -12,7 +12,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,7 +23,7 @@ from ..configuration.nearest_names import check_choice
 from ..data.task_tokens import add_sentinel_tokens, add_task_tokens, check_task_tokens
 from ..modeling import model_class
 from ..modeling.checkpoint.gguf_files import gguf_arguments, gguf_tokenizer
-from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases
+from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases, naming_broken, tokenizer_from_place
 from .arguments import DataArguments, ModelArguments
 from .resume import changed_config
 from .tokenizer import train_tokenizer
@@ -61,7 +60,7 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: i
     else:
         # A tokenizer or checkpoint of its own is no revision of the base.
         revision = model_args.base_revision if name == model_args.base else None
-        tokenizer = AutoTokenizer.from_pretrained(name if revision else base_place(name), revision=revision or "main")
+        tokenizer = tokenizer_from_place(name, revision=revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -130,13 +129,14 @@ def pretrained_language_model(model_args: ModelArguments) -> PreTrainedModel:
     if model_args.base is None:
         raise ValueError("give a base: folder or Hub id of the language model to start from")
     _check_gguf_file(model_args)
-    model = AutoModelForCausalLM.from_pretrained(
-        model_args.base if model_args.base_revision else base_place(model_args.base),
-        revision=model_args.base_revision or "main",
-        dtype=getattr(torch, model_args.dtype),
-        attn_implementation=model_args.attn_implementation,
-        **gguf_arguments(model_args.base_gguf_file),
-    )
+    with naming_broken(f"the base {model_args.base}: config.json or model.safetensors"):
+        model = AutoModelForCausalLM.from_pretrained(
+            model_args.base if model_args.base_revision else base_place(model_args.base),
+            revision=model_args.base_revision or "main",
+            dtype=getattr(torch, model_args.dtype),
+            attn_implementation=model_args.attn_implementation,
+            **gguf_arguments(model_args.base_gguf_file),
+        )
     # Adapters that are trained on it name it so.
     model.name_or_path = model.config.name_or_path = model_args.base
     return model
@@ -150,11 +150,12 @@ def teacher_language_model(model_args: ModelArguments) -> PreTrainedModel:
         from peft import PeftConfig
 
         name = PeftConfig.from_pretrained(folder).base_model_name_or_path
-    model = AutoModelForCausalLM.from_pretrained(
-        base_place(name),
-        dtype=getattr(torch, model_args.dtype),
-        attn_implementation=model_args.attn_implementation,
-    )
+    with naming_broken(f"the teacher {name}: config.json or model.safetensors"):
+        model = AutoModelForCausalLM.from_pretrained(
+            base_place(name),
+            dtype=getattr(torch, model_args.dtype),
+            attn_implementation=model_args.attn_implementation,
+        )
     if folder is not None:
         model.load_adapter(folder)
     return model
@@ -195,7 +196,8 @@ def load_compressor(
         else:
             stored, _ = PreTrainedConfig.get_config_dict(model_args.checkpoint)
             fetch_bases(stored.get("external_weights"))
-        model = kind.from_pretrained(model_args.checkpoint, **loading)
+        with naming_broken(f"the checkpoint {model_args.checkpoint}: config.json or model.safetensors"):
+            model = kind.from_pretrained(model_args.checkpoint, **loading)
         if tokenizer is not None:
             check_task_tokens(tokenizer, model.config.task_token_ids)
         return model
@@ -216,7 +218,8 @@ def load_compressor(
         # With its default decoder a configuration tells which task tokens the method has; their ids are ours to give.
         names = tuple(kind.config_class(**fields).task_token_ids)
         fields["task_token_ids"] = add_task_tokens(tokenizer, names)
-    return kind.from_base(base if model_args.base_revision else base_place(base), **loading, **fields)
+    with naming_broken(f"the base {base}: config.json or model.safetensors"):
+        return kind.from_base(base if model_args.base_revision else base_place(base), **loading, **fields)
 
 
 def check_start(model_args: ModelArguments) -> None:

@@ -76,8 +76,10 @@ def refuse_links_out(folder: str | os.PathLike, subfolder: str | None = None) ->
     files = [path for path in folder.glob("*") if not path.is_dir()]
     files += [] if subfolder is None else [folder / subfolder, *(folder / subfolder).glob("*")]
     for path in sorted(files):
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{path} is a link out of the folder, and saving would write to {path.resolve()}")
+        # `Path.resolve` raises where a link leads to itself.
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(os.path.realpath(folder)):
+            raise ValueError(f"{path} is a link out of the folder, and saving would write to {target}")
 
 
 def write_code(model_class: type, config_class: type, folder: str | os.PathLike) -> None:

@@ -175,12 +175,10 @@ def _load(name: str, arguments: argparse.Namespace, base_model: str | None) -> P
 
 def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     """Load what the arguments name, score it, and write the report and the answers while they come."""
-    from transformers import AutoTokenizer
-
     from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import can_compress, evaluate_model, model_label
     from ..evaluation.report import EvaluationReport
-    from ..modeling.checkpoint.pretrained_bases import base_place
+    from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
 
     settings = settings_from_arguments(arguments)
     earlier = earlier_results(arguments, EvaluationReport.load)
@@ -188,8 +186,7 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
         EvaluationReport.load(path)
     records = records_of_reports(arguments)
     progress_file = progress_path(arguments)
-    place = base_place(arguments.model)
-    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
+    tokenizer = tokenizer_from_place(arguments.model, trust_remote_code=arguments.trust_remote_code)
     datasets = [
         dataset
         for domain, sources in (("in", arguments.data), ("out", arguments.out_of_domain))

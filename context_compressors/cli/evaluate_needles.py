@@ -90,14 +90,13 @@ def main(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError, ImportError: see `evaluate_needles`, `load_model` and `load_datasets`.
     """
-    from transformers import AutoTokenizer
 
     from ..evaluation.data_sets import load_datasets
     from ..evaluation.evaluate import can_compress, model_label
     from ..evaluation.needles import LENGTHS, NUM_NEEDLES, NeedleGrid, evaluate_needles
     from ..evaluation.plots import plot_needles
     from ..evaluation.settings import WRITTEN_TASKS, EvaluationSettings
-    from ..modeling.checkpoint.pretrained_bases import base_place
+    from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
     from .loading import load_model, merge_adapters
 
     settings = EvaluationSettings(
@@ -111,8 +110,7 @@ def main(arguments: argparse.Namespace) -> None:
     )
     earlier, records = earlier_results(arguments, NeedleGrid.load), records_of_reports(arguments)
     progress_file = progress_path(arguments)
-    place = base_place(arguments.model)
-    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code)
+    tokenizer = tokenizer_from_place(arguments.model, trust_remote_code=arguments.trust_remote_code)
     data_sets = load_datasets([arguments.text], tokenizer, seed=arguments.seed)
     rows = [row for data in data_sets for row in _drawn(data, arguments.seed)]
     if any(row.get("source_texts") for row in rows):

@@ -67,7 +67,6 @@ def main(arguments: argparse.Namespace) -> None:
     """
     if arguments.ratios and len(set(arguments.ratios)) < len(arguments.ratios):
         raise ValueError(f"ratios must be one or more different numbers of at least 1, got {arguments.ratios}")
-    from transformers import AutoTokenizer
 
     from ..data.retrieval_sources import JudgedQueries, RetrievalSource
     from ..evaluation.answers_file import write_answers
@@ -80,13 +79,14 @@ def main(arguments: argparse.Namespace) -> None:
         read_retrieval,
         retrieval_table,
     )
+    from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
     from ..reporting.result_files import write_results
     from .loading import load_retriever
 
     earlier = earlier_results(arguments, read_retrieval)
     judged = JudgedQueries(RetrievalSource.from_folder(arguments.data, arguments.split))
     model = load_retriever(arguments.model, arguments.dtype, arguments.device)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = tokenizer_from_place(arguments.model)
     content = _content(arguments, judged, model, earlier)
     rows: list[dict[str, Any]] = content["rows"]
     done = [row["document_ratio"] for row in rows]

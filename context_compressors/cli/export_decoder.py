@@ -42,8 +42,7 @@ def main(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: as `load_compressor` and `export_decoder`.
     """
-    from transformers import AutoTokenizer
-
+    from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
     from ..modeling.compressor.decoder_export import export_decoder, is_untouched_base
     from .loading import load_compressor
 
@@ -51,7 +50,7 @@ def main(arguments: argparse.Namespace) -> None:
     source = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     model, _ = load_compressor(name, device="cpu", dtype=arguments.dtype, base_model=arguments.base_model, **source)
     # Not that of `load_compressor`, which splits special tokens: a server fills the chat template with them.
-    tokenizer = AutoTokenizer.from_pretrained(name, **source)
+    tokenizer = tokenizer_from_place(name, **source)
     export_decoder(model, tokenizer, output, arguments.form)
     base = model.config.base_model_name_or_path
     if arguments.form == "lora":

@@ -34,17 +34,18 @@ def load_compressor(
     Raises:
         ValueError: no such device or checkpoint, no compressor, or one whose code is not trusted.
     """
-    from transformers import AutoTokenizer, PreTrainedConfig
+    from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from ..modeling.checkpoint.pretrained_bases import load_from_place
+    from ..modeling.checkpoint.pretrained_bases import load_from_place, naming_broken, tokenizer_from_place
     from ..modeling.parts.text_ids import text_tokenizer
 
     check_device(device)
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 
     try:
-        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+        with naming_broken(f"the model {name}: config.json"):
+            fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     except OSError as error:
         raise ValueError(f"there is no model {name!r}: {error}") from error
     method = fields.get("model_type")
@@ -56,7 +57,7 @@ def load_compressor(
         raise ValueError(f"{name} has a method of its own, {method!r}: read its code, then pass --trust-remote-code")
     trusts = not is_ours
     model = load_from_place(name, base_model=base_model, revision=revision, dtype=dtype, trust_remote_code=trusts)
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trusts)
+    tokenizer = tokenizer_from_place(name, revision=revision, trust_remote_code=trusts)
     model = model.to(default_device() if device == "auto" else device).eval()
     return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
 
@@ -135,8 +136,10 @@ def load_retriever(name: str, dtype: str = "auto", device: str = "auto") -> PreT
     from transformers import AutoModelForTextEncoding
 
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
+    from ..modeling.checkpoint.pretrained_bases import naming_broken
 
-    model = AutoModelForTextEncoding.from_pretrained(name, dtype=dtype)
+    with naming_broken(f"the model {name}: config.json or model.safetensors"):
+        model = AutoModelForTextEncoding.from_pretrained(name, dtype=dtype)
     if not hasattr(model, "score"):
         raise ValueError(f"{name} must be a checkpoint that ranks texts by vectors, got a {type(model).__name__}")
     return model.to(default_device() if device == "auto" else device).eval()
@@ -147,10 +150,16 @@ def _load_adapter(folder: str | os.PathLike[str], base_model: str | None, dtype:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise ImportError(f"{folder} is an adapter: install `peft` (pip install peft) to load it") from error
-    base_model = base_model or PeftConfig.from_pretrained(folder).base_model_name_or_path
+    from ..modeling.checkpoint.pretrained_bases import naming_broken
+
+    adapter = f"the adapter {folder}: adapter_config.json or adapter_model.safetensors"
+    with naming_broken(adapter):
+        base_model = base_model or PeftConfig.from_pretrained(folder).base_model_name_or_path
     if not base_model:
         raise ValueError(f"the adapter in {folder} does not name its base: give it (--teacher-base or --base-model)")
-    model = PeftModel.from_pretrained(load_model(base_model, dtype=dtype, device="cpu"), folder).merge_and_unload()
+    base = load_model(base_model, dtype=dtype, device="cpu")
+    with naming_broken(adapter):
+        model = PeftModel.from_pretrained(base, folder).merge_and_unload()
     model.name_or_path = os.fspath(folder)
     return model
 

@@ -65,13 +65,12 @@ def main(arguments: argparse.Namespace) -> None:
         ValueError, TypeError, OSError, ImportError: see `write_targets`, `load_model` and `parse_sources`.
     """
     import yaml
-    from transformers import AutoTokenizer
 
     from ..data.sources import parse_sources
     from ..evaluation.evaluate import model_label
     from ..evaluation.settings import EvaluationSettings
     from ..evaluation.teacher_targets import TARGET_COLUMNS, write_targets
-    from ..modeling.checkpoint.pretrained_bases import base_place
+    from ..modeling.checkpoint.pretrained_bases import tokenizer_from_place
     from .loading import load_model
 
     names = ["batch_size", "seed", "prompts", "prompt_format", "context_prefix"]
@@ -81,11 +80,10 @@ def main(arguments: argparse.Namespace) -> None:
         max_new_tokens=dict.fromkeys(TARGET_COLUMNS, arguments.max_new_tokens),
     )
     sources = parse_sources(arguments.data, split="train")
-    place = base_place(arguments.teacher)
     how = {name: getattr(arguments, name) for name in ("base_model", "dtype", "device", "trust_remote_code")}
     record = write_targets(
         load_model(arguments.teacher, **how),
-        AutoTokenizer.from_pretrained(place, trust_remote_code=arguments.trust_remote_code),
+        tokenizer_from_place(arguments.teacher, trust_remote_code=arguments.trust_remote_code),
         sources,
         arguments.output,
         task=arguments.task,

@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers.utils import logging
 from .base_cache import cache_place, cached_base, is_whole
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.get_logger(__name__)
 
@@ -64,6 +64,7 @@ WHEEL_BASES = {
 # Seconds for the Hub's first answer; without one it counts as out of reach.
 _HUB_TIMEOUT = 5
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "LICENSE*")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _NOT_NEEDED = ("*/*", "consolidated*")
 _CARD = """---
 license: {licence}
@@ -128,7 +129,14 @@ def base_place(name: str | None) -> str | None:
 
     Raises:
         OSError: such a base cannot be had.
+        ValueError: a path that is no folder.
     """
+    if (
+        name is not None
+        and not os.path.isdir(name)
+        and (os.path.isabs(name) or name[0] in ".~" or name.count("/") > 1)
+    ):
+        raise ValueError(f"there is no model {name!r}: give a folder, or a Hub id such as owner/name")
     return str(pretrained_base(name)) if name in WHEEL_BASES and not os.path.isdir(name) else name
 
 
@@ -160,18 +168,57 @@ def load_from_place(
         revision: branch, tag or commit on the Hub.
         dtype: "auto" (as saved), "float32", "bfloat16" or "float16".
         trust_remote_code: run the code that a checkpoint brings.
+
+    Raises:
+        ValueError: a file that is broken, by name.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     place = base_place(name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(place, **options)
+    with naming_broken(f"the model {name}: config.json"):
+        config = AutoConfig.from_pretrained(place, **options)
     if base_model is not None:
         options["base_model"] = base_place(base_model)
     else:
         fetch_bases(getattr(config, "external_weights", None))
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return auto_class.from_pretrained(place, dtype=dtype, **options)
+    with naming_broken(f"the model {name}: config.json or model.safetensors"):
+        return auto_class.from_pretrained(place, dtype=dtype, **options)
+
+
+def tokenizer_from_place(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, see `load_from_place`.
+
+    Raises:
+        ValueError: there is none, or a file of it is broken.
+    """
+    from transformers import AutoTokenizer
+
+    place = name if revision else str(base_place(name))
+    if os.path.isdir(place) and not any(any(Path(place).glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ValueError(f"{name} has no tokenizer: put its files, such as tokenizer.json, beside the weights")
+    with naming_broken(f"the tokenizer of {name}: tokenizer.json or config.json"):
+        return AutoTokenizer.from_pretrained(place, revision=revision or "main", trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def naming_broken(what: str) -> Iterator[None]:
+    """Turn what libraries raise at a broken file into a `ValueError` of one line.
+
+    Args:
+        what: the file or files, as the refusal calls them.
+    """
+    try:
+        yield
+    except Exception as error:
+        # These have words for the user already.
+        if isinstance(error, (OSError, ImportError)) or type(error) in (ValueError, TypeError):
+            raise
+        words = " ".join(str(error).split())
+        raise ValueError(f"{what} cannot be used ({type(error).__name__}: {words})") from error
 
 
 def _first_line(error: Exception) -> str:

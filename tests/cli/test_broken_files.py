@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Broken checkpoints and recipes: each is refused in one line that names the file, by every command alike."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from context_compressors import cli
+from context_compressors.modeling.checkpoint.remote_code import refuse_links_out
+
+
+def _cut(folder: Path):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+
+
+def _other_shapes(folder: Path):
+    _change(folder, lambda decoder: decoder.update(intermediate_size=12))
+
+
+def _unknown_activation(folder: Path):
+    _change(folder, lambda decoder: decoder.update(hidden_act="nope"))
+
+
+def _change(folder: Path, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config["decoder_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _nested_configuration(folder: Path):
+    (folder / "config.json").write_text("[" * 100_000)
+
+
+def _other_tokenizer(folder: Path):
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Nope"}}')
+
+
+def _no_json(folder: Path):
+    (folder / "tokenizer.json").write_text("{")
+
+
+def _no_tokenizer(folder: Path):
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut, "model.safetensors cannot be used (SafetensorError"),
+        (_other_shapes, "model.safetensors cannot be used (RuntimeError"),
+        (_unknown_activation, "model.safetensors cannot be used (KeyError: 'nope')"),
+        (_nested_configuration, "config.json cannot be used (RecursionError"),
+        (_other_tokenizer, "tokenizer.json or config.json cannot be used (KeyError"),
+        (_no_json, "tokenizer.json or config.json cannot be used (JSONDecodeError"),
+        (_no_tokenizer, "has no tokenizer: put its files, such as tokenizer.json, beside the weights"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    ["ask", *(pytest.param(name, marks=pytest.mark.slow) for name in ("evaluate", "compress-corpus", "train"))],
+)
+def test_a_broken_checkpoint_is_refused_in_one_line_that_names_the_file(
+    small_checkpoints, tmp_path, capsys, damage, words, command
+):
+    folder, text = tmp_path / "broken", tmp_path / "text.txt"
+    shutil.copytree(small_checkpoints / "mean_pooling", folder)
+    damage(folder)
+    text.write_text("Nora Lind keeps bees.")
+    arguments = {
+        "ask": [str(folder), str(text), "--question", "Who?"],
+        "evaluate": [str(folder), "--data", str(text)],
+        "compress-corpus": [str(text), "--model", str(folder), "--store", str(tmp_path / "store"), "--ratio", "2"],
+        "train": [str(tmp_path / "recipe.yaml")],
+    }
+    recipe = {"checkpoint": str(folder), "output_dir": str(tmp_path / "out"), "sources": [{"path": str(text)}]}
+    recipe |= {"bf16": False, "gradient_checkpointing": False}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    assert cli.main([command, *arguments[command]]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("context-compressors")]
+    assert len(lines) == 1
+    assert str(folder) in lines[0]
+    assert words in lines[0]
+
+
+@pytest.mark.parametrize("name", ["/nope", "./nope", "one/two/three"])
+def test_a_folder_that_is_not_there_is_said_to_be_none(tmp_path, capsys, name):
+    (tmp_path / "text.txt").write_text("Nora Lind keeps bees.")
+    text = str(tmp_path / "text.txt")
+    for arguments in (
+        ["evaluate", name, "--data", text],
+        ["compress-corpus", text, "--model", name, "--store", str(tmp_path / "store"), "--ratio", "2"],
+    ):
+        assert cli.main(arguments) == 1
+        assert f"there is no model {name!r}" in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_nested_too_deeply_is_named(tmp_path, capsys):
+    (tmp_path / "deep.yaml").write_text("[" * 5000)
+    assert cli.main(["train", str(tmp_path / "deep.yaml")]) == 1
+    assert "deep.yaml is not valid YAML: it is nested too deeply" in capsys.readouterr().err
+
+
+def test_a_link_to_itself_is_no_link_out_of_a_folder(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refuse_links_out(tmp_path)
+    (tmp_path / "out").symlink_to(tmp_path.parent / "elsewhere")
+    with pytest.raises(ValueError, match="out is a link out of the folder"):
+        refuse_links_out(tmp_path)
