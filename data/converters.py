@@ -388,7 +388,7 @@ def _collection_records(folder: Path, table: str, split: str) -> Iterator[Mappin
 
 def _check_new(path: Path, overwrite: bool) -> None:
     if path.exists() and not overwrite:
-        raise ValueError(f"{path} is there: pass --force to write it anew")
+        raise ValueError(f"{path} is there: pass --overwrite to write it anew")
 
 
 def _check_parquet(path: Path) -> None:

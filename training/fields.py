@@ -283,6 +283,7 @@ class TrainingFields:
         kl_weight: of the objective distillation, weight of KL(teacher || student).
         nll_weight: of the objective distillation, weight of the answer's own cross-entropy beside it.
         save_dtype: type that the final weights are stored in, e.g. bfloat16; as they are held by default.
+        overwrite: whether weights, code and checkpoints that are in `output_dir` are deleted before training starts.
             They are read back in the type that they were trained in.
         alpha: weight of the reconstruction in the objective joint, 0 to 1; the continuation has the rest.
         training_substeps: parts of a block of the objective segments, each with its own backward pass; no gradient
@@ -309,6 +310,7 @@ class TrainingFields:
     nll_weight: float = field(default=0.0, metadata={"help": "weight of cross-entropy in distillation"})
 
     save_dtype: str | None = field(default=None, metadata={"help": "type that the final weights are stored in"})
+    overwrite: bool = field(default=False, metadata={"help": "replace a checkpoint that is in output_dir"})
     alpha: float = field(default=0.5, metadata={"help": "weight of the reconstruction in joint pretraining"})
     training_substeps: int = field(default=2, metadata={"help": "parts of a block of segments"})
     segments_per_substep: int = field(default=2, metadata={"help": "segments of each part"})

@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 RECIPE_NAME, SUMMARY_NAME = "recipe.yaml", "training_summary.json"
 # What a run may start from, which an earlier one may have trained.
 _STARTS = ("checkpoint", "base", "adapter", "teacher")
-_PRIVATE_FIELDS = ("data_dir", "output_dir", "logging_dir", "hub_token", "resume_from_checkpoint")
+_PRIVATE_FIELDS = ("data_dir", "output_dir", "logging_dir", "hub_token", "resume_from_checkpoint", "overwrite")
 # Fields of words, names of columns and their values, which may start like a path.
 _TEXTS = ("context_prefix", "title", "columns", "where")
 
@@ -54,6 +54,21 @@ def latest_checkpoint(output_dir: str) -> str | None:
     if incomplete:
         logger.warning(f"{', '.join(incomplete)} incomplete, and {output_dir} has no other: training starts anew")
     return None
+
+
+def earlier_files(output_dir: str | Path) -> list[Path]:
+    """Weights, code and checkpoints of an earlier run in an output folder."""
+    return [path for pattern in ("*.safetensors*", "*.py", "checkpoint-*") for path in Path(output_dir).glob(pattern)]
+
+
+def check_output_dir(output_dir: str | Path, overwrite: bool) -> None:
+    """Raise `ValueError` where a folder holds an earlier run that may not be replaced."""
+    found = [] if overwrite else earlier_files(output_dir)
+    if found:
+        raise ValueError(
+            f"{output_dir} holds an earlier run ({found[0].name}): name another folder, go on with it "
+            "(--resume_from_checkpoint latest), or replace it (--overwrite true)"
+        )
 
 
 def _device_name(args: TrainingConfig) -> str:

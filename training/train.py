@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,14 @@ from .arguments import DataArguments, ModelArguments, TrainingConfig, parse_reci
 from .fit_scorers import check_fits_scorers, fit_scorers
 from .log_answers import add_sample_answers
 from .resume import check_resumed
-from .run_record import add_earlier_documents, earlier_sources, latest_checkpoint, write_summary
+from .run_record import (
+    add_earlier_documents,
+    check_output_dir,
+    earlier_files,
+    earlier_sources,
+    latest_checkpoint,
+    write_summary,
+)
 from .weight_files import store_weights_as
 
 # Every other objective's file in objectives/ has its name.
@@ -106,14 +114,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_recipe(argv)
     recipe = recorded_recipe(argv, arguments)
     args = arguments[2]
-    trainer = build_trainer(*arguments)
-    add_earlier_documents(trainer, recipe)
-    earlier = earlier_sources(recipe)
     resume = args.resume_from_checkpoint
     if str(resume).lower() in ("latest", "true"):
         resume = latest_checkpoint(args.output_dir)
     elif str(resume).lower() == "false":
         resume = None
+    if resume is None:
+        check_output_dir(args.output_dir, args.overwrite)
+    trainer = build_trainer(*arguments)
+    add_earlier_documents(trainer, recipe)
+    earlier = earlier_sources(recipe)
+    # The model may have come from there.
+    PartialState().wait_for_everyone()
+    if resume is None and args.overwrite and trainer.is_world_process_zero():
+        for path in earlier_files(args.output_dir):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     if resume is not None:
         check_resumed(trainer.model, resume)
     elif args.fit_scorers:

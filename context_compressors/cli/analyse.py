@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command import COLUMN, DEVICE, MAX_TOKENS, TRUST_REMOTE_CODE, argument, command, positive_int
+from .command import (
+    COLUMN,
+    DEVICE,
+    MAX_TOKENS,
+    OVERWRITE,
+    TRUST_REMOTE_CODE,
+    argument,
+    check_outputs,
+    command,
+    positive_int,
+)
 from .documents import read_documents
 
 if TYPE_CHECKING:
@@ -49,6 +59,7 @@ def _analyse_all(
     argument("models", nargs="+", metavar="MODEL", help="Hub ids or folders of compressors; NAME=MODEL names one"),
     argument("--document", required=True, metavar="FILE", help="text file, or .jsonl or .parquet file with several"),
     argument("--output", required=True, metavar="FOLDER", help=f"where the pictures and {_RESULT} go"),
+    OVERWRITE,
     argument("--ratio", type=positive_int, metavar="R", help="context tokens per slot (default: each model's first)"),
     MAX_TOKENS,
     COLUMN,
@@ -75,6 +86,7 @@ def main(arguments: argparse.Namespace) -> None:
         if name in models:
             raise ValueError(f"two models have the name {name!r}: give names as NAME=MODEL")
         models[name] = place
+    check_outputs((str(Path(arguments.output, _RESULT)),), arguments.overwrite)
     texts = [document.text for document in read_documents([arguments.document], arguments.column)]
     summaries, first = {}, {}
     for name, place in models.items():

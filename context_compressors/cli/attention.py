@@ -6,7 +6,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .command import COLUMN, DEVICE, MAX_TOKENS, REVISION, TRUST_REMOTE_CODE, argument, command, positive_int
+from .command import (
+    COLUMN,
+    DEVICE,
+    MAX_TOKENS,
+    OVERWRITE,
+    REVISION,
+    TRUST_REMOTE_CODE,
+    argument,
+    check_outputs,
+    command,
+    positive_int,
+)
 from .documents import read_documents
 
 _EXAMPLES = """
@@ -24,6 +35,7 @@ context-compressors attention my-icae --document report.txt --max-tokens 255 --l
     argument("model", help="Hub id or folder of a compressor with memory tokens"),
     argument("--document", required=True, metavar="FILE", help="text file, or .jsonl or .parquet file with one row"),
     argument("--output", required=True, metavar="PNG", help="the picture"),
+    OVERWRITE,
     argument(
         "--ratio", type=positive_int, metavar="R", help="context tokens per memory token (default: the model's first)"
     ),
@@ -46,6 +58,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ..modeling.parts.prompting import check_max_tokens, document_ids
     from .loading import load_compressor
 
+    check_outputs((arguments.output,), arguments.overwrite)
     documents = read_documents([arguments.document], arguments.column)
     if len(documents) != 1:
         raise ValueError(f"{arguments.document} holds {len(documents)} documents: give a file with one")

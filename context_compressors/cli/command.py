@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..configuration.nearest_names import nearest
@@ -88,6 +89,25 @@ def seed(text: str) -> int:
 def positive_int_or_auto(text: str) -> int | str:
     """Read a ratio, a whole number of at least 1 or "auto", for `type=` of an argument."""
     return text if text == "auto" else positive_int(text)
+
+
+def check_outputs(paths: Iterable[str | None], overwrite: bool) -> None:
+    """Raise before anything is computed where a file could not be written, or is there and may not be replaced.
+
+    Args:
+        paths: of the files; None for those that are not asked for.
+        overwrite: whether they may be replaced.
+
+    Raises:
+        ValueError: with the path.
+        OSError: a folder that cannot be made.
+    """
+    for path in map(Path, filter(None, paths)):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: name a file")
+        if path.exists() and not overwrite:
+            raise ValueError(f"{path} is there: name another file, or pass --overwrite")
+        path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def check_device(name: str) -> None:
@@ -186,6 +206,7 @@ CHOSEN_BY = argument(
     metavar="FILE",
     help="result files that the checkpoint was chosen by, whose documents may not be scored again",
 )
+OVERWRITE = argument("--overwrite", action="store_true", help="replace what is there")
 KEEP_ANSWERS = argument("--keep-answers", metavar="FILE", help="write what every sample got, as JSONL")
 TEACHER_BASE = argument(
     "--teacher-base", metavar="MODEL", help="base of the teacher's adapter (default: where the adapter says)"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..evaluation.settings import NUM_RESAMPLES
-from .command import argument, command, positive_int, seed
+from .command import OVERWRITE, argument, check_outputs, command, positive_int, seed
 
 if TYPE_CHECKING:
     from ..evaluation.rows import SampleAnswers
@@ -150,6 +150,7 @@ def _with_interval(value: float, interval: tuple[float, float]) -> str:
     ),
     argument("--metric", metavar="NAME", help="such as f1 (default: each task's main one)"),
     argument("--output", metavar="FILE", help="write the differences as JSON"),
+    OVERWRITE,
     argument("--seed", type=seed, default=0, help="draws resamples (default: 0)"),
     argument(
         "--num-resamples",
@@ -174,6 +175,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ..reporting.result_files import write_results
     from ..reporting.tables import markdown_table
 
+    check_outputs((arguments.output,), arguments.overwrite)
     rows, results = [], []
     for (dataset, task), (metric, systems, pairs) in _comparable(arguments).items():
         for first, condition, second, other in pairs:

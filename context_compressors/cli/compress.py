@@ -14,6 +14,7 @@ from .command import (
     COLUMN,
     LOADING,
     MAX_TOKENS,
+    OVERWRITE,
     RATIO_SCALE,
     REVISION,
     argument,
@@ -80,7 +81,7 @@ def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline
         action="store_true",
         help="name files by the document's id, which the field `memories` of a training finds, and compress each once",
     ),
-    argument("--force", action="store_true", help="overwrite memory files"),
+    OVERWRITE,
     *READING,
     examples=_EXAMPLES,
 )
@@ -100,7 +101,7 @@ def main(arguments: argparse.Namespace) -> None:
         documents = [Document(name, text) for name, text in named.items()]
     # Wrong names are found before the model is loaded; the default ratio alone needs no part in the names.
     ratios = list(dict.fromkeys(arguments.ratio or []))
-    paths = _memory_paths(documents, ratios, Path(arguments.output), arguments.force)
+    paths = _memory_paths(documents, ratios, Path(arguments.output), arguments.overwrite)
     pipe = load_pipeline(arguments)
     set_ratio_scale(pipe.model, arguments.ratio_scale)
     pipe.check_serves_memories("a memory file without one answers nothing: `ask` about the document itself")
@@ -120,7 +121,9 @@ def main(arguments: argparse.Namespace) -> None:
     )
 
 
-def _memory_paths(documents: list[Document], ratios: list[int | str], folder: Path, force: bool) -> list[list[Path]]:
+def _memory_paths(
+    documents: list[Document], ratios: list[int | str], folder: Path, overwrite: bool
+) -> list[list[Path]]:
     """The memory files of each document, one for each ratio."""
     endings = [f".x{ratio}{MEMORY_SUFFIX}" for ratio in ratios] if len(ratios) > 1 else [MEMORY_SUFFIX]
     paths = [[folder / f"{document.name}{ending}" for ending in endings] for document in documents]
@@ -130,8 +133,8 @@ def _memory_paths(documents: list[Document], ratios: list[int | str], folder: Pa
             raise ValueError(f"two documents have the name {document.name!r}: rename one, or compress them apart")
         seen.add(first)
     existing = [str(path) for of_document in paths for path in of_document if path.exists()]
-    if existing and not force:
-        raise ValueError(f"{existing[0]} and {len(existing) - 1} more exist: pass --force to overwrite memory files")
+    if existing and not overwrite:
+        raise ValueError(f"{existing[0]} and {len(existing) - 1} more exist: pass --overwrite to replace them")
     return paths
 
 

@@ -7,7 +7,7 @@ import argparse
 import math
 
 from ..evaluation.curves import common_loss, read_curves, table
-from .command import argument, command
+from .command import OVERWRITE, argument, check_outputs, command
 
 _EXAMPLES = """
 # Two runs, by the losses in their folders' logs, and how soon each is at a loss of 2.5:
@@ -29,6 +29,7 @@ context-compressors curves default=outputs/icae-default enhanced=outputs/icae-1 
         help="[NAME=]folder of a run, or its log; the first is compared with, those of one name are seeds",
     ),
     argument("--output", required=True, metavar="PNG", help="the picture"),
+    OVERWRITE,
     argument("--metric", default="loss", help="value of the logs' entries (default: loss)"),
     argument("--loss", type=float, metavar="X", help="loss to reach (default: the lowest that all runs reach)"),
     examples=_EXAMPLES,
@@ -44,6 +45,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--loss must be a finite number, got {arguments.loss}")
     from ..evaluation.plots import plot_curves
 
+    check_outputs((arguments.output,), arguments.overwrite)
     curves = read_curves(arguments.sources, arguments.metric)
     loss = common_loss(curves) if arguments.loss is None else arguments.loss
     path = plot_curves(curves, arguments.metric, arguments.output, loss)

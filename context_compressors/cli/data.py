@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .command import argument, command, positive_int
+from .command import OVERWRITE, argument, command, positive_int
 
 _EXAMPLES = """
 context-compressors data --list
@@ -35,7 +35,7 @@ context-compressors data fiqa fiqa --split test
     argument("--supporting-passages", action="store_true", help="leave out the distractors of multi-hop questions"),
     argument("--separate-passages", action="store_true", help="contexts are lists of passages, compressed apart"),
     argument("--max-rows", type=positive_int, metavar="N", help="write the first N rows (default: all)"),
-    argument("--force", action="store_true", help="overwrite the output"),
+    OVERWRITE,
     examples=_EXAMPLES,
 )
 def main(arguments: argparse.Namespace) -> None:
@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> None:
             supporting_passages=arguments.supporting_passages,
             separate_passages=arguments.separate_passages,
             max_rows=arguments.max_rows,
-            overwrite=arguments.force,
+            overwrite=arguments.overwrite,
             on_rows=progress.update,
         )
     print(done)

@@ -15,11 +15,13 @@ from .command import (
     KEEP_ANSWERS,
     LOADING,
     MERGE_ADAPTERS,
+    OVERWRITE,
     PROMPT_FORMAT,
     PROMPTS,
     TEACHER,
     TEACHER_BASE,
     argument,
+    check_outputs,
     command,
     positive_int,
     positive_int_or_auto,
@@ -79,6 +81,7 @@ context-compressors compare ours.jsonl theirs.jsonl --metric substring_accuracy
         help="go on where a command with this --output stopped, inside a length, too",
     ),
     KEEP_ANSWERS,
+    OVERWRITE,
     argument("--plot", metavar="PNG", help="draw heat maps"),
     argument("--seed", type=int, default=0, help="draws facts, texts and places (default: 0)"),
     *LOADING,
@@ -109,6 +112,7 @@ def main(arguments: argparse.Namespace) -> None:
         allow_trained_documents=arguments.allow_trained_documents,
     )
     earlier, records = earlier_results(arguments, NeedleGrid.load), records_of_reports(arguments)
+    check_outputs((arguments.plot,), arguments.overwrite or arguments.resume)
     progress_file = progress_path(arguments)
     tokenizer = tokenizer_from_place(arguments.model, trust_remote_code=arguments.trust_remote_code)
     data_sets = load_datasets([arguments.text], tokenizer, seed=arguments.seed)

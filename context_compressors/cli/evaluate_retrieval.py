@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..evaluation.rows import plain_json, ratio_condition
-from .command import ALLOW_TRAINED_DOCUMENTS, CHOSEN_BY, DEVICE, DTYPE, KEEP_ANSWERS, argument, command, positive_int
+from .command import (
+    ALLOW_TRAINED_DOCUMENTS,
+    CHOSEN_BY,
+    DEVICE,
+    DTYPE,
+    KEEP_ANSWERS,
+    OVERWRITE,
+    argument,
+    command,
+    positive_int,
+)
 from .records import add_model_records, records_of_reports
 from .resuming import earlier_results, say_if_done
 
@@ -53,6 +63,7 @@ context-compressors compare queries.jsonl
         help="go on where a command with this --output stopped, with the ratios that are left",
     ),
     KEEP_ANSWERS,
+    OVERWRITE,
     DEVICE,
     DTYPE,
     examples=_EXAMPLES,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .command import argument, command, positive_int, seed
+from .command import OVERWRITE, argument, command, positive_int, seed
 
 _EXAMPLES = """
 # From your own texts, in the words that are yours:
@@ -37,6 +37,7 @@ _CHUNK_SIZE = 2048
         "quotes, HUB_NAME[:CONFIG][@SPLIT], generated[:KIND], with #N for N rows of it, or a recipe's source as YAML",
     ),
     argument("--output", required=True, metavar="FOLDER", help="the compressor"),
+    OVERWRITE,
     argument(
         "--contexts", type=positive_int, default=100, metavar="N", help="that it is fitted to (default: %(default)s)"
     ),
@@ -77,8 +78,10 @@ def main(arguments: argparse.Namespace) -> None:
     from ..modeling.checkpoint.pretrained_bases import base_place
     from ..training.arguments import DataArguments, ModelArguments
     from ..training.loading import load_tokenizer
+    from ..training.run_record import check_output_dir
     from ..training.train import main as train
 
+    check_output_dir(arguments.output, arguments.overwrite)
     sources = [
         parse_yaml(entry, f"the source {entry!r}") if entry.lstrip().startswith("{") else short_form(entry)
         for entry in arguments.data
@@ -101,6 +104,7 @@ def main(arguments: argparse.Namespace) -> None:
         "dtype": arguments.dtype,
         "save_dtype": arguments.dtype,
         "seed": arguments.seed,
+        "overwrite": arguments.overwrite,
     }
     if tokenizer.chat_template is None:
         # Documents stand in front of questions, in plain words.

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from .command import check_outputs
+
 if TYPE_CHECKING:
     from ..evaluation.needles import NeedleGrid
     from ..evaluation.report import EvaluationReport
@@ -20,12 +22,13 @@ def earlier_results(arguments: argparse.Namespace, read: Callable[[str], Results
     """What `--output` holds, with `--resume`; `None` without it, or where there is no such file yet.
 
     Args:
-        arguments: with `output` and `resume`.
+        arguments: with `output`, `keep_answers`, `overwrite` and `resume`.
         read: reads such a file.
 
     Raises:
-        ValueError: `--resume` without `--output`, or whatever `read` refuses.
+        ValueError: `--resume` without `--output`, files that may not be replaced, or whatever `read` refuses.
     """
+    check_outputs((arguments.output, arguments.keep_answers), arguments.overwrite or arguments.resume)
     if not arguments.resume:
         return None
     if not arguments.output:

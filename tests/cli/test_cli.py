@@ -132,10 +132,10 @@ def test_compress_overwrites_with_force_only(
     old.write_bytes(b"old")
     arguments = ["compress", model_folder, *documents, "--output", str(tmp_path)]
     assert cli.main(arguments) == 1
-    assert "second.safetensors and 0 more exist: pass --force" in capsys.readouterr().err
+    assert "second.safetensors and 0 more exist: pass --overwrite" in capsys.readouterr().err
     assert old.read_bytes() == b"old"
     assert not (tmp_path / "first.safetensors").exists()
-    assert cli.main([*arguments, "--force"]) == 0
+    assert cli.main([*arguments, "--overwrite"]) == 0
     assert int(CompressedContext.load(old).num_slots) == slots(TEXTS["second"], 4)
 
 

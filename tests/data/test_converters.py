@@ -357,7 +357,7 @@ def test_collections_are_read_from_the_hub_and_the_folders_of_beir_and_ms_marco(
     with pytest.raises(ValueError, match=r"did you mean 'test'|allowed: test"):
         RetrievalSource.from_folder(tmp_path / "fiqa", "tset")
     (tmp_path / "fiqa" / "corpus.parquet").unlink()
-    with pytest.raises(ValueError, match=r"queries\.parquet is there: pass --force"):
+    with pytest.raises(ValueError, match=r"queries\.parquet is there: pass --overwrite"):
         convert("fiqa", tmp_path / "fiqa", split="test", source=str(tmp_path / "beir"))
     assert not (tmp_path / "fiqa" / "corpus.parquet").exists()
     with pytest.raises(ValueError, match=r"has no corpus: there is no corpus\.jsonl"):
@@ -438,29 +438,29 @@ def test_the_command_reads_the_hub_and_says_what_it_wrote(tmp_path, monkeypatch,
     write_files(tmp_path, {"cut/train.json": '[{"_id": "1", "question"', "other/train.json": '[{"question": "q"}]'})
     cut, other = str(tmp_path / "cut"), str(tmp_path / "other")
     for wrong, message in (
-        (words, "squad.parquet is there: pass --force"),
+        (words, "squad.parquet is there: pass --overwrite"),
         (["data", "mrqa"], "name a data set and the file to write"),
         (["data", "mrka", "x.parquet"], "unknown data set 'mrka'; did you mean 'mrqa'"),
         (["data", "mrqa", "x.jsonl"], "the output must be a .parquet file"),
         (["data", "squad", "x.parquet", "--split", "validaton"], "did you mean 'validation'"),
         (["data", "quac", "x.parquet"], "QuAC is not on the Hub in a form that can be read: get it from https://quac.ai"),
-        ([*words, "--force", "--where", "{subset: Squad}"], "there is no row to write"),
-        ([*words, "--force", "--source", "none"], "there is no file"),
-        ([*words, "--force", "--separate-passages"], "has no passages that could stay apart"),
-        ([*words, "--force", "--source", cut, "--split", "test"], "has no file with the split 'test'"),
-        (["data", "hotpotqa", *words[2:3], "--force", "--source", cut], "train.json, behind record 0"),
-        (["data", "hotpotqa", *words[2:3], "--force", "--source", other], "not in the form that HotpotQA is"),
-        (["data", "pwc", *words[2:3], "--force", "--source", other], "there is no context and no answers"),
+        ([*words, "--overwrite", "--where", "{subset: Squad}"], "there is no row to write"),
+        ([*words, "--overwrite", "--source", "none"], "there is no file"),
+        ([*words, "--overwrite", "--separate-passages"], "has no passages that could stay apart"),
+        ([*words, "--overwrite", "--source", cut, "--split", "test"], "has no file with the split 'test'"),
+        (["data", "hotpotqa", *words[2:3], "--overwrite", "--source", cut], "train.json, behind record 0"),
+        (["data", "hotpotqa", *words[2:3], "--overwrite", "--source", other], "not in the form that HotpotQA is"),
+        (["data", "pwc", *words[2:3], "--overwrite", "--source", other], "there is no context and no answers"),
     ):  # fmt: skip
         assert cli.main(wrong) == 1
         assert message in capsys.readouterr().err
     # What was there stays, and nothing half written lies beside it.
     assert output.read_bytes() == whole
     assert list(tmp_path.glob("*.part")) == []
-    assert cli.main([*words, "--force"]) == 0
+    assert cli.main([*words, "--overwrite"]) == 0
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(
         "datasets.load_dataset", lambda *args, **options: (_ for _ in ()).throw(ConnectionError("off"))
     )
-    assert cli.main([*words, "--force"]) == 1
+    assert cli.main([*words, "--overwrite"]) == 1
     assert "cannot be read from the Hub (ConnectionError: off); with a copy of its files" in capsys.readouterr().err

@@ -344,7 +344,7 @@ def test_structured_fields_may_be_json_with_any_character(tmp_path):
 def test_a_bases_tokenizer_is_of_its_revision_and_another_is_not(base_folder, monkeypatch, named, place):
     found, read = [], AutoTokenizer.from_pretrained
 
-    def from_pretrained(place, revision="main"):
+    def from_pretrained(place, revision, trust_remote_code):
         found.append((place, revision))
         return read(base_folder)
 

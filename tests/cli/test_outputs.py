@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is there is replaced with `--overwrite` alone, and refused before anything is loaded."""
+
+import pytest
+
+from context_compressors import cli
+
+_FILES = {
+    "evaluate": ["/nope", "--data", "generated", "--output"],
+    "evaluate-needles": ["/nope", "--text", "generated", "--lengths", "16", "--output"],
+    "evaluate-retrieval": ["/nope", "/nope", "--output"],
+    "compare": ["/nope", "--output"],
+    "curves": ["/nope", "--output"],
+    "attention": ["/nope", "--document", "/nope", "--output"],
+}
+_ANSWERS = {name: [*_FILES[name][:-1], "--keep-answers"] for name in _FILES if name.startswith("evaluate")}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"), [(name, given) for kind in (_FILES, _ANSWERS) for name, given in kind.items()]
+)
+def test_a_file_that_is_there_is_kept_and_a_folder_is_none(tmp_path, capsys, command, arguments):
+    file = tmp_path / "kept.json"
+    file.write_text("mine")
+    assert cli.main([command, *arguments, str(file)]) == 1
+    assert f"{file} is there: name another file, or pass --overwrite" in capsys.readouterr().err
+    assert cli.main([command, *arguments, str(tmp_path), "--overwrite"]) == 1
+    assert f"{tmp_path} is a folder: name a file" in capsys.readouterr().err
+    # Then it is the model, or the file that is read, that is missing.
+    assert cli.main([command, *arguments, str(file), "--overwrite"]) == 1
+    assert "nope" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+
+
+def test_pictures_of_an_analysis_are_kept(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("Nora Lind keeps bees.")
+    (tmp_path / "slot_analysis.json").write_text("mine")
+    arguments = ["analyse", "/nope", "--document", str(tmp_path / "text.txt"), "--output", str(tmp_path)]
+    assert cli.main(arguments) == 1
+    assert "slot_analysis.json is there" in capsys.readouterr().err
+
+
+def test_a_compressor_is_not_fitted_over_another(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_text("mine")
+    arguments = ["fit", "/nope", "--data", "generated", "--output", str(tmp_path)]
+    assert cli.main(arguments) == 1
+    assert f"{tmp_path} holds an earlier run (model.safetensors)" in capsys.readouterr().err
+    assert cli.main([*arguments, "--overwrite"]) == 1
+    assert "there is no model '/nope'" in capsys.readouterr().err
