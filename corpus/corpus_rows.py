@@ -80,11 +80,11 @@ def corpus_parts(inputs: Sequence[str], columns: CorpusColumns) -> list[CorpusPa
             found = sorted(file for file in path.rglob("*") if _suffix(file) in _TABLES + _TEXTS and file.is_file())
             if not found:
                 raise ValueError(f"{source} holds no {', '.join(_TABLES + _TEXTS)} file")
-            files += [(_escaped(file.relative_to(path).as_posix()), file) for file in found]
+            files += [(_file_name(file.relative_to(path)), file) for file in found]
         elif path.is_file():
             if _suffix(path) in _OTHER_TABLES:
                 raise ValueError(f"{source} is a table as this does not read it: give it as .jsonl or .parquet")
-            files.append((_escaped(path.name), path))
+            files.append((_file_name(Path(path.name)), path))
         elif source.count("/") == 1 and not _suffix(path).startswith(_TABLES + _TEXTS):
             hub += _hub_parts(source)
         else:
@@ -184,8 +184,13 @@ def _row(row: Row | str, name: str, columns: CorpusColumns) -> Row:
 
 
 def _escaped(text: str) -> str:
-    """A text that UTF-8 can hold, in one line."""
-    return text.replace("\n", "\\n").encode(errors="backslashreplace").decode()
+    """A text with its lone surrogates escaped, so that UTF-8 can hold it."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _file_name(path: Path) -> str:
+    """A file's name in ids, in one line: a part joins those of its text files by line breaks."""
+    return _escaped(path.as_posix().replace("\n", "\\n"))
 
 
 def _parquet_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:

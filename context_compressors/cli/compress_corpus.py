@@ -115,7 +115,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Run `context-compressors compress-corpus`.
 
     Raises:
-        ValueError: an input, model or store that cannot be used, or no row that could be compressed.
+        ValueError: an input, model or store that cannot be used, or most rows failed.
         ImportError: Lance or Ray is not installed.
     """
     from ..corpus.memory_store import import_lance
@@ -141,8 +141,12 @@ def main(arguments: argparse.Namespace) -> None:
         f"{f'; {total.num_there:,} rows were there already' if total.num_there else ''}",
         file=sys.stderr,
     )
-    if total.failures and not (total.num_rows or total.num_there):
-        raise ValueError(f"no row was compressed; the first one: {total.failures[0][1]}")
+    num_read = len(total.failures) + total.num_rows + total.num_there
+    if 2 * len(total.failures) > num_read:
+        raise ValueError(
+            f"{len(total.failures):,} of {num_read:,} rows failed; the first, {total.failures[0][0]!r}: "
+            f"{total.failures[0][1]}"
+        )
 
 
 def _failures_beside(store: str) -> str:

@@ -96,6 +96,25 @@ def test_rows_with_half_a_character_or_nested_too_deep_are_failures_of_their_own
     assert rows_of([str(path)])[5]["text"] == "The last."
 
 
+def test_rows_have_any_character_that_utf_8_holds(tmp_path):
+    texts = [
+        "First paragraph.\n\nSecond.",
+        "Tab\tCRLF\r\nend\n",
+        "Emoji \U0001f600 \u2028 \x85",
+        "NUL \0 byte",
+        "back\\nslash",
+    ]
+    rows = [{"text": text, "key": f"{number}\n{text}", "note": text} for number, text in enumerate(texts)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for name in ("rows.jsonl", "rows.parquet"):
+        found = rows_of([str(tmp_path / name)], id="key", metadata=("note",))
+        assert [(row["text"], row["id"], row["error"]) for row in found] == [
+            (row["text"], row["key"], None) for row in rows
+        ]
+        assert [json.loads(row["metadata"])["note"] for row in found] == texts
+
+
 @pytest.mark.slow
 def test_nothing_is_read_ahead_where_there_is_no_store(monkeypatch, tmp_path):
     read = []
@@ -198,7 +217,10 @@ def test_a_failures_file_is_beside_the_store_or_here_and_can_be_written_before_a
     name = "context_compressors.corpus.compress_corpus.compress_locally"
     monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(0, 0, [("a", "why"), ("b", "how")])]))
     assert cli.main([*command, "--store", "s.lance"]) == 1
-    assert "no row was compressed; the first one: why" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("error: 2 of 2 rows failed; the first, 'a': why\n")
+    monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(9, 9, [(str(i), "why") for i in range(10)])]))
+    assert cli.main([*command, "--store", "s.lance"]) == 1
+    assert capsys.readouterr().err.endswith("error: 10 of 19 rows failed; the first, '0': why\n")
     monkeypatch.setattr(name, lambda job, devices: iter([CorpusReport(0, 0, [("a", "why")], num_there=2)]))
     assert cli.main([*command, "--store", "s.lance", "--resume"]) == 0
     assert "2 rows were there already" in capsys.readouterr().err
