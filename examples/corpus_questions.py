@@ -17,12 +17,10 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-import torch
 
 from context_compressors import CorpusCompressor, MemoryStore, cli
 from context_compressors.corpus.text_search import BM25Search
 from context_compressors.evaluation.metrics import squad_scores
-from context_compressors.modeling.parts.prompting import decoder_document_ids, full_context_ids
 
 
 def read_questions(path: str, num_chunks: int, num_questions: int) -> tuple[list[str], list[dict[str, Any]]]:
@@ -32,18 +30,6 @@ def read_questions(path: str, num_chunks: int, num_questions: int) -> tuple[list
     first = {row["context"]: row for row in reversed(rows)}
     step = max(1, len(chunks) // num_questions)
     return chunks, [first[chunk] for chunk in chunks[::step]][:num_questions]
-
-
-@torch.no_grad()
-def answer_from_text(pipe: Any, question: str, texts: list[str], max_new_tokens: int) -> str:
-    """The answer of the decoder that has the texts themselves in its prompt."""
-    config, tokenizer = pipe.model.config, pipe.tokenizer
-    document = [token for text in texts for token in decoder_document_ids(config, tokenizer, text)]
-    ids = torch.tensor([full_context_ids(config, tokenizer, document, question)], device=pipe.device)
-    end = tokenizer.eos_token_id
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": end}
-    output = pipe.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-    return pipe.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
 def main() -> None:
@@ -77,11 +63,12 @@ def main() -> None:
             texts = store.texts(ids)
             seconds["search"] += time.perf_counter() - start
             found += row["context"] in texts.values()
-            asked = {"max_new_tokens": arguments.max_new_tokens}
+            asked = {"join": True, "max_new_tokens": arguments.max_new_tokens}
             start = time.perf_counter()
-            answers["memories"].append(pipe(row["question"], store=store, ids=ids, join=True, **asked)["answer"])
+            answers["memories"].append(pipe(row["question"], store=store, ids=ids, **asked)["answer"])
             middle = time.perf_counter()
-            answers["text"].append(answer_from_text(pipe, row["question"], [texts[name] for name in ids], **asked))
+            chosen = [texts[name] for name in ids]
+            answers["text"].append(pipe(row["question"], context=chosen, full_text=True, **asked)["answer"])
             seconds["text"] += time.perf_counter() - middle
             seconds["memories"] += middle - start
     references = [row["answers"] for row in questions]

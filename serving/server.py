@@ -264,7 +264,7 @@ class _Server:
         """What answers a chat."""
         memories = await self.memories(model, request.memories)
         messages = [{"role": message.role, "content": message.text} for message in request.messages]
-        text_ids = await run_in_threadpool(model.text_ids, messages, bool(memories))
+        text_ids = await run_in_threadpool(model.text_ids, messages, bool(memories), request.documents)
         # Below, scores overflow, and the likeliest token is drawn anyhow.
         drawn = (request.temperature, request.top_p, request.seed) if request.temperature >= 0.01 else ()
         job = AnswerJob(

@@ -50,8 +50,10 @@ class ServedModel:
         with self._lock:
             return sum(map(len, self.pipe.document_ids(texts)))
 
-    def text_ids(self, messages: Sequence[Mapping[str, str]], has_memory: bool) -> list[int]:
-        """Token ids of a conversation behind a memory, or of one that has none.
+    def text_ids(
+        self, messages: Sequence[Mapping[str, str]], has_memory: bool, documents: Sequence[str] = ()
+    ) -> list[int]:
+        """Token ids of a conversation behind a memory, or of one that has none, behind documents if there are any.
 
         Raises:
             ValueError: messages that the checkpoint cannot be asked, or none without a memory.
@@ -59,12 +61,12 @@ class ServedModel:
         config = self.pipe.model.config
         if not has_memory and config.is_encoder_decoder:
             raise ValueError(f"{self.name!r} answers from memories alone: name one in the first message of the user")
-        inputs = {"question": None, "messages": messages, "context": "", "memory": None, "batch_size": 1}
-        with self._lock:
-            read = self.pipe.preprocess(inputs)
+        context = list(documents) or [""]
+        inputs = {"question": None, "messages": messages, "context": context, "memory": None, "batch_size": 1}
         # The memory of some methods holds what opens the text.
-        opening = read["document_ids"][0][0] if config.opens_context and not has_memory else []
-        return [*opening, *read["question_ids"][0]]
+        full_text = bool(documents) or (config.opens_context and not has_memory)
+        with self._lock:
+            return self.pipe.preprocess(inputs, join=True, full_text=full_text)["question_ids"][0]
 
     @property
     def card(self) -> dict[str, Any]:

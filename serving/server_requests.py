@@ -50,24 +50,38 @@ class MemoryPart(_Fields):
     ratio: _Ratio | None = None
 
 
+class DocumentPart(_Fields):
+    """A document whose own tokens are read, in place of a memory: the full text's answer."""
+
+    type: Literal["document"]
+    text: _Text
+
+
+_Part = Annotated[TextPart | MemoryPart | DocumentPart, Field(discriminator="type")]
+
+
 class Message(_Fields):
-    """A message of a conversation, as a text or in parts, memories before words."""
+    """A message of a conversation, as a text or in parts, memories or documents before words."""
 
     role: Literal["system", "user", "assistant"]
-    content: Annotated[list[Annotated[TextPart | MemoryPart, Field(discriminator="type")]], _Parts]
+    content: Annotated[list[_Part], _Parts]
 
     @property
-    def memories(self) -> list[MemoryPart]:
-        return [part for part in self.content if isinstance(part, MemoryPart)]
+    def sources(self) -> list[MemoryPart | DocumentPart]:
+        return [part for part in self.content if not isinstance(part, TextPart)]
 
     @property
     def text(self) -> str:
         return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
 
     @model_validator(mode="after")
-    def _memories_before_words(self) -> Message:
-        if not all(isinstance(part, MemoryPart) for part in self.content[: len(self.memories)]):
-            raise ValueError("parts of type 'memory' must stand before those of type 'text', as they are read")
+    def _sources_before_words(self) -> Message:
+        if any(isinstance(part, TextPart) for part in self.content[: len(self.sources)]):
+            raise ValueError(
+                "parts of type 'memory' or 'document' must stand before those of type 'text', as they are read"
+            )
+        if len({part.type for part in self.sources}) > 1:
+            raise ValueError("parts of type 'memory' and 'document' are not read together: name one kind")
         return self
 
 
@@ -95,12 +109,24 @@ class ChatRequest(_Fields):
     user: str = ""
 
     @property
+    def sources(self) -> list[MemoryPart | DocumentPart]:
+        """The memories or documents of the first message of the user, in order."""
+        return next((message.sources for message in self.messages if message.role == "user"), [])
+
+    @property
     def memories(self) -> list[MemoryPart]:
-        """The memories of the first message of the user, in order."""
-        return next((message.memories for message in self.messages if message.role == "user"), [])
+        """The memories among them."""
+        return [part for part in self.sources if isinstance(part, MemoryPart)]
+
+    @property
+    def documents(self) -> list[str]:
+        """The documents among them."""
+        return [part.text for part in self.sources if isinstance(part, DocumentPart)]
 
     @model_validator(mode="after")
-    def _memories_in_front(self) -> ChatRequest:
-        if sum(len(message.memories) for message in self.messages) > len(self.memories):
-            raise ValueError("memories are read in front of the first message of the user: name all of them there")
+    def _sources_in_front(self) -> ChatRequest:
+        if sum(len(message.sources) for message in self.messages) > len(self.sources):
+            raise ValueError(
+                "memories and documents are read in front of the first message of the user: name all of them there"
+            )
         return self

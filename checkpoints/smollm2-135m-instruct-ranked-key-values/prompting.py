@@ -38,14 +38,22 @@ def document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, d
     return passages_ids(config, tokenizer, [document])[0][0]
 
 
-def decoder_document_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, document: str) -> list[int]:
+def decoder_document_ids(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    document: str | Sequence[str],
+    max_tokens: int | None = None,
+) -> list[int]:
     """Token ids of a document for `full_context_ids`: what opens a text is the prompt's, or a task token follows.
 
     Args:
-        config, tokenizer, document: as in `document_ids`.
+        config, tokenizer: as in `document_ids`.
+        document: the text, or its passages.
+        max_tokens: most tokens of it, with those that open it; `None` for all.
     """
-    ids = document_ids(config, tokenizer, document)
-    return ids if config.task_token_ids else ids[len(context_opening(config, tokenizer)) :]
+    passages = cut_passages(passages_ids(config, tokenizer, [document])[0], max_tokens)
+    opening = 0 if config.task_token_ids else len(context_opening(config, tokenizer))
+    return [token for passage in passages for token in passage[opening:]]
 
 
 def passages_ids(
@@ -143,6 +151,16 @@ def full_context_ids(
         document_ids: token ids of the document, see `decoder_document_ids`.
     """
     head, tail = _around_document(config, tokenizer, question, prompt)
+    return _with_document(config, tokenizer, head, document_ids, tail)
+
+
+def _with_document(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    head: Sequence[int],
+    document_ids: Sequence[int],
+    tail: Sequence[int],
+) -> list[int]:
     if config.continuation_token_id is not None:
         # As the collator has it in training: the task token stands behind the document.
         return [*document_ids, *head, *tail]
@@ -201,15 +219,19 @@ def restored_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 def message_ids(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, messages: str | Sequence[Mapping[str, str]]
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: str | Sequence[Mapping[str, str]],
+    document_ids: Sequence[int] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation behind a memory.
+    """Token ids of a conversation behind a memory, or behind a whole document.
 
     Args:
         config: a compressor's configuration.
         tokenizer: the tokenizer saved with it.
         messages: a question, or messages with `role` and `content`. A single message of the user is a question, too,
             and stands in the checkpoint's own prompt; a longer conversation in the tokenizer's chat template.
+        document_ids: token ids of the document that is read in place of a memory, see `decoder_document_ids`.
 
     Raises:
         ValueError: messages that are none, that do not end with the user's, or a conversation for a tokenizer without
@@ -225,6 +247,8 @@ def message_ids(
             messages = messages[0]["content"]
     if isinstance(messages, str):
         plain = kept_text_tokenizer(tokenizer) if config.task_token_ids else tokenizer
+        if document_ids is not None:
+            return full_context_ids(config, plain, document_ids, messages)
         return question_ids(config, plain, messages)
     if not messages:
         raise ValueError("`messages` is empty: give a question, or messages with `role` and `content`")
@@ -236,6 +260,9 @@ def message_ids(
         )
     if config.prompt_format == "chat":
         chat = chat_ids(tokenizer, messages)
+        if document_ids is not None:
+            head = start_ids(config, tokenizer, chat.head)
+            return _with_document(config, tokenizer, head, document_ids, chat.turns[0])
         if not config.opens_context:
             return [*start_ids(config, tokenizer, chat.head), *chat.turns[0]]
         if chat.head != prompt_ids(tokenizer, [""], "chat").head:
@@ -245,8 +272,9 @@ def message_ids(
             )
         return chat.turns[0]
     ids = template_ids(tokenizer, messages)
-    start = config.continuation_token_id
-    if start is None:
+    start = [] if config.continuation_token_id is None else [config.continuation_token_id]
+    if document_ids is None and not start:
         return ids
-    # A task token takes the place of BOS.
-    return [start, *(ids[1:] if ids[0] == tokenizer.bos_token_id else ids)]
+    # A task token takes the place of BOS, and a document stands behind it.
+    ids = ids[1:] if ids[0] == tokenizer.bos_token_id else ids
+    return [*start, *ids] if document_ids is None else _with_document(config, tokenizer, start, document_ids, ids)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """
 context-compressors ask my-compressor memories/report.safetensors --question "Who wrote it?"
 context-compressors ask my-compressor report.txt minutes.txt --ratio 8
+context-compressors ask my-compressor report.txt minutes.txt --full-text
 context-compressors ask my-compressor memories/*.safetensors < questions.txt
 """
 
@@ -49,6 +50,11 @@ context-compressors ask my-compressor memories/*.safetensors < questions.txt
         "model that selects them",
     ),
     argument(
+        "--full-text",
+        action="store_true",
+        help="compress nothing: answer from the documents' own tokens, which is what slots are measured by",
+    ),
+    argument(
         "--max-new-tokens", type=positive_int, default=64, help="longest answer in tokens (default: %(default)s)"
     ),
     *READING,
@@ -65,6 +71,8 @@ def main(arguments: argparse.Namespace) -> None:
     is_memory = [source.endswith(MEMORY_SUFFIX) for source in arguments.sources]
     if arguments.ratio == "auto" and any(is_memory):
         raise ValueError("--ratio auto is for documents: a memory file has its ratio already")
+    if arguments.full_text and (arguments.ratio or any(is_memory)):
+        raise ValueError("--full-text reads documents, not memory files, and at no --ratio")
     for source in itertools.compress(arguments.sources, is_memory):
         if not Path(source).is_file():
             raise ValueError(f"there is no memory file {source}")
@@ -76,7 +84,7 @@ def main(arguments: argparse.Namespace) -> None:
     prompt = _prompt(arguments.prompts)
     pipe = load_pipeline(arguments)
     set_ratio_scale(pipe.model, arguments.ratio_scale)
-    if pipe.model.config.compresses_questions:
+    if pipe.model.config.compresses_questions or arguments.full_text:
         read = _documents_alone(pipe, documents, arguments)
     else:
         read = {"memory": _gather_memories(pipe, documents, arguments), "join": True}
@@ -97,16 +105,19 @@ def _prompt(prompts: str | None) -> str | None:
 def _documents_alone(
     pipe: ContextCompressionQAPipeline, documents: dict[str, list[Document]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The pipeline's arguments for a compressor that reads a document with its question: exactly one document."""
+    """The pipeline's arguments for documents without memories: their full text, or one that is compressed with a
+    question."""
     if any(source not in documents for source in arguments.sources):
         pipe.check_serves_memories("so that memory files are not asked: give a document")
     texts = [document.text for source in arguments.sources for document in documents[source]]
-    if len(texts) > 1:
+    if len(texts) > 1 and not arguments.full_text:
         pipe.check_serves_memories("so that several are not read together: ask about one of them")
     pipe.check_max_tokens(arguments.max_tokens)
     report_cut([len(ids) for ids in pipe.document_ids(texts)], arguments.max_tokens)
     return {
-        "context": texts[0],
+        "context": texts,
+        "join": True,
+        "full_text": arguments.full_text,
         "ratio": arguments.ratio,
         "max_tokens": arguments.max_tokens,
         "allow_untrained_ratio": arguments.allow_untrained_ratio,

@@ -17,7 +17,15 @@ from ..memory.compressed_context import CompressedContext
 from ..memory.memory_validation import is_memory
 from ..parts.generation_arguments import check_generation, with_defaults
 from ..parts.length_batches import batches_in_order, length_batches
-from ..parts.prompting import check_max_tokens, cut_passages, message_ids, passages_ids, question_ids
+from ..parts.prompting import (
+    check_max_tokens,
+    cut_passages,
+    decoder_document_ids,
+    full_context_ids,
+    message_ids,
+    passages_ids,
+    question_ids,
+)
 from ..parts.text_ids import check_texts, text_tokenizer
 
 MAX_NEW_TOKENS = 64
@@ -45,6 +53,7 @@ class ContextCompressionQAPipeline(Pipeline):
     pipe(["Who wrote it?", "When?"], context=document)           # one reading, a list of answers
     pipe("Who wrote it?", context=documents)                     # each document is asked: a list, one for each
     pipe("Who wrote it?", context=documents, join=True)          # all documents are read together
+    pipe("Who wrote it?", context=document, full_text=True)      # from the document's own tokens, uncompressed
     pipe("Who wrote it?", context=[passages])                    # one document of passages, compressed apart
     pipe("Who wrote it?", memory="report.safetensors")           # a memory that is kept
     pipe("Who wrote it?", store=store, ids=["a", "b"], join=True)            # two of a store's
@@ -101,7 +110,8 @@ class ContextCompressionQAPipeline(Pipeline):
                 message of the user.
             store: in place of `memory`: a `MemoryStore`, whose memories of `ids` are read.
             ids: names in the store, in the order in which `join=True` joins them.
-            kwargs: `join=True` reads all documents together, in order; `ratio`, a single one, and
+            kwargs: `join=True` reads all documents together, in order; `full_text=True` compresses nothing: the
+                decoder reads each document's own tokens; `ratio`, a single one, and
                 `allow_untrained_ratio` as in `compress`, and beside memories a `ratio` that these hold (`at_ratio`);
                 `prompt`, a text with `{question}` in it, in place of the checkpoint's own; `max_tokens`, keep only so
                 many tokens of each document; `batch_size`, documents or questions at once; everything else is for
@@ -112,14 +122,15 @@ class ContextCompressionQAPipeline(Pipeline):
             documents a list with one such entry for each.
 
         Raises:
-            TypeError: a question, document, message or `prompt` that is no text, a `memory` that is none, a `join`
-                that is neither True nor False, or `max_tokens` or a `batch_size` that is no int.
+            TypeError: a question, document, message or `prompt` that is no text, a `memory` that is none, a `join` or
+                `full_text` that is neither True nor False, or `max_tokens` or a `batch_size` that is no int.
             ValueError: neither or several of `context`, `memory` and `store`, neither or both of `question` and
                 `messages`, one of `store` and `ids` alone, a store of another model or without one of the ids, no
                 question or document, a text with half of a character (a lone surrogate), `messages` beside a `prompt`,
                 several ratios, a `batch_size` below 1, `max_tokens` that leave nothing of a document or that a call
                 gives beside memories, several answers to a question, `memory` or several joined documents where a
-                document is compressed with its question, and whatever `compress`, `at_ratio` and `generate` refuse.
+                document is compressed with its question, `full_text` beside a memory or a `ratio` or of an
+                encoder-decoder, and whatever `compress`, `at_ratio` and `generate` refuse.
         """
         if (context is not None) + (memory is not None) + (store is not None) != 1:
             raise ValueError("give either `context`, `memory` or `store`")
@@ -261,11 +272,29 @@ class ContextCompressionQAPipeline(Pipeline):
         """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
         return [[token for passage in row for token in passage] for row in self._passages(documents)]
 
+    def full_text_ids(
+        self, documents: Sequence[str | Sequence[str]], max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of documents as the decoder reads them in front of a question, without a memory.
+
+        Args:
+            documents: the texts; one may be a list of passages.
+            max_tokens: keep only so many tokens of each, with those that open it; all if not given.
+
+        Raises:
+            ValueError: an encoder-decoder, whose decoder reads no documents.
+        """
+        config = self.model.config
+        if config.is_encoder_decoder:
+            raise ValueError(f"the decoder of a {type(self.model).__name__} reads no documents, only memories")
+        _check_documents(documents)
+        return [decoder_document_ids(config, self._question_tokenizer, text, max_tokens) for text in documents]
+
     def _passages(self, documents: Any) -> list[list[list[int]]]:
         """Token ids of each document's passages."""
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
         texts: list[Any] = [documents] if is_one else list(documents)
-        check_texts("context", [p for text in texts for p in (text if isinstance(text, (list, tuple)) else [text])])
+        _check_documents(texts)
         return passages_ids(self.model.config, self._document_tokenizer, texts)
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
@@ -297,6 +326,7 @@ class ContextCompressionQAPipeline(Pipeline):
         prompt: str | None = None,
         max_tokens: int | None = None,
         join: bool | None = None,
+        full_text: bool | None = None,
         ratio: int | str | None = None,
         allow_untrained_ratio: bool | None = None,
         **generate_kwargs: Any,
@@ -304,9 +334,12 @@ class ContextCompressionQAPipeline(Pipeline):
         check_generation(generate_kwargs)
         if isinstance(ratio, (list, tuple)) or (isinstance(ratio, Tensor) and ratio.dim()):
             raise ValueError(f"`ratio` must be a single one, got {ratio}: a question is asked at one ratio at a time")
-        if join is not None and not isinstance(join, bool):
-            raise TypeError(f"`join` must be True or False, got {join!r}")
-        read = {"prompt": prompt, "max_tokens": max_tokens}
+        for name, value in (("join", join), ("full_text", full_text)):
+            if value is not None and not isinstance(value, bool):
+                raise TypeError(f"`{name}` must be True or False, got {value!r}")
+        if full_text and ratio is not None:
+            raise ValueError(f"`full_text` compresses nothing: leave out the `ratio`, {ratio!r}")
+        read = {"prompt": prompt, "max_tokens": max_tokens, "join": join, "full_text": full_text}
         given = {"join": join, "ratio": ratio, "allow_untrained_ratio": allow_untrained_ratio}
         return (
             {name: value for name, value in read.items() if value is not None},
@@ -315,19 +348,33 @@ class ContextCompressionQAPipeline(Pipeline):
         )
 
     def preprocess(
-        self, inputs: dict[str, Any], prompt: str | None = None, max_tokens: int | None = None
+        self,
+        inputs: dict[str, Any],
+        prompt: str | None = None,
+        max_tokens: int | None = None,
+        join: bool = False,
+        full_text: bool = False,
     ) -> dict[str, Any]:
         """Turn texts into token ids and files into memories."""
         self.check_max_tokens(max_tokens)
-        texts, asks_one = self._texts(inputs["question"], inputs["messages"], prompt)
         name = "context" if inputs["memory"] is None else "memory"
         sources, reads_one = _listed(name, inputs[name])
         if name == "memory":
             self.check_serves_memories("so that no memory is asked here: give the document, `context`")
+        rows: list[Any] = [None]
+        if full_text:
+            if name == "memory":
+                raise ValueError("`full_text` reads a document's own tokens: give `context` in place of a memory")
+            rows = self.full_text_ids(sources, max_tokens)
+            rows = [[token for row in rows for token in row]] if join else rows
+        texts = [self._texts(inputs["question"], inputs["messages"], prompt, row) for row in rows]
+        compresses, (question_ids, asks_one) = name == "context" and not full_text, texts[0]
         return {
-            "question_ids": texts,
+            "question_ids": question_ids,
+            # Behind the tokens of each document that is not compressed.
+            "full_text_ids": [ids for ids, _ in texts] if full_text else None,
             "document_ids": (
-                [cut_passages(row, max_tokens) for row in self._passages(sources)] if name == "context" else None
+                [cut_passages(row, max_tokens) for row in self._passages(sources)] if compresses else None
             ),
             "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
             "batch_size": inputs["batch_size"],
@@ -335,12 +382,16 @@ class ContextCompressionQAPipeline(Pipeline):
             "reads_one": reads_one,
         }
 
-    def _texts(self, question: Any, messages: Any, prompt: str | None) -> tuple[list[list[int]], bool]:
-        """Token ids of questions or conversations, and whether it was one."""
+    def _texts(
+        self, question: Any, messages: Any, prompt: str | None, document: Sequence[int] | None = None
+    ) -> tuple[list[list[int]], bool]:
+        """Token ids of questions or conversations, behind a document's if these are given; and whether it was one."""
         config, tokenizer = self.model.config, self._question_tokenizer
         if messages is None:
             questions, asks_one = _listed("question", question)
             check_texts("question", questions)
+            if document is not None:
+                return [full_context_ids(config, tokenizer, document, text, prompt) for text in questions], asks_one
             return [question_ids(config, tokenizer, text, prompt) for text in questions], asks_one
         if prompt is not None:
             raise ValueError("`prompt` is what a `question` stands in: leave it out beside `messages`")
@@ -352,7 +403,7 @@ class ContextCompressionQAPipeline(Pipeline):
             if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, Mapping) for m in conversation):
                 raise TypeError(f"`messages` must be messages with `role` and `content`, got {conversation!r}")
             check_texts("messages", [message.get("content") for message in conversation])
-        return [message_ids(config, tokenizer, conversation) for conversation in conversations], asks_one
+        return [message_ids(config, tokenizer, messages, document) for messages in conversations], asks_one
 
     def _forward(
         self,
@@ -365,7 +416,10 @@ class ContextCompressionQAPipeline(Pipeline):
         batch_size, questions, documents = (inputs[name] for name in ("batch_size", "question_ids", "document_ids"))
         generate_kwargs = with_defaults(generate_kwargs, MAX_NEW_TOKENS, self._pad_token_id)
         answers: list[list[Tensor]] = []
-        if documents is not None and self.model.config.compresses_questions:
+        if inputs["full_text_ids"] is not None:
+            for texts in inputs["full_text_ids"]:
+                answers += self._answers([None], texts, batch_size, lambda *_: None, generate_kwargs)
+        elif documents is not None and self.model.config.compresses_questions:
             if join and len(documents) > 1:
                 self.check_serves_memories("so that several are not joined: ask about each of them")
 
@@ -433,7 +487,7 @@ class ContextCompressionQAPipeline(Pipeline):
         sources: Sequence[Any],
         questions: list[list[int]],
         batch_size: int,
-        memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext],
+        memory_of: Callable[[list[Any], dict[str, Tensor]], CompressedContext | None],
         generate_kwargs: dict[str, Any],
     ) -> list[list[Tensor]]:
         """The new tokens of every question for every source, questions of all sources in common batches.
@@ -462,6 +516,10 @@ class ContextCompressionQAPipeline(Pipeline):
     def _pad_token_id(self) -> int | None:
         pad = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad is None else pad
+
+
+def _check_documents(texts: Sequence[Any]) -> None:
+    check_texts("context", [p for text in texts for p in (text if isinstance(text, (list, tuple)) else [text])])
 
 
 def _listed(name: str, value: Any) -> tuple[list[Any], bool]:

@@ -284,6 +284,17 @@ def test_questions_come_from_the_option_or_line_by_line(
 
 
 @pytest.mark.slow
+def test_the_full_text_is_asked_without_a_memory(
+    model_folder: str, documents: list[str], capsys: pytest.CaptureFixture[str]
+):
+    pipe = MeanPoolingForCausalLM.from_pretrained(model_folder).question_answering(
+        PreTrainedTokenizerFast.from_pretrained(model_folder)
+    )
+    texts = [Path(document).read_text() for document in documents]
+    answer = pipe("Who?", context=texts, join=True, full_text=True, max_new_tokens=8)["answer"]
+    assert "\n".join(ask(capsys, model_folder, *documents, "--full-text", "--question", "Who?")) == answer
+
+
 def test_a_memory_file_is_asked_at_a_coarser_ratio_that_it_holds(
     llama: LlamaConfig,
     tokenizer: PreTrainedTokenizerFast,
@@ -399,6 +410,11 @@ def test_ask_refuses_what_it_cannot_do(
         ([str(memory), "--ratio", "8", "--question", "Who?"], "`ratio` must be 4, the memory's own, got 8"),
         (["nowhere.safetensors"], "there is no memory file nowhere.safetensors"),
         (["-"], "questions must be given with --question"),
+        ([str(memory), "--full-text"], "--full-text reads documents, not memory files"),
+        (
+            [*documents, "--full-text", "--ratio", "4"],
+            "--full-text reads documents, not memory files, and at no --ratio",
+        ),
     ):
         assert cli.main(["ask", model_folder, *arguments]) == 1
         assert message in capsys.readouterr().err

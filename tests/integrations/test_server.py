@@ -40,6 +40,15 @@ def test_the_openai_client_asks_memories_and_streams_and_reads_what_the_pipeline
         assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
         assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
         assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    parts = [{"type": "document", "text": text} for text in TEXTS[:2]]
+    whole = running.client.chat.completions.create(
+        model="m",
+        messages=[{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}],
+        max_tokens=12,
+    )
+    wanted = pipe(QUESTION, context=TEXTS[:2], join=True, full_text=True, max_new_tokens=12)["answer"]
+    assert whole.choices[0].message.content == wanted
+    assert whole.usage.prompt_tokens_details.memory_slots == 0
     # Three words and not more, and what ends before a text.
     words = running.chat(ids[:1], max_completion_tokens=2)
     assert (words.choices[0].finish_reason, words.usage.completion_tokens) == ("length", 2)

@@ -144,6 +144,16 @@ def test_the_reader_of_the_whole_text_sees_the_template(method_cases, tokenizer)
     config = chat_model(method_cases, tokenizer).config
     ids = full_context_ids(config, tokenizer, encode(tokenizer, DOCUMENT), "Who?")
     assert ids == templated(tokenizer, ONE_TURN)
+    for messages in CONVERSATIONS:
+        ids = message_ids(config, tokenizer, messages, encode(tokenizer, DOCUMENT))
+        assert ids == templated(tokenizer, messages)
+
+
+def test_a_plain_checkpoint_has_the_whole_text_in_front_of_a_conversation(method_cases, tokenizer):
+    config, words = method_cases["mean_pooling"].model.config, encode(tokenizer, DOCUMENT)
+    text = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False, add_generation_prompt=True)
+    ids = message_ids(config, tokenizer, TWO_TURNS, words)
+    assert ids == [tokenizer.bos_token_id, *words, *encode(tokenizer, text)[1:]]
 
 
 def test_training_builds_the_ids_that_the_pipeline_asks_with(method_cases, tokenizer, tmp_path):

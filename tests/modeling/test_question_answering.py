@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import subprocess
+from itertools import chain
 
 import pytest
 import torch
@@ -215,6 +216,39 @@ def test_joined_documents_are_read_together_in_order(pipe, tmp_path):
     assert pipe(QUESTIONS[0], context=DOCUMENTS[:1], join=True) == answer_by_hand(pipe, QUESTIONS[0], DOCUMENTS[0])
 
 
+def test_the_full_text_is_read_by_the_decoder_without_a_memory(pipe):
+    model, tokenizer = pipe.model, pipe.tokenizer
+
+    def by_hand(question, *documents):
+        config, task = model.config, model.config.task_token_ids.get("[LM]")
+        prompt = characters(tokenizer, config.question_prompt.replace("{question}", question))
+        words = [
+            [*([tokenizer.bos_token_id] * (task is not None)), *characters(tokenizer, text)] for text in documents
+        ]
+        start = [tokenizer.bos_token_id] if task is None else []
+        row = [*start, *chain(*words), *([] if task is None else [task]), *prompt]
+        output = model.generate(torch.tensor([row]), do_sample=False, **LENGTH)
+        return {"answer": tokenizer.decode(output[0, len(row) :], skip_special_tokens=True).strip()}
+
+    asked = {"full_text": True, "context": DOCUMENTS[:2]}
+    assert pipe(QUESTIONS, **asked) == [[by_hand(question, text) for question in QUESTIONS] for text in DOCUMENTS[:2]]
+    assert pipe(QUESTIONS[0], **asked, join=True) == by_hand(QUESTIONS[0], *DOCUMENTS[:2])
+    assert pipe(QUESTIONS[0], context=[DOCUMENTS[:2]], full_text=True) == [by_hand(QUESTIONS[0], *DOCUMENTS[:2])]
+    assert pipe(QUESTIONS[0], context="abcdef", full_text=True, max_tokens=4) == by_hand(QUESTIONS[0], "abc")
+    asked = pipe(messages=[{"role": "user", "content": QUESTIONS[0]}], context="abc", full_text=True)
+    assert asked == by_hand(QUESTIONS[0], "abc")
+
+
+@before_any_method
+def test_the_full_text_has_no_ratio_and_no_memory(pipe, encoder_decoder, tiny_tokenizer):
+    with pytest.raises(ValueError, match="`full_text` compresses nothing: leave out the `ratio`, 2"):
+        pipe("Who?", context="a", full_text=True, ratio=2)
+    with pytest.raises(ValueError, match="give `context` in place of a memory"):
+        pipe("Who?", memory=pipe.compress("a"), full_text=True)
+    with pytest.raises(ValueError, match="decoder of a DeCALForConditionalGeneration reads no documents"):
+        encoder_decoder.question_answering(tiny_tokenizer)("Who?", context="a", full_text=True)
+
+
 @pytest.mark.costly
 def test_the_checkpoints_own_prompt_and_heading_are_taken(method_case, tiny_tokenizer):
     own = {"prompts": {"question_answering": "Q {question} A"}, "context_prefix": "# Text\n"}
@@ -341,6 +375,7 @@ def test_what_cannot_be_asked_is_refused(pipe, arguments, message):
         ({"question": "a", "context": "a", "batch_size": True}, TypeError, "`batch_size` must be an int, got True"),
         ({"question": "a", "context": "a", "prompt": 5}, TypeError, "`prompt` must be a text .* got 5"),
         ({"question": "a", "context": "a", "join": "no"}, TypeError, "`join` must be True or False, got 'no'"),
+        ({"question": "a", "context": "a", "full_text": 1}, TypeError, "`full_text` must be True or False, got 1"),
         ({"messages": 5, "context": "a"}, TypeError, "`messages` must be messages with `role` and `content`, got 5"),
         ({"messages": "a", "context": "a"}, TypeError, "`messages` must be messages .* got 'a'"),
         (

@@ -17,7 +17,9 @@ from context_compressors.serving.server_jobs import AnswerJob, CompressionJob, S
 from context_compressors.serving.server_memories import ProcessMemories, StoredMemories
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "modeling"))
+from byte_tokenizers import byte_tokenizer
 from random_memories import make_memory
+from tiny_models import METHODS, TRAINING_FREE, Case
 
 
 class Largest(TorchDispatchMode):
@@ -30,6 +32,32 @@ class Largest(TorchDispatchMode):
         sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
         self.num_bytes = max(self.num_bytes, *sizes, 0)
         return made
+
+
+def test_a_chat_names_memories_or_documents_in_front_of_its_words():
+    pytest.importorskip("pydantic")
+    from context_compressors.serving.server_requests import ChatRequest
+
+    def request(*parts):
+        return ChatRequest.model_validate({"messages": [{"role": "user", "content": [*parts]}]})
+
+    document, memory, words = {"type": "document", "text": "A."}, {"type": "memory", "memory_id": "m"}, "Who?"
+    text = {"type": "text", "text": words}
+    asked = request(document, {**document, "text": "B."}, text)
+    assert (asked.documents, asked.memories, asked.messages[0].text) == (["A.", "B."], [], words)
+    for parts, message in (((text, document), "must stand before"), ((document, memory, text), "name one kind")):
+        with pytest.raises(ValueError, match=message):
+            request(*parts)
+    methods = {method.name: method for method in METHODS + TRAINING_FREE}
+    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    for name in ("mean_pooling", "snap_kv"):
+        pipe = Case(methods[name]).build().question_answering(tokenizer)
+        model = ServedModel("m", pipe, ProcessMemories(2**30))
+        messages = [{"role": "user", "content": words}]
+        context = {"question": None, "messages": messages, "context": ["A.", "B."], "memory": None, "batch_size": 1}
+        wanted = pipe.preprocess(context, join=True, full_text=True)["full_text_ids"][0][0]
+        assert model.text_ids(messages, False, ["A.", "B."]) == wanted
+        assert model.text_ids(messages, False)[0] == tokenizer.bos_token_id
 
 
 @pytest.mark.slow
