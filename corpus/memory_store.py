@@ -38,7 +38,7 @@ def import_lance() -> Any:
     try:
         import lance
     except ImportError as error:
-        raise ImportError("a store needs `pylance`: pip install 'context-compressors[corpus]'") from error
+        raise ImportError("a store needs `pylance`: pip install -e '.[corpus]' in the clone") from error
     return lance
 
 

@@ -41,7 +41,7 @@ def compress_with_ray(
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise ImportError("--engine ray needs Ray: pip install 'context-compressors[ray]'") from error
+        raise ImportError("--engine ray needs Ray: pip install -e '.[ray]' in the clone") from error
     return _reports(job, job.parts(), address, workers, num_gpus)
 
 

@@ -89,7 +89,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"LongBench scores with {name}: pip install 'context-compressors[benchmarks]'") from error
+        raise ImportError(f"LongBench scores with {name}: pip install -e '.[benchmarks]' in the clone") from error
 
 
 def _overlap_f1(prediction: Sequence[str], answer: Sequence[str]) -> float:

@@ -29,7 +29,7 @@ try:
     from lm_eval.models.utils_hf import stop_sequences_criteria
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError("lm-evaluation-harness is not installed: pip install 'context-compressors[lm-eval]'") from error
+    raise ImportError("lm-evaluation-harness is not installed: pip install -e '.[lm-eval]' in the clone") from error
 
 from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 from ..configuration.nearest_names import check_choice, nearest

@@ -130,7 +130,7 @@ def _words(*kinds: str) -> list[str]:
     try:
         from wonderwords import RandomWord
     except ImportError as error:
-        message = "RULER draws its words from wonderwords: pip install 'context-compressors[benchmarks]'"
+        message = "RULER draws its words from wonderwords: pip install -e '.[benchmarks]' in the clone"
         raise ImportError(message) from error
     return sorted(set(RandomWord().filter(include_categories=kinds)))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Haystack: paragraphs are found by BM25, compressed once, and answered from as memories, in one pipeline.
 
-    pip install 'context-compressors[haystack,corpus]'
+    pip install -e '.[haystack,corpus]'     # in a clone
     python examples/haystack_memories.py --question "Who founded the ropeworks?" --store paragraphs.lance
 
 What is found a second time, in this run or with the same `--store` in the next, is not compressed again.

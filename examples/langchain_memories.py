@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LangChain: paragraphs are found by BM25, compressed once, and answered from as memories.
 
-    pip install 'context-compressors[langchain,corpus]'
+    pip install -e '.[langchain,corpus]'     # in a clone
     python examples/langchain_memories.py --question "Who founded the ropeworks?" --store paragraphs.lance
 
 What is found a second time, in this run or with the same `--store` in the next, is not compressed again.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LlamaIndex: paragraphs are found by BM25, compressed once, and answered from as memories.
 
-    pip install 'context-compressors[llama-index,corpus]'
+    pip install -e '.[llama-index,corpus]'     # in a clone
     python examples/llama_index_memories.py --question "Who founded the ropeworks?" --store paragraphs.lance
 
 What is found a second time, in this run or with the same `--store` in the next, is not compressed again.

@@ -13,7 +13,7 @@ try:
     from haystack.dataclasses import StreamingChunk
     from haystack.dataclasses.streaming_chunk import SyncStreamingCallbackT
 except ImportError as error:
-    raise ImportError("this needs `haystack-ai`: pip install 'context-compressors[haystack]'") from error
+    raise ImportError("this needs `haystack-ai`: pip install -e '.[haystack]' in the clone") from error
 
 
 class _OfMemories:

@@ -17,7 +17,7 @@ try:
     from langchain_core.retrievers import BaseRetriever
     from pydantic import ConfigDict, Field
 except ImportError as error:
-    raise ImportError("this needs `langchain-core`: pip install 'context-compressors[langchain]'") from error
+    raise ImportError("this needs `langchain-core`: pip install -e '.[langchain]' in the clone") from error
 
 _ROLES = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant"}
 

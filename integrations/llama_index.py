@@ -17,7 +17,7 @@ try:
     from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, QueryType
     from llama_index.core.types import RESPONSE_TEXT_TYPE
 except ImportError as error:
-    raise ImportError("this needs `llama-index-core`: pip install 'context-compressors[llama-index]'") from error
+    raise ImportError("this needs `llama-index-core`: pip install -e '.[llama-index]' in the clone") from error
 
 
 class MemoryPostprocessor(BaseNodePostprocessor):

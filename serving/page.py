@@ -94,7 +94,7 @@ def import_gradio() -> ModuleType:
     try:
         import gradio
     except ImportError as error:
-        raise ImportError("the page needs Gradio: pip install 'context-compressors[demo]'") from error
+        raise ImportError("the page needs Gradio: pip install -e '.[demo]' in the clone") from error
     return gradio
 
 

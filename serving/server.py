@@ -26,7 +26,7 @@ try:
     from starlette.exceptions import HTTPException
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
-    raise ImportError("a server needs FastAPI and uvicorn: pip install 'context-compressors[serve]'") from error
+    raise ImportError("a server needs FastAPI and uvicorn: pip install -e '.[serve]' in the clone") from error
 
 from ..corpus.memory_store import MemoryStore
 from ..modeling.compressor.context_compression_qa import MAX_NEW_TOKENS, ContextCompressionQAPipeline

@@ -38,7 +38,7 @@ for name in sys.argv[2:]:
         importlib.import_module(name)
     except ImportError as error:
         # The package does without it, and says where it comes from; Triton's kernels are for GPUs.
-        wanted = "pip install triton" if name.endswith("_triton") else "pip install 'context-compressors["
+        wanted = "pip install triton" if name.endswith("_triton") else "pip install -e '.["
         assert wanted in str(error), error
         without += 1
 names = [name for name in sys.modules if name.split(".")[0] == "context_compressors"]
@@ -46,6 +46,13 @@ strangers = [name for name in names if not pathlib.Path(sys.modules[name].__file
 assert not strangers, f"not from {root}: {strangers}"
 print(len(names) + without, package.__version__)
 """
+
+
+def test_extras_are_installed_from_a_clone_as_long_as_there_is_no_release():
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*")]
+    files += [path for folder in FOLDERS.values() for path in (ROOT / folder).glob("*.py")]
+    named = [path.name for path in files if re.search(r"pip install '?context-compressors", path.read_text())]
+    assert named in ([], ["CHANGELOG.md"])
 
 
 def product_files(pattern: str = "*") -> set[str]:

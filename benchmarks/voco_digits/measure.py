@@ -55,7 +55,7 @@ def digits(device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the digits are scikit-learn's: pip install 'context-compressors[benchmarks]'") from error
+        raise ImportError("the digits are scikit-learn's: pip install -e '.[benchmarks]' in the clone") from error
     found = load_digits()
     pictures = torch.tensor(found.images, dtype=torch.float32, device=device)[:, None] / 8 - 1
     labels = torch.tensor(found.target, device=device)

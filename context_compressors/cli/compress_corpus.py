@@ -47,7 +47,7 @@ def _megabytes(text: str) -> float:
 
 @command(
     "compress-corpus",
-    "Compress a collection into a store of memories (pip install 'context-compressors[corpus]').",
+    "Compress a collection into a store of memories (pip install -e '.[corpus]' in the clone).",
     argument(
         "inputs",
         nargs="+",

@@ -27,7 +27,7 @@ context-compressors serve my-compressor another-compressor --batch-size 16
 
 @command(
     "serve",
-    "Serve memories and the chat that reads them (pip install 'context-compressors[serve]').",
+    "Serve memories and the chat that reads them (pip install -e '.[serve]' in the clone).",
     argument("models", nargs="+", metavar="MODEL", help="Hub ids or folders of compressors; requests say which"),
     argument(
         "--store",
