@@ -42,7 +42,7 @@ class CorpusCompressor:
 
     Args:
         model: Hub id or folder of a compressor; or a pipeline that is loaded, which stays in its process.
-        ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its first if not given.
+        ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its default if not given.
         text_column: The column of the texts.
         memory_dtype: What slots are kept in: "int8", "int4", "int2" or "float16".
         batch_tokens: Tokens that the model reads at once, pads included; a longer text is read alone. 512 on a CPU and

@@ -105,7 +105,7 @@ class VectorSearch:
             path: see above.
             model: a `DeCALForRetrieval`, in evaluation mode.
             tokenizer: saved with it.
-            ratio: tokens per vector; the checkpoint's first if not given.
+            ratio: tokens per vector; the checkpoint's default if not given.
             batch_size: texts in one pass.
         """
         import torch

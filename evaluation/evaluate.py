@@ -353,7 +353,7 @@ def _work(datasets: Sequence[EvaluationDataset], settings: EvaluationSettings) -
 
 
 def _ratios(config: PreTrainedConfig, settings: EvaluationSettings) -> list[int | str]:
-    trained = [int(ratio) for ratio in config.compression_ratios]
+    trained = sorted(config.compression_ratios)
     ratios = list(settings.ratios or trained)
     if "auto" in ratios and not config.selects_ratios:
         raise ValueError(f"the ratio 'auto' needs a checkpoint with a ratio selector; this one has {trained} alone")

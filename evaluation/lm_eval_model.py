@@ -77,7 +77,7 @@ class CompressorLM(TemplateLM):
     Args:
         pretrained: a compressor with its LM head, or its Hub id or folder.
         tokenizer: the one saved with it; read from `pretrained` where that is a name.
-        ratio: tokens per slot, or "auto" for a checkpoint with a ratio selector; its first if not given.
+        ratio: tokens per slot, or "auto" for a checkpoint with a ratio selector; its default if not given.
         document_field: the column of the task's rows that is compressed, such as "context", "passage" or "article";
             `None` to have prompts read whole.
         document_in_prompt: whether the task's prompts hold the document word for word, as most tasks' do. `False` for
@@ -262,7 +262,7 @@ class CompressorLM(TemplateLM):
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": str(self.model.dtype),
             "model_fingerprint": fingerprint(self.model, of_answers=True),
-            "ratio": None if self.document_field is None else (self.ratio or self.model.config.compression_ratios[0]),
+            "ratio": None if self.document_field is None else (self.ratio or self.model.config.default_ratio),
             **{name: getattr(self, name) for name in names},
             "documents": len(self._is_cut),
             "documents_cut": sum(self._is_cut.values()),

@@ -25,7 +25,7 @@ class MTEBRetriever:
     Args:
         model: a [`DeCALForRetrieval`], put into evaluation mode.
         tokenizer: the one saved with it.
-        ratio: tokens per vector of queries and documents; the checkpoint's first if not given.
+        ratio: tokens per vector of queries and documents; the checkpoint's default if not given.
         max_query_tokens: queries are cut to so many tokens.
         max_document_tokens: documents and all other texts likewise.
         name: for MTEB's results, "organisation/name"; made from where the model was loaded if not given.
@@ -100,5 +100,5 @@ class MTEBRetriever:
             similarity_fn_name="MaxSim",
             use_instructions=False,
             model_type=["late-interaction"],
-            experiment_kwargs={"ratio": self._ratio or self._model.config.compression_ratios[0]},
+            experiment_kwargs={"ratio": self._ratio or self._model.config.default_ratio},
         )

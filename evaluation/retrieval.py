@@ -47,7 +47,7 @@ def encode_texts(
     Args:
         model: a [`DeCALForRetrieval`], in evaluation mode.
         rows: the texts' token ids, see [`TextEncoder`]; those of like length go through the model together.
-        ratio: tokens per vector; the checkpoint's first if not given.
+        ratio: tokens per vector; the checkpoint's default if not given.
         batch_size: texts in one pass.
 
     Returns:

@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("checkpoint", help="Hub id or folder of the compressor")
     parser.add_argument("documents", nargs="+", help="text files, or memory files (.safetensors), read together")
     parser.add_argument("--question", action="append", required=True, help="give it again for several")
-    parser.add_argument("--ratio", type=int, help="context tokens per slot (default: the checkpoint's first)")
+    parser.add_argument("--ratio", type=int, help="context tokens per slot (default: the checkpoint's default)")
     parser.add_argument("--server", default="http://localhost:8000")
     parser.add_argument("--served-model", required=True, help="the decoder's name on the server")
     parser.add_argument("--chat", action="store_true", help="ask the chat API, in the server's chat template")

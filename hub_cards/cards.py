@@ -184,7 +184,7 @@ def language_model_card(
 
 
 def _check_ratios(config: CompressorConfig, scores: Sequence[Score] | Sequence[RetrievalScore]) -> None:
-    ratios = (*config.compression_ratios, *(["auto"] if config.selects_ratios else []))
+    ratios = (*sorted(config.compression_ratios), *(["auto"] if config.selects_ratios else []))
     for score in scores:
         if score.ratio is not None and score.ratio not in ratios:
             raise ValueError(f"the score on {score.dataset!r} has ratio {score.ratio}; the checkpoint has {ratios}")

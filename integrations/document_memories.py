@@ -41,7 +41,7 @@ class DocumentMemories:
 
     Args:
         model: Hub id or folder of a compressor; or a pipeline that is loaded.
-        ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its first if not given.
+        ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its default if not given.
         store: Where memories are kept, as [`MemoryStore.create`] takes it; in the process if not given.
         options: Further arguments of [`CorpusCompressor`], such as `memory_dtype` (int8 if not given), `device` and
             `dtype`.
@@ -228,7 +228,7 @@ class DocumentMemories:
     @property
     def _ratio(self) -> int | str:
         ratio = self.compressor.ratio
-        return self.pipe.model.config.compression_ratios[0] if ratio is None else ratio
+        return self.pipe.model.config.default_ratio if ratio is None else ratio
 
     def _contains(self, ids: list[str]) -> list[bool]:
         with self._lock:

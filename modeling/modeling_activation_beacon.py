@@ -114,7 +114,7 @@ class ActivationBeaconModel(CompressorModel):
         """A memory of a text that goes on for ever, in bounded space.
 
         Args:
-            ratio: context tokens for each beacon; the checkpoint's first if not given.
+            ratio: context tokens for each beacon; the checkpoint's default if not given.
             max_slots: beacons that stay at most, sinks included; the oldest go first.
         """
         return SlidingMemory(self, ratio, max_slots)
@@ -219,7 +219,7 @@ class SlidingMemory:
 
     Args:
         model ([`ActivationBeaconModel`]): the compressor.
-        ratio: context tokens for each beacon; the checkpoint's first if not given.
+        ratio: context tokens for each beacon; the checkpoint's default if not given.
         max_slots: slots that stay at most, more than there are sinks.
 
     Raises:

@@ -276,7 +276,7 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
         Args:
             input_ids: `(batch_size, num_tokens)`.
             attention_mask: same shape; pads may stand anywhere.
-            ratio: an int or a LongTensor `(batch_size,)`; the checkpoint's first if not given.
+            ratio: an int or a LongTensor `(batch_size,)`; the checkpoint's default if not given.
             return_dict: whether to return an [`EncodedSlots`] and not a tuple.
 
         Raises:

@@ -70,7 +70,7 @@ class DeCALForRetrieval(CompressorHead, DeCALPreTrainedModel):
         Args:
             input_ids: `(batch_size, num_tokens)`.
             attention_mask: same shape; pads may stand anywhere.
-            ratio: an int or a LongTensor `(batch_size,)`; the checkpoint's first if not given.
+            ratio: an int or a LongTensor `(batch_size,)`; the checkpoint's default if not given.
             token_type_ids: some tokenizers add them; ignored.
 
         Raises:

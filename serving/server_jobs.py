@@ -72,8 +72,8 @@ class ServedModel:
     def card(self) -> dict[str, Any]:
         """The model in the list of models."""
         config = self.pipe.model.config
-        ratios = [*config.compression_ratios, *(["auto"] if config.selects_ratios else [])]
-        own = {"ratios": ratios, "model_id": self.model_id}
+        ratios = [*sorted(config.compression_ratios), *(["auto"] if config.selects_ratios else [])]
+        own = {"ratios": ratios, "default_ratio": config.default_ratio, "model_id": self.model_id}
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "context-compressors", **own}
 
     def describe(self, memory_id: str, memory: CompressedContext) -> dict[str, Any]:

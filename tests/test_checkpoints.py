@@ -16,6 +16,7 @@ import context_compressors.modeling  # noqa: F401  (makes the Auto classes know 
 from context_compressors import CompressionCollator, CompressionDataset, MeanPoolingForCausalLM
 from context_compressors.data.document_ids import TrainingDocuments
 from context_compressors.hub_cards.repository import build_repository
+from context_compressors.modeling.checkpoint.checkpoint_card import facts, usage
 from context_compressors.modeling.checkpoint.remote_code import write_code
 from context_compressors.training.arguments import DataArguments
 
@@ -47,6 +48,14 @@ def test_the_code_beside_published_weights_is_the_code_of_the_package(folder: Pa
     write_code(AutoModelForCausalLM._model_mapping[type(config)], type(config), tmp_path)
     saved = {name: content for name, content in files(folder).items() if name.endswith(".py")}
     assert saved == files(tmp_path), "write it again: remote_code.write_code(model_class, config_class, FOLDER)"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_published_card_says_what_the_configuration_does(folder: Path):
+    config, card = AutoConfig.from_pretrained(folder), (folder / "README.md").read_text(encoding="utf-8")
+    rows = [f"| {name} | {value} |" for name, value in facts(config)]
+    for part in (*rows, usage(config, f"checkpoints/{folder.name}")):
+        assert part in card
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ class LogAnswersCallback(TrainerCallback):
         rows: Mappings with `context`, `question` and `answers` (a list of texts): few, and none that is trained on.
         tokenizer: That of the compressor.
         steps: Training steps from one asking to the next.
-        ratio: Context tokens per slot; the model's first if not given.
+        ratio: Context tokens per slot; the model's default if not given.
         max_new_tokens: The longest answer in tokens.
 
     Raises:

@@ -90,7 +90,7 @@ def hub_fields(config: CompressorConfig) -> dict[str, Any]:
 
 def summary_of(config: CompressorConfig) -> str:
     """What a compressor is, in a sentence."""
-    method, every = config.method.replace("_", " "), _every(config.compression_ratios)
+    method, every = config.method.replace("_", " "), _every(sorted(config.compression_ratios))
     if config.auto_class == RETRIEVAL_LOADER:
         return (
             f"A retrieval model ({method}): queries and documents become one vector for {every}, compared by Chamfer "
@@ -115,7 +115,8 @@ def facts(config: CompressorConfig) -> list[tuple[str, Any]]:
         ("Base model", _base(config)),
         ("Fine-tuned from", config.parent_model_name_or_path),
         ("Method", config.method.replace("_", " ")),
-        ("Compression ratios", ", ".join(map(str, config.compression_ratios))),
+        ("Compression ratios", ", ".join(map(str, sorted(config.compression_ratios)))),
+        ("Default ratio", config.default_ratio if len(config.compression_ratios) > 1 else None),
         ("Chunk size", f"{config.chunk_size} tokens" if config.chunk_size else "none: the context is read whole"),
         ("Position layout", config.position_layout),
         ("Encoder", _adapters(config.encoder_lora)),
@@ -145,9 +146,11 @@ def usage(config: CompressorConfig, place: str) -> str:
         ratio=config.default_ratio,
     )
     needed = " and `peft`" if config.encoder_lora or config.decoder_lora else ""
+    keeps_memories = config.auto_class != RETRIEVAL_LOADER and not config.compresses_questions
+    size = " A memory is far larger than its text: it saves reading, not disk space." if keeps_memories else ""
     return (
         f"{usage_section(config.auto_class, place, ', trust_remote_code=True', code)}\n\n"
-        f"It needs `transformers`{needed}. The code of the model is in this repository."
+        f"It needs `transformers`{needed}. The code of the model is in this repository.{size}"
     )
 
 

@@ -53,11 +53,11 @@ def check_ratios(
             not trained for, or a tensor of another shape.
     """
     if not ratios:
-        raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {list(trained)}")
+        raise ValueError(f"`ratio` is an empty list; the checkpoint has the ratios {sorted(trained)}")
     if not selects and any(isinstance(ratio, str) and ratio == "auto" for ratio in ratios):
         raise ValueError(
             "`ratio` is 'auto', but the checkpoint has no ratio selector (`ratio_selector` of its configuration): "
-            f"give one of {list(trained)}"
+            f"give one of {sorted(trained)}"
         )
     return [_check_ratio(ratio, trained, input_ids, allow_untrained) for ratio in ratios]
 
@@ -90,7 +90,7 @@ def _check_ratio(ratio: Any, trained: Sequence[int], input_ids: Tensor, allow_un
             raise ValueError(f"`ratio` must be at most {_MAX_RATIO}, got {value}")
         if value not in trained and not allow_untrained:
             raise ValueError(
-                f"this checkpoint was not trained for the ratio {value}; it has {list(trained)} "
+                f"this checkpoint was not trained for the ratio {value}; it has {sorted(trained)} "
                 "(compress(..., allow_untrained_ratio=True) goes on nevertheless)"
             )
     return ratio

@@ -60,7 +60,9 @@ def _analyse_all(
     argument("--document", required=True, metavar="FILE", help="text file, or .jsonl or .parquet file with several"),
     argument("--output", required=True, metavar="FOLDER", help=f"where the pictures and {_RESULT} go"),
     OVERWRITE,
-    argument("--ratio", type=positive_int, metavar="R", help="context tokens per slot (default: each model's first)"),
+    argument(
+        "--ratio", type=positive_int, metavar="R", help="context tokens per slot (default: each model's default)"
+    ),
     MAX_TOKENS,
     COLUMN,
     TRUST_REMOTE_CODE,
@@ -92,7 +94,7 @@ def main(arguments: argparse.Namespace) -> None:
     for name, place in models.items():
         model, tokenizer = load_compressor(place, None, arguments.trust_remote_code, arguments.device)
         analyses = _analyse_all(model, tokenizer, texts, arguments)
-        ratio = arguments.ratio or model.config.compression_ratios[0]
+        ratio = arguments.ratio or model.config.default_ratio
         summaries[name], first[name] = {"ratio": ratio, **summary(analyses)}, analyses[0]
     folder = Path(arguments.output)
     paths = draw(first, folder)

@@ -37,7 +37,10 @@ context-compressors attention my-icae --document report.txt --max-tokens 255 --l
     argument("--output", required=True, metavar="PNG", help="the picture"),
     OVERWRITE,
     argument(
-        "--ratio", type=positive_int, metavar="R", help="context tokens per memory token (default: the model's first)"
+        "--ratio",
+        type=positive_int,
+        metavar="R",
+        help="context tokens per memory token (default: the model's default)",
     ),
     argument("--layers", nargs="+", type=positive_int, metavar="N", help="layers, from 1 (default: second and last)"),
     MAX_TOKENS,

@@ -73,7 +73,7 @@ def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline
         action="append",
         metavar="R",
         help="context tokens per slot, or auto for a model that selects them; give it again for several ratios from "
-        "one reading (default: the model's first)",
+        "one reading (default: the model's default)",
     ),
     argument("--batch-size", type=positive_int, default=8, help="documents at once (default: %(default)s)"),
     argument(

@@ -102,7 +102,7 @@ def main(arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = content["rows"]
     done = [row["document_ratio"] for row in rows]
     # BM25 stands first, and has no ratio.
-    wanted = [*([None] if arguments.bm25 else []), *(arguments.ratios or model.config.compression_ratios)]
+    wanted = [*([None] if arguments.bm25 else []), *(arguments.ratios or sorted(model.config.compression_ratios))]
     left = [ratio for ratio in wanted if ratio not in done]
     path, collection = arguments.keep_answers, content["settings"]["collection"]
     scores = read_query_scores(path, [_condition(ratio) for ratio in done], judged) if path else {}

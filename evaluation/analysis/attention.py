@@ -23,7 +23,7 @@ def memory_attention(
         model: a compressor whose encoder reads memory tokens behind the context.
         tokenizer: the tokenizer saved with it.
         text: the document, of one chunk at most.
-        ratio: context tokens per memory token; the checkpoint's first when `None`.
+        ratio: context tokens per memory token; the checkpoint's default when `None`.
 
     Returns:
         Float32 `(num_layers, num_memory_tokens, num_context_tokens)`, on the CPU. A row sums up to less than 1: the
@@ -62,7 +62,7 @@ def memory_token_shares(backbone: Any, input_ids: Tensor, ratio: int | None = No
     Args:
         backbone: as in `attention_by_head`.
         input_ids: one context `(1, num_tokens)` of at most one chunk.
-        ratio: one of the checkpoint's; its first if not given.
+        ratio: one of the checkpoint's; its default if not given.
 
     Returns:
         Float32 `(num_memory_tokens, num_tokens)`, in sum 1 for a memory token.
@@ -84,7 +84,7 @@ def attention_by_head(
         backbone: a compressor's whose encoder reads memory tokens.
         input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
         attention_mask: their mask.
-        ratio: one of the checkpoint's; its first if not given.
+        ratio: one of the checkpoint's; its default if not given.
 
     Returns:
         For each layer `(batch_size, num_heads, num_memory_tokens, num_tokens)`; context tokens stand left-aligned,

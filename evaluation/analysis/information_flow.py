@@ -41,7 +41,7 @@ def information_flow(
         backbone: a compressor's that has it, see `has_information_flow`.
         input_ids: contexts `(batch_size, num_tokens)` of at most one chunk.
         attention_mask: their mask.
-        ratio: one of the checkpoint's; its first if not given.
+        ratio: one of the checkpoint's; its default if not given.
 
     Returns:
         The weights; tokens and slots stand left-aligned, and pads have zero.

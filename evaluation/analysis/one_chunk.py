@@ -18,7 +18,7 @@ def one_chunk(
         backbone: the compressor's.
         input_ids: `(batch_size, num_tokens)`.
         attention_mask: same shape; all ones when `None`.
-        ratio: one of the checkpoint's; its first when `None`.
+        ratio: one of the checkpoint's; its default when `None`.
         shown: what is shown of the context, for the message.
 
     Raises:
@@ -26,7 +26,7 @@ def one_chunk(
     """
     config, context = backbone.config, backbone.context_rows(input_ids, attention_mask)
     if isinstance(ratio, str):
-        raise ValueError(f"{shown} at a given ratio, one of {list(config.compression_ratios)}, got {ratio!r}")
+        raise ValueError(f"{shown} at a given ratio, one of {sorted(config.compression_ratios)}, got {ratio!r}")
     check_together(context)
     ratios = check_ratios([ratio], config.compression_ratios, input_ids, False)
     chunks = cut(context.input_ids, context.attention_mask, context.lengths, config.chunk_size, config.position_layout)

@@ -62,7 +62,7 @@ def slot_origins(model: PreTrainedModel, ids: Sequence[int], ratio: int | None =
     Args:
         model: a compressor.
         ids: the document's token ids, as `compress` reads them.
-        ratio: context tokens per slot; the checkpoint's first when `None`.
+        ratio: context tokens per slot; the checkpoint's default when `None`.
 
     Returns:
         What the model's own parts tell; `None` where a slot has no such weights.

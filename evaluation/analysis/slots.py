@@ -136,7 +136,7 @@ def analyse_slots(
         model: a compressor.
         tokenizer: the tokenizer saved with it.
         text: the document; of one chunk at most where the method has such weights.
-        ratio: context tokens per slot; the checkpoint's first when `None`.
+        ratio: context tokens per slot; the checkpoint's default when `None`.
 
     Raises:
         ValueError: an empty document, a longer one than the method can show, or a ratio that the checkpoint lacks.

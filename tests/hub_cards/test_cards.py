@@ -47,7 +47,7 @@ LIMITS = ["It has read English only.", "It was never asked about more than 512 t
 
 def config(**fields: object) -> MeanPoolingConfig:
     fields = {"base_model_name_or_path": "org/base", "base_model_revision": "abc123", **fields}
-    return MeanPoolingConfig(compression_ratios=(4, 8), **fields)
+    return MeanPoolingConfig(**{"compression_ratios": (4, 8), **fields})
 
 
 def card(**changes: object) -> str:
@@ -101,6 +101,16 @@ def test_a_base_that_is_no_hub_id_stays_out_of_the_metadata(base: str | None):
         base, "base"
     )
     assert f"| Base model | {shown} |" in text
+
+
+def test_ratios_are_sorted_and_the_default_is_named():
+    text = card(config=config(compression_ratios=(8, 4, 16)), scores=[])
+    assert "| Compression ratios | 4, 8, 16 |\n| Default ratio | 8 |" in text
+    assert "Default ratio" not in card(config=config(compression_ratios=4), scores=[])
+
+
+def test_a_card_says_that_a_memory_is_larger_than_its_text():
+    assert "A memory is far larger than its text: it saves reading, not disk space." in card()
 
 
 def test_without_adapters_peft_is_not_asked_for():
