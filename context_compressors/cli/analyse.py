@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ..evaluation.evaluate import model_label
     from ..reporting.environment import environment
     from ..reporting.result_files import write_json
-    from .loading import load_compressor
+    from .loading import check_ratios, load_compressor
 
     models = {}
     for source in arguments.models:
@@ -88,6 +88,7 @@ def main(arguments: argparse.Namespace) -> None:
         if name in models:
             raise ValueError(f"two models have the name {name!r}: give names as NAME=MODEL")
         models[name] = place
+        check_ratios(place, [arguments.ratio], arguments)
     check_outputs((str(Path(arguments.output, _RESULT)),), arguments.overwrite)
     texts = [document.text for document in read_documents([arguments.document], arguments.column)]
     summaries, first = {}, {}

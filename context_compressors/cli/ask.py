@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from .command import PROMPTS, argument, command, positive_int, positive_int_or_auto
 from .compress import MEMORY_SUFFIX, MODEL, READING, compress_all, load_pipeline, report_cut
 from .documents import Document, read_documents
-from .loading import set_ratio_scale
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
@@ -82,8 +81,7 @@ def main(arguments: argparse.Namespace) -> None:
         if not memory
     }
     prompt = _prompt(arguments.prompts)
-    pipe = load_pipeline(arguments)
-    set_ratio_scale(pipe.model, arguments.ratio_scale)
+    pipe = load_pipeline(arguments, [arguments.ratio] if documents else [])
     if pipe.model.config.compresses_questions or arguments.full_text:
         read = _documents_alone(pipe, documents, arguments)
     else:

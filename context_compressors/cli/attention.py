@@ -59,12 +59,13 @@ def main(arguments: argparse.Namespace) -> None:
     from ..evaluation.analysis.attention import attention_of_ids, context_tokenizer
     from ..evaluation.analysis.pictures import plot_memory_attention
     from ..modeling.parts.prompting import check_max_tokens, document_ids
-    from .loading import load_compressor
+    from .loading import check_ratios, load_compressor
 
     check_outputs((arguments.output,), arguments.overwrite)
     documents = read_documents([arguments.document], arguments.column)
     if len(documents) != 1:
         raise ValueError(f"{arguments.document} holds {len(documents)} documents: give a file with one")
+    check_ratios(arguments.model, [arguments.ratio], arguments)
     model, tokenizer = load_compressor(
         arguments.model, arguments.revision, arguments.trust_remote_code, arguments.device
     )

@@ -23,7 +23,7 @@ from .command import (
     positive_int_or_auto,
 )
 from .documents import Document, read_documents
-from .loading import load_compressor, set_ratio_scale
+from .loading import check_ratios, load_compressor
 
 if TYPE_CHECKING:
     from ..modeling.compressor.context_compression_qa import ContextCompressionQAPipeline
@@ -45,7 +45,8 @@ cat report.txt | context-compressors compress my-compressor --output memories
 """
 
 
-def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline:
+def load_pipeline(arguments: argparse.Namespace, ratios: Sequence[int | str | None]) -> ContextCompressionQAPipeline:
+    check_ratios(arguments.model, ratios, arguments)
     model, tokenizer = load_compressor(
         arguments.model,
         arguments.revision,
@@ -54,6 +55,8 @@ def load_pipeline(arguments: argparse.Namespace) -> ContextCompressionQAPipeline
         arguments.dtype,
         arguments.base_model,
     )
+    if arguments.ratio_scale is not None:
+        model.config.ratio_scale = arguments.ratio_scale
     return model.question_answering(tokenizer)
 
 
@@ -102,8 +105,7 @@ def main(arguments: argparse.Namespace) -> None:
     # Wrong names are found before the model is loaded; the default ratio alone needs no part in the names.
     ratios = list(dict.fromkeys(arguments.ratio or []))
     paths = _memory_paths(documents, ratios, Path(arguments.output), arguments.overwrite)
-    pipe = load_pipeline(arguments)
-    set_ratio_scale(pipe.model, arguments.ratio_scale)
+    pipe = load_pipeline(arguments, ratios)
     pipe.check_serves_memories("a memory file without one answers nothing: `ask` about the document itself")
     ratios = ratios or [pipe.model.config.default_ratio]
     num_tokens = num_slots = num_bytes = 0

@@ -119,10 +119,12 @@ def main(arguments: argparse.Namespace) -> None:
         ImportError: Lance or Ray is not installed.
     """
     from ..corpus.memory_store import import_lance
+    from .loading import check_ratios
 
     if arguments.engine == "local" and (arguments.address or arguments.num_gpus is not None):
         raise ValueError("--address and --num-gpus go with --engine ray")
     import_lance()
+    check_ratios(arguments.model, [arguments.ratio], arguments)
     job = _job(arguments)
     path = arguments.failures or _failures_beside(arguments.store)
     if arguments.engine == "ray":

@@ -28,7 +28,7 @@ from .command import (
     command,
     positive_int_or_auto,
 )
-from .loading import merge_adapters, set_ratio_scale
+from .loading import check_ratios, merge_adapters
 from .records import add_model_records, records_of_reports
 from .resuming import earlier_results, progress_path, say_if_done, writer
 
@@ -203,8 +203,11 @@ def _evaluate(arguments: argparse.Namespace) -> EvaluationReport:
     ]
     if arguments.plots and settings.bounds_only:
         raise ValueError("--plots draws quality by ratio, of which --bounds-only leaves none")
+    if arguments.ratio_scale is not None:
+        check_ratios(arguments.model, [], arguments)
     model = _load(arguments.model, arguments, arguments.base_model)
-    set_ratio_scale(model, arguments.ratio_scale)
+    if arguments.ratio_scale is not None:
+        model.config.ratio_scale = arguments.ratio_scale
     num_parameters = model.num_parameters()
     if arguments.merge_adapters:
         if settings.zero_shot or "self_information" in settings.alternatives:

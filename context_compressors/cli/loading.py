@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .command import check_device
 
@@ -34,23 +36,15 @@ def load_compressor(
     Raises:
         ValueError: no such device or checkpoint, no compressor, or one whose code is not trusted.
     """
-    from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from ..modeling.checkpoint.pretrained_bases import load_from_place, naming_broken, tokenizer_from_place
+    from ..modeling.checkpoint.pretrained_bases import load_from_place, tokenizer_from_place
     from ..modeling.parts.text_ids import text_tokenizer
 
     check_device(device)
     from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
 
-    try:
-        with naming_broken(f"the model {name}: config.json"):
-            fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    except OSError as error:
-        raise ValueError(f"there is no model {name!r}: {error}") from error
-    method = fields.get("model_type")
-    if "compression_ratios" not in fields:
-        raise ValueError(f"{name} is a model of type {method!r}, not a context compressor")
+    method = _fields_of_compressor(name, revision)["model_type"]
     # This package's own methods run this package's code, whatever the checkpoint brings along.
     is_ours = method in CONFIG_MAPPING
     if not is_ours and not trust_remote_code:
@@ -62,17 +56,51 @@ def load_compressor(
     return model, text_tokenizer(tokenizer) if model.config.task_token_ids else tokenizer
 
 
-def set_ratio_scale(model: PreTrainedModel, scale: float | None) -> None:
-    """Let a compressor add another number to the log2 of the ratios that it selects; nothing with `None`.
+def check_ratios(name: str, ratios: Sequence[int | str | None], arguments: argparse.Namespace) -> None:
+    """Refuse a `--ratio` that a compressor does not have, before its weights are loaded.
+
+    Args:
+        name: Hub id or folder.
+        ratios: as they were given; `None` for the compressor's own.
+        arguments: of the command; `revision`, `allow_untrained_ratio` and `ratio_scale` count where it has them.
 
     Raises:
-        ValueError: a model that selects none.
+        ValueError: no compressor, a ratio that it was not trained for, or one that it cannot select.
     """
-    if scale is None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from .. import modeling  # noqa: F401  (makes the Auto classes know this package's methods)
+    from ..configuration.field_checks import ratio_tuple
+
+    fields = _fields_of_compressor(name, getattr(arguments, "revision", None))
+    trained, method = sorted(ratio_tuple(fields["compression_ratios"])), fields["model_type"]
+    scale = getattr(arguments, "ratio_scale", None)
+    if not fields.get("ratio_selector") and ("auto" in ratios or scale is not None):
+        given = "--ratio auto" if "auto" in ratios else f"--ratio-scale {scale:g}"
+        raise ValueError(f"{given} needs a compressor with a ratio selector; {name} has the ratios {trained}")
+    if getattr(arguments, "allow_untrained_ratio", False) or (
+        method in CONFIG_MAPPING and not CONFIG_MAPPING[method].is_trained
+    ):
         return
-    if not getattr(model.config, "selects_ratios", False):
-        raise ValueError(f"--ratio-scale {scale:g} needs a compressor with a ratio selector (--ratio auto)")
-    model.config.ratio_scale = scale
+    for ratio in ratios:
+        if ratio not in (*trained, "auto", None):
+            advice = "; --allow-untrained-ratio goes on" if hasattr(arguments, "allow_untrained_ratio") else ""
+            raise ValueError(f"--ratio {ratio}: {name} was trained for the ratios {trained}{advice}")
+
+
+def _fields_of_compressor(name: str, revision: str | None) -> dict[str, Any]:
+    from transformers import PreTrainedConfig
+
+    from ..modeling.checkpoint.pretrained_bases import naming_broken
+
+    try:
+        with naming_broken(f"the model {name}: config.json"):
+            fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    except OSError as error:
+        raise ValueError(f"there is no model {name!r}: {error}") from error
+    if "compression_ratios" not in fields:
+        raise ValueError(f"{name} is a model of type {fields.get('model_type')!r}, not a context compressor")
+    return fields
 
 
 def merge_adapters(model: PreTrainedModel) -> None:

@@ -150,7 +150,7 @@ def test_compress_says_how_many_documents_it_cut(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ratio", "5"], r"not trained for the ratio 5; it has \[4, 8\]"),
+        (["--ratio", "5"], r"--ratio 5: .* was trained for the ratios \[4, 8\]; --allow-untrained-ratio goes on"),
         (["--column", "context", "missing.txt"], r"missing\.txt is not there"),
         (["first.txt"], "two documents have the name 'first'"),
     ],
@@ -398,6 +398,32 @@ def test_a_checkpoint_that_compresses_questions_is_asked_about_documents(
         assert "compresses a document together with its question" in error
         assert message in error
     assert not (tmp_path / "memories").exists()
+
+
+@pytest.mark.parametrize("command", ["ask", "compress", "compress-corpus", "analyse", "attention"])
+def test_a_ratio_is_checked_before_a_model_is_loaded(
+    command: str,
+    documents: list[str],
+    model_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def load(*arguments: object, **options: object) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr("context_compressors.modeling.checkpoint.pretrained_bases.load_from_place", load)
+    output, place = ["--output", str(tmp_path / "out")], ["--document", documents[0]]
+    asked = {
+        "ask": [model_folder, documents[0], "--question", "Who?"],
+        "compress": [model_folder, documents[0], *output],
+        "compress-corpus": [documents[0], "--model", model_folder, "--store", str(tmp_path / "s.lance")],
+        "analyse": [model_folder, *place, *output],
+        "attention": [model_folder, *place, *output],
+    }
+    assert cli.main([command, *asked[command], "--ratio", "3"]) == 1
+    assert f"--ratio 3: {model_folder} was trained for the ratios [4, 8]" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_ask_refuses_what_it_cannot_do(

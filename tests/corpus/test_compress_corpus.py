@@ -205,6 +205,7 @@ def test_a_failures_file_is_beside_the_store_or_here_and_can_be_written_before_a
         return reports()
 
     monkeypatch.setattr("context_compressors.corpus.compress_corpus.compress_locally", compress_locally)
+    monkeypatch.setattr("context_compressors.cli.loading.check_ratios", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     command = ["compress-corpus", "in", "--model", "m", "--ratio", "4", "--device", "cpu"]
     for store, place in (("new/dir/s.lance/", "new/dir/s.lance"), ("s3://bucket/in/t.lance", "t.lance")):
