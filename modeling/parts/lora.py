@@ -29,17 +29,19 @@ PASSES = "_context_compressor_passes"
 class Passes(threading.local):
     """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none.
 
-    Not a `ContextVar`: `torch.compile` can trace this one.
+    Not a `ContextVar`: `torch.compile` can trace this one, if the attribute that it writes is there before.
     """
 
-    names: Any = None
+    def __init__(self) -> None:
+        # In each thread that looks.
+        self.names: Any = None
 
     def __reduce__(self) -> tuple[type, tuple]:
         # A copied model has its own.
         return type(self), ()
 
 
-class _AdaptedByPass:
+class AdaptedByPass:
     """A LoRA layer whose active adapters are those of the thread's own pass, and outside of one those of PEFT."""
 
     passes: Passes

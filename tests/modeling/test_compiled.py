@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.compile` of a compressor that has just been made: what a pass writes must be there before."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from context_compressors.modeling.parts.lora import PASSES
+
+
+@pytest.mark.slow
+@pytest.mark.only(lambda case: any(name.endswith("lora") for name in case.fields))
+def test_a_compiled_model_reads_and_trains_as_an_eager_one(method_case, inputs):
+    check(method_case, inputs, "eager")
+
+
+@pytest.mark.slow
+def test_one_method_in_compiled_kernels(method_cases, inputs):
+    check(method_cases["icae"], inputs, "inductor")
+
+
+def check(case, inputs, backend):
+    torch._dynamo.reset()
+    model, twin = case.build(), case.build()
+    compiled = torch.compile(twin, backend=backend)
+    torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, atol=1e-4, rtol=0)
+    model.train(), compiled.train()
+    for one in (model, compiled):
+        one(**inputs, labels=inputs["input_ids"]).loss.backward()
+    for (name, expected), found in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if expected.requires_grad:
+            torch.testing.assert_close(found.grad, expected.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_what_a_pass_writes_is_there_in_a_new_thread_and_in_a_copy(method_cases):
+    """Attributes of a `threading.local`'s class break the guards of a frame that writes them."""
+    passes = getattr(copy.deepcopy(method_cases["icae"].build()).model.language_model, PASSES)[0]
+    with ThreadPoolExecutor(1) as pool:
+        assert [vars(passes), pool.submit(lambda: dict(vars(passes))).result()] == [{"names": None}] * 2
