@@ -16,13 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .versions import CODE_VERSION, CONFIG_SCHEMA
-from .lora import DECODER, OF_THE_DECODER, initialize_lora
+from .lora import DECODER, OF_THE_DECODER, check_adapters, initialize_lora
 from .base_weights import DECODER_BASE, ENCODER_BASE, stored_weights
 from .checkpoint_card import write_first_card
 from .encoder_tokenizer import load_encoder_tokenizer
 from .light_checkpoints import (
     base_to_leave_out,
-    check_adapters,
     fetching_arguments,
     load_light,
     name_as_stored,
@@ -30,6 +29,7 @@ from .light_checkpoints import (
     remember_start,
     without_quantizer,
 )
+from .peft_adapters import adapter_and_model
 from .remote_code import refuse_links_out, write_code
 
 logger = logging.get_logger(__name__)
@@ -55,6 +55,9 @@ def load_checkpoint(
     """
     wants_info = keywords.pop("output_loading_info", False)
     places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
+    adapter, adapter_name, adapter_source = None, keywords.pop("adapter_name", "default"), {}
+    if name is not None:
+        adapter, name, adapter_source = adapter_and_model(name, keywords)
     config = None if name is None else _stored_config(model_class, name, keywords)
     if name is not None and config is not None and config.external_weights:
         model, info = load_light(model_class, load, name, config, places, keywords)
@@ -83,6 +86,8 @@ def load_checkpoint(
         model.base_model.take_from_tokenizer(model.encoder_tokenizer)
     if name is not None:
         remember_start(model, name)
+    if adapter is not None and not model._hf_peft_config_loaded:
+        model.load_adapter(adapter, adapter_name, adapter_kwargs=adapter_source)
     return (model, info) if wants_info else model
 
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from .base_weights import own_modules, remember_base, share_weights
 from .base_precision import note_trained_weights
-from .lora import DECODER, ENCODER, initialize_lora, merge_lora
+from .lora import DECODER, ENCODER, check_adapters, initialize_lora, merge_lora
 from .pretrained_compressor import CompressorPreTrainedModel
 
 logger = logging.get_logger(__name__)
@@ -90,6 +90,7 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
         warning says so. With a `shared_adapter` alone it stays one. What else trains goes on training.
         """
         backbone, config = self.base_model, self.config
+        check_adapters(self)
         if config.encoder_lora is not None or config.decoder_lora is not None:
             if getattr(config, "quantization_config", None) is not None:
                 raise ValueError(

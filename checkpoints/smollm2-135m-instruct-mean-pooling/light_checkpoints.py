@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from .lora import OWN_ADAPTERS
 from .base_cache import find_base
 from .base_weights import (
     DECODER_BASE,
@@ -88,7 +87,7 @@ def load_light(
     dtype = arguments.pop("torch_dtype", None) or arguments.pop("dtype", None)
     arguments["dtype"] = config.dtype if dtype in (None, "auto") else dtype
     model, info = load(None, config=config, state_dict=state, output_loading_info=True, **arguments)
-    model.config.name_or_path = str(name)
+    model.config.name_or_path = model.name_or_path = str(name)
     if model.can_generate():
         # A backbone's checkpoint has none.
         with suppress(OSError):
@@ -162,17 +161,6 @@ def base_to_leave_out(model: PreTrainedModel, include_base: bool | None) -> Base
             "name the base with `link_base`, or save it whole"
         )
     return record
-
-
-def check_adapters(model: PreTrainedModel) -> None:
-    """Refuse to save a model with adapters that are not its own."""
-    names = [name.partition(".lora_A.")[2].partition(".")[0] for name, _ in model.named_parameters()]
-    foreign = sorted({name for name in names if name} - set(OWN_ADAPTERS))
-    if foreign:
-        raise ValueError(
-            f"the model holds the adapters {foreign}, which are not its own: save them with the PEFT model's "
-            "`save_pretrained`, beside the checkpoint that they were put on"
-        )
 
 
 def remember_start(model: PreTrainedModel, name: str | os.PathLike) -> None:

@@ -29,17 +29,19 @@ PASSES = "_context_compressor_passes"
 class Passes(threading.local):
     """Which adapters, or maps in place of the base's, are active in this thread's pass; `None` where it makes none.
 
-    Not a `ContextVar`: `torch.compile` can trace this one.
+    Not a `ContextVar`: `torch.compile` can trace this one, if the attribute that it writes is there before.
     """
 
-    names: Any = None
+    def __init__(self) -> None:
+        # In each thread that looks.
+        self.names: Any = None
 
     def __reduce__(self) -> tuple[type, tuple]:
         # A copied model has its own.
         return type(self), ()
 
 
-class _AdaptedByPass:
+class AdaptedByPass:
     """A LoRA layer whose active adapters are those of the thread's own pass, and outside of one those of PEFT."""
 
     passes: Passes
@@ -50,11 +52,39 @@ class _AdaptedByPass:
     @property
     def active_adapter(self) -> str | list[str]:
         names = self.passes.names
-        return self._active_adapter if names is None else names
+        return self._active_adapter if names is None else [name for name in names if name not in self.merged_adapters]
 
     @property
     def disable_adapters(self) -> bool:
         return self.passes.names is None and self._disable_adapters
+
+    @property
+    def merged(self) -> bool:
+        # Of a pass's adapters this project's own are never merged.
+        return self.passes.names is None and bool(self.merged_adapters)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        names = self.active_adapters if adapter_names is None else adapter_names
+        super().merge(safe_merge, [name for name in names if name not in OWN_ADAPTERS])  # type: ignore[misc]
+
+    def merge_own(self, names: list[str]) -> None:
+        super().merge(safe_merge=True, adapter_names=names)  # type: ignore[misc]
+
+    def enable_adapters(self, enabled: bool) -> None:
+        if not enabled and self.merged:
+            self.unmerge()
+        super().enable_adapters(enabled)  # type: ignore[misc]
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> Any:
+        """What PEFT puts in this layer's place when it takes its adapters out: the layer with this project's own."""
+        if merge:
+            self.merge(safe_merge, adapter_names)
+        foreign = [name for name in self.lora_A if name not in OWN_ADAPTERS]
+        self._active_adapter = _of_the_decoder(self)
+        for name in foreign:
+            self.delete_adapter(name)
+        self.merged_adapters.clear()
+        return self
 
     def __reduce__(self) -> tuple:
         return _new_layer, (self.adapted_class,), self.__dict__
@@ -63,7 +93,7 @@ class _AdaptedByPass:
 @functools.cache
 def _adapted_by_pass(layer_class: Any) -> Any:
     members = {"__module__": layer_class.__module__, "adapted_class": layer_class}
-    return type(layer_class.__name__, (_AdaptedByPass, layer_class), members)
+    return type(layer_class.__name__, (AdaptedByPass, layer_class), members)
 
 
 def _new_layer(layer_class: Any) -> Any:
@@ -72,9 +102,24 @@ def _new_layer(layer_class: Any) -> Any:
     return layer_class.__new__(layer_class)
 
 
+def _of_the_decoder(layer: Any) -> list[str]:
+    """Outside of any pass the backbone is the decoder."""
+    return [own for own in (DECODER, SHARED) if own in layer.lora_A]
+
+
 def lora_layers(model: nn.Module) -> list[Any]:
     """All LoRA layers below `model` that hold one of this project's adapters."""
     return [m for m in model.modules() if any(name in getattr(m, "lora_A", ()) for name in OWN_ADAPTERS)]
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse a model with adapters that are not its own."""
+    names = [name.partition(".lora_A.")[2].partition(".")[0] for name, _ in model.named_parameters()]
+    if foreign := sorted({name for name in names if name} - set(OWN_ADAPTERS)):
+        raise ValueError(
+            f"the model holds the adapters {foreign}, which are not its own: save them with the PEFT model's "
+            "`save_pretrained`, or take them out with its `merge_and_unload` or `unload` first"
+        )
 
 
 def linear_module_names(model: nn.Module) -> list[str]:
@@ -132,12 +177,11 @@ def inject_lora(model: nn.Module, name: str, settings: dict[str, Any], exclude: 
     passes = Passes()
     setattr(model, PASSES, (passes, layers[0]))
     for layer in layers:
-        if not isinstance(layer, _AdaptedByPass):
+        if not isinstance(layer, AdaptedByPass):
             kind: Any = type(layer)
             layer.__class__ = _adapted_by_pass(kind)
         layer.passes = passes
-        # Outside of any pass the backbone is the decoder.
-        layer._active_adapter = [own for own in (DECODER, SHARED) if own in layer.lora_A]
+        layer._active_adapter = _of_the_decoder(layer)
         for part in ("lora_A", "lora_B"):
             for module in getattr(layer, part).values():
                 module._is_hf_initialized = True
@@ -177,7 +221,8 @@ def use_adapter(model: nn.Module, name: str | None) -> AbstractContextManager[No
         # PEFT switches all layers together, also those that have no adapter of the name.
         active = layer._active_adapter
         foreign = [other for other in ([active] if isinstance(active, str) else active) if other not in OWN_ADAPTERS]
-    return activated(passes, foreign if name is None else [name, SHARED, *foreign])
+    # Some of PEFT's adapters scale what the base's map gives, and this project's own are none of that.
+    return activated(passes, foreign if name is None else [*foreign, name, SHARED])
 
 
 class CheckpointWithAdapters:
@@ -219,7 +264,7 @@ def merge_lora(model: nn.Module, name: str) -> None:
     """Add the adapter `name`, and one that is shared, to the weights it sits on, and take all LoRA layers out."""
     for path, layer in [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]:
         if names := [own for own in (name, SHARED) if own in layer.lora_A]:
-            layer.merge(safe_merge=True, adapter_names=names)
+            layer.merge_own(names)
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer.get_base_layer())
     if hasattr(model, PASSES):

@@ -44,7 +44,8 @@ _COMMON_PARTS = ("task_embeddings", "marker_embeddings", "residual_map")
 class _BaseAlone(threading.local):
     """Whether this thread wants the base without adapters."""
 
-    wanted = False
+    def __init__(self) -> None:
+        self.wanted = False
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), ()

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from .served_memory import check_served_form, served_slots
-from .lora import DECODER, merge_lora
+from .lora import DECODER, check_adapters, merge_lora
 from .prompting import message_ids
 from .memory_checks import check_text_and_memory
 
@@ -64,6 +64,7 @@ def decoder_language_model(model: Any) -> PreTrainedModel:
     config = model.config
     if config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} has no decoder that is a language model of its own")
+    check_adapters(model)
     # Copies: the encoder's adapters may sit on the same weights, and stay there.
     decoder = copy.deepcopy(model.base_model.language_model)
     merge_lora(decoder, DECODER)

@@ -18,9 +18,10 @@ from .configuration_compressor import CompressorConfig
 from .checkpoints import load_checkpoint, save_checkpoint, upload_checkpoint
 from .from_base import start_from_base
 from .light_checkpoints import link_base
+from .peft_adapters import put_adapter_on
 from .compressed_context import CompressedContext
 from .key_value_memory import keep_caches_under_checkpointing
-from .lora import CheckpointWithAdapters
+from .lora import AdaptedByPass, CheckpointWithAdapters
 from .context_compression_qa import ContextCompressionQAPipeline
 from .serving import prompt_embeds
 
@@ -176,6 +177,9 @@ class CompressorPreTrainedModel(PreTrainedModel):
 
     @peft_config.setter
     def peft_config(self, value: dict[str, Any]) -> None:
+        if any(isinstance(getattr(module, "base_layer", None), AdaptedByPass) for module in self.modules()):
+            kinds = sorted({config.peft_type.value for config in value.values()})
+            raise ValueError(f"{type(self).__name__} has LoRA of its own, and takes no other adapters, got {kinds}")
         self.__dict__["_peft_config"] = value
         for name, parameter in self.named_parameters():
             if not set(value) & set(name.split(".")):
@@ -184,6 +188,19 @@ class CompressorPreTrainedModel(PreTrainedModel):
     @peft_config.deleter
     def peft_config(self) -> None:
         del self.__dict__["_peft_config"]
+        self.apply_trainable_set()
+
+    def load_adapter(
+        self,
+        peft_model_id: str | os.PathLike,
+        adapter_name: str = "default",
+        *args: Any,
+        is_trainable: bool = False,
+        adapter_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Put an adapter that PEFT has saved on this model, as in `transformers`, beside its own."""
+        return put_adapter_on(self, peft_model_id, adapter_name, is_trainable, adapter_kwargs or {})
 
     # --- checkpoints ---
 

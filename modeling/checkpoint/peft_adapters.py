@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting a compressor's adapter from one that PEFT has trained on its base."""
+"""PEFT's adapters: one on top of a compressor, or one of its base that a compressor's own starts from."""
 
 from __future__ import annotations
 
@@ -9,15 +9,58 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers.integrations.peft import maybe_load_adapters
 from transformers.utils import cached_file
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from ..parts.lora import DECODER, SHARED
 
+_FETCHING = {"cache_dir", "token", "local_files_only", "subfolder", "revision"}
 # Fields of PEFT's that change what the maps compute, and their values where they do not.
 _PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
 # Others change the base's own weights, too.
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
+
+
+def adapter_and_model(name: str | os.PathLike, keywords: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Where an adapter is, if `name` is one, the compressor that it is for, and arguments for fetching the adapter.
+
+    Args:
+        name: Hub repository or folder of either.
+        keywords: arguments of `from_pretrained`; what is the adapter's is taken out.
+    """
+    fetching = keywords.pop("adapter_kwargs", None) or {field: keywords[field] for field in _FETCHING & set(keywords)}
+    adapter, model, fetching = maybe_load_adapters(name, keywords, **fetching)
+    if adapter is not None and fetching.get("revision") == keywords.get("revision"):
+        keywords.pop("revision", None)
+    return adapter, model, fetching
+
+
+def put_adapter_on(model: Any, adapter: str | os.PathLike, name: str, trains: bool, fetching: dict[str, Any]) -> Any:
+    """Put one of PEFT's adapters on a compressor, beside its own; the library would take these for missing ones.
+
+    Args:
+        model: a compressor.
+        adapter: Hub repository or folder.
+        name: what it is called in the model.
+        trains: whether it trains.
+        fetching: `token`, `cache_dir` and what else says how files are fetched.
+
+    Raises:
+        ValueError: the adapter lacks weights of its maps, or has some for maps that the compressor does not have.
+    """
+    from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(adapter, **fetching)
+    config.inference_mode = not trains
+    inject_adapter_in_model(config, model, name)
+    found = set_peft_model_state_dict(model, load_peft_weights(adapter, str(model.device), **fetching), name)
+    if unlike := [*found.unexpected_keys, *(key for key in found.missing_keys if f".{name}." in key)]:
+        raise ValueError(f"the adapter {adapter} sits on other maps than it says, the first is {unlike[0]!r}")
+    model._hf_peft_config_loaded = True
+    model.train(model.training)
+    return LoadStateDictInfo(set(), set(), set(), [], {}, set())
 
 
 def peft_weight_names(backbone: Any, name: str) -> dict[str, torch.nn.Parameter]:

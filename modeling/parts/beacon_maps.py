@@ -71,9 +71,9 @@ class BeaconMaps(nn.ModuleList):
             backbone: the base.
             names: which maps.
         """
-        for number, layer in enumerate(attention_maps(backbone, names)):
+        for number, layer in enumerate(attention_maps(backbone, names, with_adapters=True)):
             for name, linear in layer.items():
-                # Where a quantizer has put another module in the base's, it has none yet.
+                # Where a quantizer or PEFT has put another module in the base's, it has none yet.
                 if not any(isinstance(hook, _Beacons) for hook in linear._forward_hooks.values()):
                     linear.register_forward_hook(_Beacons(number, name))
         return activated(_PASS, (places, self))
@@ -99,8 +99,8 @@ class _Beacons:
         return output.flatten(0, 1).index_copy(0, places, own.to(output.dtype)).view_as(output)
 
 
-def attention_maps(backbone: nn.Module, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The maps of each layer's attention by what they are called here, without adapters around them.
+def attention_maps(backbone: nn.Module, names: Sequence[str], with_adapters: bool = False) -> list[dict[str, Any]]:
+    """The maps of each layer's attention by what they are called here, `with_adapters` around them or without.
 
     Raises:
         ValueError: the base does not have them, one for each.
@@ -110,7 +110,7 @@ def attention_maps(backbone: nn.Module, names: Sequence[str]) -> list[dict[str, 
         if not all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj")):
             continue
         found = {name: next((getattr(module, n) for n in _NAMES[name] if hasattr(module, n)), None) for name in names}
-        layers.append({name: getattr(linear, "base_layer", linear) for name, linear in found.items()})
+        layers.append({name: m if with_adapters else getattr(m, "base_layer", m) for name, m in found.items()})
     config: Any = backbone.config
     if len(layers) != config.num_hidden_layers or any(linear is None for layer in layers for linear in layer.values()):
         raise ValueError(

@@ -56,6 +56,68 @@ def test_the_new_adapter_alone_trains_and_reloads(adapter_case, inputs, tmp_path
     assert again.generate(**inputs, **GREEDY).equal(generated)
 
 
+def test_merging_a_new_adapter_changes_nothing_and_leaves_the_methods_own(method_case, inputs, tmp_path):
+    expected = method_case.build()
+    before = {name for name, parameter in expected.named_parameters() if parameter.requires_grad}
+    expected = expected(**inputs).logits
+    wrapped = wrap(method_case.build())
+    wrapped.merge_adapter()
+    torch.testing.assert_close(wrapped(**inputs).logits, expected, atol=1e-4, rtol=0)
+    wrapped.unmerge_adapter()
+    torch.manual_seed(0)
+    for name, parameter in wrapped.named_parameters():
+        if ".lora_B.default." in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    unmerged = wrapped(**inputs).logits
+    assert not unmerged.allclose(expected, atol=1e-2)
+    wrapped.merge_adapter()
+    torch.testing.assert_close(wrapped(**inputs).logits, unmerged, atol=1e-4, rtol=0)
+    with wrapped.disable_adapter():
+        torch.testing.assert_close(wrapped(**inputs).logits, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(wrapped(**inputs).logits, unmerged, atol=1e-4, rtol=0)
+    merged = wrapped.merge_and_unload()
+    torch.testing.assert_close(merged(**inputs).logits, unmerged, atol=1e-4, rtol=0)
+    assert {name for name, parameter in merged.named_parameters() if parameter.requires_grad} == before
+    merged.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again(**inputs).logits.equal(merged(**inputs).logits)
+    assert again.model_id == merged.model_id
+
+
+def test_unloading_a_new_adapter_gives_the_compressor_back(method_case, inputs):
+    model = method_case.build()
+    expected = model(**inputs).logits
+    wrapped = wrap(model, init_lora_weights=False)
+    assert not wrapped(**inputs).logits.allclose(expected, atol=1e-2)
+    with pytest.raises(ValueError, match="`merge_and_unload`"):
+        model.merge_adapters()
+    assert wrapped.unload()(**inputs).logits.equal(expected)
+
+
+def test_adapters_of_another_kind_do_not_go_over_the_methods_own(method_cases):
+    with pytest.raises(ValueError, match=r"takes no other adapters, got \['IA3'\]"):
+        peft.get_peft_model(
+            method_cases["icae"].build(), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+        )
+
+
+@pytest.mark.only(lambda case: case.method.name in ("mean_pooling", "activation_beacon"))
+@pytest.mark.parametrize("include_base", [True, False], ids=["whole", "light"])
+def test_a_folder_with_the_new_adapter_alone_loads_with_its_compressor(
+    method_case, inputs, tmp_path, local_hub, start_light, include_base
+):
+    model = start_light(method_case, local_hub)
+    model.save_pretrained(tmp_path / "base", include_base=include_base)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    wrapped = wrap(model, init_lora_weights=False, lora_dropout=0.5).eval()
+    # As `SFTTrainer(peft_config=...)` does.
+    wrapped.save_pretrained(tmp_path / "adapter")
+    for model_class in (AutoModelForCausalLM, method_case.method.causal_lm_class):
+        again = model_class.from_pretrained(tmp_path / "adapter")
+        assert again(**inputs).logits.equal(wrapped(**inputs).logits)
+        assert not any(parameter.requires_grad for parameter in again.parameters())
+
+
 def test_both_phases_give_the_new_adapter_gradients(method_cases, inputs):
     """On a shared base it is one adapter for encoder and decoder: what the context changes reaches it, too."""
     model = method_cases["mean_pooling"].build()
