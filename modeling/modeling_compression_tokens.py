@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import initialization as init
 
 from ..configuration.configuration_compression_tokens import CompressionTokensConfig
 from .compressor.causal_lm import CompressorForCausalLM
 from .compressor.memory_token_compressor import MemoryRows, MemoryTokenModel
+from .parts.float32_layers import Float32Linear
 
 
 class CompressionTokensModel(MemoryTokenModel):
@@ -29,7 +29,7 @@ class CompressionTokensModel(MemoryTokenModel):
         encoder_width = config.get_encoder_config().hidden_size
         self.slot_projection = None
         if config.linear_after_encoder:
-            self.slot_projection = nn.Linear(encoder_width, config.hidden_size, bias=False)
+            self.slot_projection = Float32Linear(encoder_width, config.hidden_size, bias=False)
         elif encoder_width != config.hidden_size:
             raise ValueError(
                 f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: "
@@ -51,7 +51,7 @@ class CompressionTokensModel(MemoryTokenModel):
         # Section 5.1: a learned matrix W follows.
         if self.slot_projection is None:
             return slots
-        return functional.linear(slots.float(), self.slot_projection.weight.float()).to(slots.dtype)
+        return self.slot_projection(slots).to(slots.dtype)
 
 
 class CompressionTokensForCausalLM(CompressorForCausalLM):

@@ -28,6 +28,26 @@ from .parts.window_aggregation import (
 )
 
 
+class LayerMap(nn.Module):
+    """W_l of equation 5 on the query's side: no map of states, so that nobody puts an adapter on it.
+
+    Args:
+        hidden_size: width of the states.
+        size: width of the queries.
+        bias: whether it has one.
+    """
+
+    def __init__(self, hidden_size: int, size: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(size)) if bias else None)
+
+    def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries `(..., hidden_size)` of states, and what the bias adds to every score, `(..., 1)`."""
+        bias = query.new_zeros(query.shape[-1]) if self.bias is None else self.bias.float()
+        return query @ self.weight.float(), query @ bias[:, None]
+
+
 class LayerGate(nn.Module):
     """Depth-wise transmission: a token's states across the layers become its anchor (section 3.2.1).
 
@@ -44,7 +64,7 @@ class LayerGate(nn.Module):
         has_bias = not config.literal_equations
         self.layer_prior = nn.Parameter(torch.zeros(num_states))
         self.context = Float32Linear(hidden_size, config.gate_size, bias=has_bias)
-        self.layer = Float32Linear(hidden_size, config.gate_size, bias=has_bias)
+        self.layer = LayerMap(hidden_size, config.gate_size, bias=has_bias)
         self.layer_embeddings = nn.Parameter(torch.zeros(num_states, config.gate_size))
         self.anchor = Float32Linear(hidden_size, hidden_size, bias=has_bias)
         width_scale = 1 if config.literal_equations else config.gate_size**0.5
@@ -60,11 +80,8 @@ class LayerGate(nn.Module):
             # Equation 5: s_{t,l} = <W_c h~_t, W_l h_t^(l) + e_l>, with W_l on the other side, where it is multiplied
             # once for all layers: <W_l^T W_c h~_t, h_t^(l)> + <W_c h~_t, e_l>.
             query = self.context(mixture)
-            layer_query = query @ self.layer.weight.float()
-            offsets = self.layer_embeddings.float()
-            if self.layer.bias is not None:
-                offsets = offsets + self.layer.bias.float()
-            scores = (states @ layer_query[..., None])[..., 0] + query @ offsets.T
+            layer_query, from_bias = self.layer(query)
+            scores = (states @ layer_query[..., None])[..., 0] + query @ self.layer_embeddings.float().T + from_bias
             # Equation 6: alpha_{t,l} = softmax over l of s_{t,l} / tau.
             weights = (scores / self.temperature).softmax(dim=-1)
             # Equation 7: sum_l alpha_{t,l} W_a h_t^(l), with W_a behind the sum: the alphas sum up to 1.
@@ -174,7 +191,7 @@ class ComprExITModel(CompressorModel):
         elif isinstance(module, Float32LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
-        elif isinstance(module, Float32Linear):
+        elif isinstance(module, (Float32Linear, LayerMap)):
             bias_limit = 0.0
             if module in self.slot_mlp:
                 is_zero = self.config.embedding_residual and module is self.slot_mlp[2]
@@ -185,7 +202,7 @@ class ComprExITModel(CompressorModel):
                 # torch's default start values, as in the authors' code; unlike N(0, 0.02), they keep the size of
                 # vectors whatever their width.
                 init.kaiming_uniform_(module.weight, a=5**0.5)
-                bias_limit = module.in_features**-0.5
+                bias_limit = module.weight.shape[1] ** -0.5
             if module.bias is not None:
                 init.uniform_(module.bias, -bias_limit, bias_limit)
         else:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import initialization as init
 
 from ..configuration.configuration_mean_pooling import MeanPoolingConfig
@@ -37,7 +36,7 @@ class MeanPoolingModel(CompressorModel):
         encoder_width = config.get_encoder_config().hidden_size
         self.slot_projection = None
         if config.linear_after_pooling:
-            self.slot_projection = nn.Linear(encoder_width, config.hidden_size, bias=False)
+            self.slot_projection = Float32Linear(encoder_width, config.hidden_size, bias=False)
         elif encoder_width != config.hidden_size and config.normed_mlp_size is None:
             raise ValueError(
                 f"the encoder has width {encoder_width}, the decoder {config.hidden_size}: "
@@ -122,7 +121,7 @@ class MeanPoolingModel(CompressorModel):
         slots = mean_pool(hidden_states, chunks.attention_mask, ratio, chunks.lengths)[0]
         # Section 5.1: a learned matrix W is applied to f_c(T, r).
         if self.slot_projection is not None:
-            slots = functional.linear(slots.float(), self.slot_projection.weight.float()).to(hidden_states.dtype)
+            slots = self.slot_projection(slots.float()).to(hidden_states.dtype)
         elif self.slot_mlp is not None:
             slots = self.slot_mlp(slots.float()).to(hidden_states.dtype)
         return slots

@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -75,17 +76,12 @@ def fingerprint(
         dtype: type that the values go through first, where another fingerprint was taken in it.
         stored: by name, what parameters were loaded from, to be read in their place.
         of_answers: whether a reader's own parameters count, which change no memory.
-
-    Raises:
-        ValueError: a parameter is offloaded.
     """
     digest = hashlib.sha256()
     parts = []
     for name, parameter in _of_answers(model) if of_answers else _of_memories(model):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        if parameter.is_meta:
-            raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
-        values = _few_values(whole(parameter.detach()))
+        values = _few_values(whole(_weight(model, name)))
         source = None if stored is None else stored.get(name)
         if source is not None and source.shape == parameter.shape:
             source = _few_values(source).to(values.device)
@@ -104,16 +100,11 @@ def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = 
     Args:
         model: the model; parameters are read in the order of their names.
         stored: by name, what parameters were loaded from, to be read in their place.
-
-    Raises:
-        ValueError: a parameter is offloaded.
     """
     digest = hashlib.sha256()
     weights: dict[torch.device, Tensor] = {}
     for name, parameter in _of_memories(model):
-        if parameter.is_meta:
-            raise ValueError(f"{name} is offloaded, so this model cannot name its memories: load it whole")
-        values = whole(parameter.detach())
+        values = whole(_weight(model, name))
         source = None if stored is None else stored.get(name)
         if source is not None and source.shape == values.shape:
             source = source.to(values.device)
@@ -123,6 +114,22 @@ def weights_fingerprint(model: nn.Module, stored: Mapping[str, Tensor] | None = 
         sums = [_weighted_sum(chunk, weights[values.device]) for chunk in values.reshape(-1).split(_CHUNK)]
         digest.update(f"{name}{tuple(parameter.shape)}{torch.stack(sums).tolist() if sums else []}".encode())
     return digest.hexdigest()[:16]
+
+
+def at_hand(module: nn.Module) -> AbstractContextManager[Any]:
+    """Inside this block a module's own parameters have their values, also those that accelerate has offloaded."""
+    if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module)
+
+
+def _weight(model: nn.Module, name: str) -> Tensor:
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    with at_hand(module):
+        return getattr(module, own).detach()
 
 
 def _of_answers(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .field_checks import is_number
-from .fingerprints import fingerprint, settings_fingerprint, version, weights_fingerprint
+from .fingerprints import at_hand, fingerprint, settings_fingerprint, version, weights_fingerprint
 from .compressed_context import CompressedContext
 from .key_value_memory import inverse_frequencies, key_value_shape
 from .length_batches import length_batches
@@ -156,7 +156,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
             ratios = list(ratio) if isinstance(ratio, (list, tuple)) else [ratio]
             context = self.context_rows(input_ids, attention_mask, chunk_lengths=chunk_lengths)
             check_together(context)
-            memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
+            with at_hand(self):
+                memories = self.compress_rows(context, ratios, allow_untrained_ratio, **beside)
         for memory in memories:
             memory.maker = weakref.ref(self)
         if not self.training:
@@ -180,7 +181,8 @@ class CompressorBackbone(CompressorPreTrainedModel):
         context = self.context_rows(input_ids, attention_mask, name, chunk_lengths)
         context.targets = targets
         check_together(context)
-        return self.compress_rows(context, [ratio], **beside)[0]
+        with at_hand(self):
+            return self.compress_rows(context, [ratio], **beside)[0]
 
     def text_rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> TokenRows:
         """A text for [`check_together`]."""
@@ -295,7 +297,9 @@ class CompressorBackbone(CompressorPreTrainedModel):
 
     def _no_slots(self, num_chunks: int) -> Slots:
         """What `encode` would return where there is no context token at all."""
-        weight = self.get_input_embeddings().weight
+        table = self.get_input_embeddings()
+        with at_hand(table):
+            weight = table.weight.detach()
         if self.config.carrier == "embeddings":
             return weight.new_zeros(num_chunks, 0, self.config.hidden_size)
         layers, heads, head_dim = key_value_shape(self.config.decoder_config)

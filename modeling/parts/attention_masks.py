@@ -72,7 +72,7 @@ def seeing_mask(
     if inputs_embeds is None:
         # Only shape, type and device are read.
         weight = backbone.get_input_embeddings().weight
-        inputs_embeds = weight.new_empty(()).expand(*states.shape, weight.shape[1])
+        inputs_embeds = weight.new_empty((), device=states.device).expand(*states.shape, weight.shape[1])
     offset = 0 if cache is None else cache.get_seq_length()
     masks = create_masks_for_generate(config, inputs_embeds, attention_mask, cache)
     if isinstance(masks, dict):

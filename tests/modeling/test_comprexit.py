@@ -110,7 +110,8 @@ def naive_gate(gate, states, literal):
         for token in range(num_tokens):
             h = [state[row, token] for state in states]
             query = gate.context(sum(w * x for w, x in zip(prior, h, strict=True)))
-            keys = [gate.layer(x) + e for x, e in zip(h, gate.layer_embeddings, strict=True)]
+            own = (gate.layer.weight, gate.layer.bias)
+            keys = [functional.linear(x, *own) + e for x, e in zip(h, gate.layer_embeddings, strict=True)]
             scores = torch.stack([query @ key for key in keys]) / 0.7
             alpha = torch.softmax(scores if literal else scores / gate.context.out_features**0.5, dim=0)
             anchors.append(sum(a * gate.anchor(x) for a, x in zip(alpha, h, strict=True)))
