@@ -73,9 +73,12 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     curve = Curve(arguments.tokens, arguments.until_read)
     given = [f"--{pair}" for pair in arguments.set]
     with tempfile.TemporaryDirectory() as folder:
-        recipes = [f"smollm2/comparison/{recipe}.yaml", "smollm2/learning_speed.yaml", "smollm2/cpu.yaml"]
-        places = ["--data_dir", arguments.data_dir, "--output_dir", folder, "--seed", str(arguments.seed)]
-        trainer = build_trainer(*parse_recipe([*recipes, *places, "--method_config", json.dumps(fields), *given]))
+        # A recipe, whose fields join those of the method's own.
+        own = Path(folder) / "own.yaml"
+        own.write_text(json.dumps({"method_config": fields}))
+        recipes = [f"smollm2/comparison/{recipe}.yaml", "smollm2/learning_speed.yaml", str(own), "smollm2/cpu.yaml"]
+        places = ["--data_dir", arguments.data_dir, "--output_dir", f"{folder}/out", "--seed", str(arguments.seed)]
+        trainer = build_trainer(*parse_recipe([*recipes, *places, *given]))
         trainer.add_callback(curve)
         trainer.train()
     read = next((point["tokens"] for point in curve.points if point["accuracy"] >= READ), None)
