@@ -116,13 +116,15 @@ class AutoCompressorModel(MemoryTokenModel):
         embeddings = self.encoder_backbone.get_input_embeddings()(input_ids)
         tokens = self.memory_vectors(max(counts)).to(embeddings.dtype).expand(len(counts), -1, -1)
         summary_mask = first_places(counts, input_ids.device)
-        sequence = pack(soft_mask, torch.cat([attention_mask, summary_mask], dim=1), is_full=is_full)
+        text_mask = torch.cat([attention_mask, summary_mask], dim=1)
+        sequence = pack(soft_mask, text_mask, is_full=is_full, pads_behind=True)
         joined = torch.cat([soft_prompt.to(embeddings.dtype), embeddings, tokens], dim=1)
         states = self.encoder_states(
             inputs_embeds=sequence.arrange(joined),
             attention_mask=sequence.attention_mask,
             position_ids=text_positions(sequence.attention_mask),
             is_full=sequence.is_full,
+            is_right_padded=True,
         )
         return tuple(sequence.text_states(states).split([input_ids.shape[1], max(counts)], dim=1))
 

@@ -66,7 +66,7 @@ class GMSAModel(MemoryTokenModel):
         if self.memory_embeddings is None:
             # Equation 2: H = Encoder_k(X).
             inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
-            states = self.encoder_states(*inputs, is_full=chunks.is_full)
+            states = self.encoder_states(*inputs, is_full=chunks.is_full, is_right_padded=True)
             # Section 3.1: H~ = [1 / L_G sum H_{G_1}, ..., 1 / L_G sum H_{G_N}], L_G = r; the last group by its length.
             merged = [mean_pool(states, chunks.attention_mask, ratio, chunks.lengths)[0] for ratio in ratios]
         else:

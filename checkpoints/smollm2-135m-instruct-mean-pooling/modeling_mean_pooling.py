@@ -99,7 +99,8 @@ class MeanPoolingModel(CompressorModel):
         else:
             inputs = (chunks.input_ids, chunks.attention_mask, chunks.position_ids)
             is_causal = self.config.encoder_attention == "causal"
-            hidden_states = self.encoder_states(*inputs, is_causal=is_causal, is_full=chunks.is_full)
+            padding = {"is_full": chunks.is_full, "is_right_padded": True}
+            hidden_states = self.encoder_states(*inputs, is_causal=is_causal, **padding)
         if self.ratio_selector is not None:
             # Of each chunk's last token, NaN where it has none.
             num_tokens = chunks.attention_mask.sum(dim=1)

@@ -63,7 +63,8 @@ class SlotReader(CompressorBackbone):
             memory: one row for each text.
             offset: `text_position_offset`, computed if not given.
             is_full: whether all slots are known to be real.
-            longest: slots and text tokens of the longest row, where rows need not be wider; see `pack`.
+            longest: slots and text tokens of the longest row, where no cache goes on from this pass; rows are then no
+                wider, and pads stand behind them.
         """
         config, input_ids, text_mask = self.config, text.input_ids, text.attention_mask
         positions = text_positions(text_mask) if position_ids is None else position_ids.expand_as(input_ids)
@@ -95,7 +96,8 @@ class SlotReader(CompressorBackbone):
             memory_positions = memory_positions + shift
         pad_in_front = bool(self.num_pads_in_front(memory))
         is_full = is_full and text.is_full
-        sequence = pack(memory.attention_mask, text_mask, moves_first, pad_in_front, is_full, longest)
+        pads = (longest, longest is not None)
+        sequence = pack(memory.attention_mask, text_mask, moves_first, pad_in_front, is_full, *pads)
         joined = torch.cat([memory.embeddings.to(embeddings.dtype), embeddings], dim=1)
         return sequence.inputs(joined, torch.cat([memory_positions, positions + text_offset], dim=1)), sequence
 

@@ -160,7 +160,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             position_ids: same shape.
             inputs_embeds: `(num_chunks, num_tokens, hidden_size)`.
             cache: what its layers read in front, or write to.
-            kwargs: handed to the backbone, and `is_full` to [`run_backbone`].
+            kwargs: handed to the backbone; `is_full` and `is_right_padded` to [`run_backbone`].
         """
         inputs: dict[str, Any]
         inputs = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots and text in one sequence: which place each of them takes, and which state belongs to which text token.
 
-Inside the backbone a row reads `[pads, slots, text]`: pads stand in front, since layers with a sliding window count
-places and not positions. Text may be padded on either side; the states that come out are aligned with it again.
+Inside the backbone a row reads `[pads, slots, text]` where a cache goes on from it, since layers with a sliding window
+count places and not positions, and elsewhere `[slots, text, pads]`. Text may be padded on either side; the states that
+come out are aligned with it again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 @dataclass
 class PackedSequence:
-    """A batch of `[pads, slots, text]` rows.
+    """A batch of `[pads, slots, text]` rows, or of `[slots, text, pads]`.
 
     Args:
         attention_mask: `(batch_size, num_slots + num_text_tokens)`, one for real places.
@@ -25,6 +26,7 @@ class PackedSequence:
         text_places: `(batch_size, num_text_tokens)`, the place whose state belongs to each text token.
         pad_in_front: whether every row starts with one more pad, see `pack`.
         is_full: whether the mask is known to hold ones alone.
+        pads_behind: whether pads stand behind their rows.
     """
 
     attention_mask: Tensor
@@ -32,6 +34,7 @@ class PackedSequence:
     text_places: Tensor
     pad_in_front: bool = False
     is_full: bool = False
+    pads_behind: bool = False
 
     def arrange(self, joined: Tensor) -> Tensor:
         """Bring `(batch_size, num_slots + num_text_tokens, ...)` from `[slots, text]` order into the rows' order."""
@@ -54,6 +57,7 @@ class PackedSequence:
             "attention_mask": self.attention_mask,
             "position_ids": self.arrange(position_ids) * self.attention_mask,
             "is_full": self.is_full,
+            "is_right_padded": self.pads_behind,
         }
 
     def cut_to_text(self, outputs: Any) -> None:
@@ -87,6 +91,7 @@ def pack(
     pad_in_front: bool = False,
     is_full: bool = False,
     longest: int | None = None,
+    pads_behind: bool = False,
 ) -> PackedSequence:
     """Order slots and text into rows, without a wait for the device.
 
@@ -102,6 +107,7 @@ def pack(
         is_full: whether both masks are known to hold ones alone; rows in which nothing moves then stay as they are.
         longest: number of real places of the longest row, if known. Rows are then that wide, not as wide as the most
             slots and the longest text together.
+        pads_behind: whether pads stand behind their rows, for passes that no cache goes on from.
 
     Returns:
         The arrangement.
@@ -117,7 +123,7 @@ def pack(
     if moves_first is not None:
         text_rank = text_rank.masked_fill(moves_first, 1)
     rank = torch.cat([torch.full_like(slot_mask, 2), text_rank], dim=1)
-    order = (rank * joined_mask).argsort(dim=1, stable=True)
+    order = torch.where(joined_mask == 1, rank, 4 if pads_behind else 0).argsort(dim=1, stable=True)
     places = order.argsort(dim=1)
     text_places = places[:, num_slots:]
     if moves_first is not None:
@@ -125,9 +131,10 @@ def pack(
         text_places = text_places + last_moved * slot_mask.sum(dim=1, keepdim=True)
     is_full = is_full and not pad_in_front
     if longest is not None:
-        spare = joined_mask.shape[1] - longest - pad_in_front
-        order, text_places = order[:, spare:], (text_places - spare).clamp(min=0)
-    return PackedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front, is_full)
+        width = longest + pad_in_front
+        spare = 0 if pads_behind else joined_mask.shape[1] - width
+        order, text_places = order[:, spare : spare + width], (text_places - spare).clamp(0, width - 1)
+    return PackedSequence(joined_mask.gather(1, order), order, text_places, pad_in_front, is_full, pads_behind)
 
 
 def reads_falling_ids_as_packed(config: Any, batch_size: int) -> bool:

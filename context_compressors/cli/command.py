@@ -100,7 +100,6 @@ def check_outputs(paths: Iterable[str | None], overwrite: bool) -> None:
 
     Raises:
         ValueError: with the path.
-        OSError: a folder that cannot be made.
     """
     for path in map(Path, filter(None, paths)):
         if path.is_dir():

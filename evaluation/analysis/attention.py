@@ -101,14 +101,10 @@ def attention_by_head(
     attentions = alone.encoder_outputs(**rows.inputs, output_attentions=True).attentions
     memory_mask = rows.groups[0][1]
     lengths = chunks.attention_mask.sum(dim=1)
-    num_places = rows.inputs["inputs_embeds"].shape[1]
-    pads = num_places - lengths - memory_mask.sum(dim=1)
+    # A row is [context, memory tokens, pads].
     columns = torch.arange(max(chunks.lengths), device=lengths.device)
     is_real = (columns < lengths[:, None])[:, None, None] & memory_mask.bool()[:, None, :, None]
-    columns = (pads[:, None] + columns).clamp(max=num_places - 1)
+    of_tokens = (weights[..., : len(columns)] for weights in attentions)
     return tuple(
-        weights.take_along_dim(rows.places[:, None, :, None], dim=2)
-        .take_along_dim(columns[:, None, None], dim=3)
-        .masked_fill(~is_real, 0)
-        for weights in attentions
+        weights.take_along_dim(rows.places[:, None, :, None], dim=2).masked_fill(~is_real, 0) for weights in of_tokens
     )

@@ -24,7 +24,7 @@ from .modeling_compressor import CompressorModel
 
 @dataclass
 class MemoryRows:
-    """A batch of `[pads, context, memory tokens]` rows, ready for the encoder.
+    """A batch of `[context, memory tokens, pads]` rows, ready for the encoder.
 
     Args:
         inputs: what the encoder takes: `inputs_embeds` `(num_chunks, num_places, hidden_size)`, `position_ids` and an
@@ -202,7 +202,7 @@ class MemoryTokenModel(CompressorModel):
         memory_mask = torch.cat([first_places(block, device) for block in blocks], dim=1)
         is_full = chunks.is_full and all(min(b) == max(b) for b in blocks)
         pad = layout != "default" and reads_falling_ids_as_packed(config, len(lengths))
-        sequence = pack(chunks.attention_mask, memory_mask, pad_in_front=pad, is_full=is_full)
+        sequence = pack(chunks.attention_mask, memory_mask, pad_in_front=pad, is_full=is_full, pads_behind=True)
         context = chunks.inputs_embeds
         if context is None:
             context = self.encoder_backbone.get_input_embeddings()(chunks.input_ids)

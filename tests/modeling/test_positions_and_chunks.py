@@ -4,7 +4,10 @@
 import pytest
 import torch
 
+from context_compressors.modeling.compressor import modeling_compressor
 from context_compressors.modeling.memory.compressed_context import CompressedContext
+from context_compressors.modeling.parts import layer_states
+from context_compressors.modeling.parts.attention_masks import run_backbone
 from context_compressors.modeling.parts.packing import take_places
 from context_compressors.modeling.parts.position_layout import decoder_position_ids, encoder_position_ids
 
@@ -17,23 +20,18 @@ class Seen:
 
     def __init__(self, model, monkeypatch):
         self.calls = []
-        for backbone in {model.model.language_model, model.model.encoder_backbone}:
-            monkeypatch.setattr(backbone, "forward", self._recorded(backbone.forward))
+        for module in (modeling_compressor, layer_states):
+            monkeypatch.setattr(module, "run_backbone", self._run)
 
-    def _recorded(self, original):
-        def forward(*args, **kwargs):
-            self.calls.append(kwargs)
-            return original(*args, **kwargs)
-
-        return forward
+    def _run(self, backbone, **kwargs):
+        self.calls.append(kwargs)
+        return run_backbone(backbone, **kwargs)
 
     def positions(self, call=-1):
         """Position ids of the real places of each row that are not in the cache."""
         kwargs = self.calls[call]
-        width, mask = kwargs["position_ids"].shape[1], kwargs["attention_mask"]
-        # What the last place sees of a mask for pairs.
-        mask = mask.bool() if mask.dim() == 2 else mask[:, 0, -1]
-        rows = zip(kwargs["position_ids"], mask[:, -width:], strict=True)
+        width = kwargs["position_ids"].shape[1]
+        rows = zip(kwargs["position_ids"], kwargs["attention_mask"][:, -width:].bool(), strict=True)
         return [positions[mask].tolist() for positions, mask in rows]
 
 
