@@ -2,11 +2,15 @@
 """Pages and result files of all benchmarks: commands parse, links lead somewhere, files are small and rounded."""
 
 import json
+import math
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +22,106 @@ PAGES = [*sorted(BENCHMARKS.rglob("*.md")), *sorted((ROOT / "docs").glob("*.md")
 SCRIPTS = sorted(path for path in BENCHMARKS.rglob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
 RESULTS = [path for path in BENCHMARKS.rglob("*.json") if not path.stem.endswith("jobs")]
 RESULTS += (ROOT / "checkpoints").glob("*/training_summary.json")
+
+
+_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+_INTERVAL = re.compile(rf"(?<![\w.])({_NUMBER})(?: %| points?)?\s\[({_NUMBER}),\s({_NUMBER})\]")
+# What tests/pages.py writes from result files, which a test of README.md compares.
+_WRITTEN = re.compile(r"<!-- (scores|sets|needles|paired)\b.*?<!-- /\1 -->", re.DOTALL)
+Triple = tuple[float, ...]
+
+
+def is_interval(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(end, int | float) for end in value)
+
+
+def triples(node: Any) -> Iterator[Triple]:
+    """Values with an interval in a result file: as one list, in one mapping, or under the same name in two of them."""
+    if isinstance(node, list) and len(node) == 3 and all(isinstance(part, int | float) for part in node):
+        yield tuple(node)
+    parts = node if isinstance(node, list) else [*node.values()] if isinstance(node, dict) else []
+    for part in parts:
+        yield from triples(part)
+    if isinstance(node, dict):
+        mappings = [node, *(part for part in parts if isinstance(part, dict))]
+        beside = [(value, part) for part in parts if is_interval(part) for value in parts]
+        of_a_name = [
+            (values.get(name), interval)
+            for part in mappings
+            for name, interval in part.items()
+            if is_interval(interval)
+            for values in mappings
+        ]
+        for value, interval in beside + of_a_name:
+            if isinstance(value, int | float):
+                yield (value, *interval)
+
+
+def printed(match: re.Match[str]) -> Triple:
+    return tuple(float(number.replace(",", "")) for number in match.groups())
+
+
+def is_rounded(match: re.Match[str], found: Triple) -> bool:
+    """Whether a printed value and its interval are these, which a file has with four digits."""
+    for text, shown, number in zip(match.groups(), printed(match), found, strict=True):
+        digit = 10.0 ** (math.floor(math.log10(abs(number))) - 3) if number else 0
+        if abs(shown - number) > 0.5 * 10.0 ** -len(text.partition(".")[2]) + 0.51 * digit + 1e-9:
+            return False
+    return True
+
+
+def unbacked(page: Path) -> list[str]:
+    """The intervals of a page that no result file has, beside it or in a benchmark that it links to."""
+    text = page.read_text(encoding="utf-8")
+    linked = [(page.parent / target).resolve() for target in re.findall(r"\]\((?!https?://)([^)#]+)", text)]
+    folders = {path.parent for path in (page, *linked) if path.is_relative_to(BENCHMARKS)}
+    known = {triple for folder in folders for path in folder.glob("*.json") for triple in triples(read_json(path))}
+    for written in (block[0] for folder in folders for path in folder.glob("*.md") for block in blocks(path)):
+        known |= {printed(match) for match in _INTERVAL.finditer(written)}
+    # A page may turn a difference round, and give a share in percent.
+    by_value: dict[int, list[Triple]] = {}
+    for value, low, high in known:
+        for triple in ((value, low, high), (-value, -high, -low), (100 * value, 100 * low, 100 * high)):
+            by_value.setdefault(round(triple[0]), []).append(triple)
+    return [
+        match[0]
+        for match in _INTERVAL.finditer(_WRITTEN.sub("", text))
+        if not any(
+            is_rounded(match, triple)
+            for value in range(round(printed(match)[0]) - 1, round(printed(match)[0]) + 2)
+            for triple in by_value.get(value, [])
+        )
+    ]
+
+
+def blocks(page: Path) -> Iterator[re.Match[str]]:
+    return _WRITTEN.finditer(page.read_text(encoding="utf-8"))
+
+
+@cache
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_every_interval_on_a_page_is_in_a_result_file():
+    pages = [*PAGES, *(ROOT / "docs" / "methods").glob("*.md")]
+    assert {str(page.relative_to(ROOT)): missing for page in pages if (missing := unbacked(page))} == {}
+
+
+def test_an_interval_that_no_file_has_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[__name__], "BENCHMARKS", tmp_path)
+    rows = [
+        {"difference": 3.049, "interval": [1.411, 4.726]},
+        {"metrics": {"f1": 62.25}, "intervals": {"f1": [60.0, 64.51], "retention": [98.2, 101.9]}, "retention": 100.1},
+        {"share": 0.4312, "share_interval": [0.3, 0.571]},
+    ]
+    (tmp_path / "found.json").write_text(json.dumps(rows))
+    page = tmp_path / "README.md"
+    page.write_text("3.0 [1.4, 4.7], -3.05 [-4.73, -1.41], 62.2 [60.0, 64.5], 100 % [98, 102] and 43 [30, 57]")
+    assert unbacked(page) == []
+    page.write_text("3.1 [1.4, 4.7], 62.25 [60.00, 64.53]\nand 43\n[30, 58]")
+    assert unbacked(page) == ["3.1 [1.4, 4.7]", "62.25 [60.00, 64.53]", "43\n[30, 58]"]
 
 
 def commands() -> set[str]:
