@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,12 @@ def build_repository(
     base_model: str | None = None,
     license: str | None = None,
     local_files_only: bool = False,
+    include: Sequence[str] = (),
 ) -> Path:
     """Build the folder of a Hub repository: weights, configuration, flat code, tokenizer and card with a licence.
 
-    The same checkpoint gives the same bytes each time. States of a training run stay behind, and a warning names them;
-    another one names code that is not what this package writes.
+    The same checkpoint gives the same bytes each time. Files that this package does not write stay behind, and a
+    warning names them; another one names code that is not what this package writes.
 
     Args:
         checkpoint: what `save_pretrained` or the train command made; it is left as it is.
@@ -40,6 +42,7 @@ def build_repository(
         base_model: where the base is, Hub repository or folder, if not where the checkpoint says.
         license: licence of the weights, as the Hub writes it; that of the card or of the base when `None`.
         local_files_only: open no connection; a base then comes from a folder or the cache.
+        include: further files by their paths in the checkpoint, which are taken unseen.
 
     Returns:
         the target.
@@ -60,7 +63,7 @@ def build_repository(
         raise ValueError(f"{target} is not empty")
     if not local_files_only:
         base_model = base_place(base_model)
-    files, states = check_files(checkpoint)
+    files, left_out = check_files(checkpoint, include)
     _config(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
     # What fails leaves the target empty.
@@ -74,11 +77,11 @@ def build_repository(
         config = _config(folder)
         _complete_code(config, folder)
         _complete_card(config, folder, license, _base_folder(config, base_model, local_files_only))
-        check_files(folder)
+        check_files(folder, include)
         for path in list(folder.iterdir()):
             path.rename(target / path.name)
-    if states:
-        logger.warning(f"left out, since they are states of a training run: {', '.join(states)}")
+    if left_out:
+        logger.warning(f"left out, since this package does not write them (--include): {', '.join(left_out)}")
     if foreign := _foreign_code(config, target):
         logger.warning(
             f"not what context-compressors {__version__} writes: {', '.join(foreign)}; whoever trusts the repository "

@@ -34,6 +34,13 @@ context-compressors upload outputs/my-compressor me/my-compressor --weights ligh
         help="as in the checkpoint, without the base's weights, or with them (default: %(default)s)",
     ),
     BASE_MODEL,
+    argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file in the folder that is left out or refused otherwise; give it again for several",
+    ),
     argument("--license", metavar="ID", help="licence of the weights (default: the card's, or else the base's)"),
     argument("--tag", default=f"v{__version__}", help="name of the version (default: %(default)s)"),
     argument("--public", action="store_true", help="let everybody see it (default: private)"),
@@ -54,6 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
         "base_model": arguments.base_model,
         "license": arguments.license,
         "local_files_only": arguments.dry_run,
+        "include": arguments.include,
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = build_repository(arguments.checkpoint, arguments.output or Path(scratch) / "repository", **options)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from context_compressors import cli
 from context_compressors.hub_cards.repository import build_repository
 
+pytest.importorskip("detect_secrets")
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("no_connection")
 
@@ -161,8 +162,8 @@ def test_states_of_a_training_run_are_left_out_and_named(checkpoint, tmp_path, c
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     assert contents(build_repository(checkpoint, tmp_path / "built", license="mit")) == expected
     assert (
-        "left out, since they are states of a training run: checkpoint-20/, global_step10/, logs/, optimizer.pt, "
-        "rng_state_0.pth, runs/, trainer_state.json, training_args.bin, wandb/"
+        "left out, since this package does not write them (--include): checkpoint-20/, global_step10/, logs/, "
+        "optimizer.pt, rng_state_0.pth, runs/, trainer_state.json, training_args.bin, wandb/"
     ) in caplog.text
 
 
@@ -241,10 +242,13 @@ def test_public_repositories_and_known_tags_are_refused(checkpoint, hub, capsys)
 
 
 def test_a_refusal_names_the_file(checkpoint, hub, capsys):
-    (checkpoint / "old.pt").write_bytes(b"")
+    (checkpoint / "NOTICE").write_text("in /home/nora/run")
     assert upload(checkpoint, "me/x", "--license", "mit") == 1
-    assert "old.pt is a pickle" in capsys.readouterr().err
+    message = "NOTICE names a place on one machine, /home/nora: take it out, or pass --include NOTICE"
+    assert message in capsys.readouterr().err
     assert hub.calls == []
+    assert upload(checkpoint, "me/x", "--license", "mit", "--include", "NOTICE") == 0
+    assert hub.files["NOTICE"] == b"in /home/nora/run"
 
 
 @pytest.mark.slow
