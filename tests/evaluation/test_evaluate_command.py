@@ -102,7 +102,7 @@ def test_merged_adapters_answer_as_those_beside_the_weights(folders, qa_file, tm
     answers, sizes = [], set()
     for given in ([], ["--merge-adapters"]):
         files = ["--keep-answers", str(tmp_path / "answers.jsonl"), "--output", str(tmp_path / "report.json")]
-        assert main([*argv, *given, *files]) == 0
+        assert main([*argv, *given, *files, "--overwrite"]) == 0
         sizes.add(json.loads((tmp_path / "report.json").read_text())["num_parameters"])
         answers.append([json.loads(line)["answers"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()])
     assert answers[0] == answers[1]

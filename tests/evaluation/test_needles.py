@@ -346,7 +346,7 @@ def test_a_grid_keeps_its_answers_and_documents_and_says_when_it_is_done(folders
     argv[2] += "#1"
     with pytest.raises(ValueError, match="is of another evaluation; it differs in texts"):
         main([*argv, "--resume"])
-    assert main(argv) == 0
+    assert main([*argv, "--overwrite"]) == 0
     ids = set(NeedleGrid.load(output).documents["100 tokens"].split())
     assert len(ids & {document_id(text) for text in TEXTS}) == 1
     answers.write_text("")
