@@ -45,8 +45,8 @@ class CorpusCompressor:
         ratio: Context tokens per slot, or "auto" for a checkpoint that selects them; its default if not given.
         text_column: The column of the texts.
         memory_dtype: What slots are kept in: "int8", "int4", "int2" or "float16".
-        batch_tokens: Tokens that the model reads at once, pads included; a longer text is read alone. 512 on a CPU and
-            16,384 on an accelerator if not given.
+        batch_tokens: Tokens that the model reads at once, pads included; a longer text is read alone, in parts of so
+            many tokens, but a chunk of it whole. 512 on a CPU and 16,384 on an accelerator if not given.
         max_tokens: Keep only so many tokens of each text, with those that stand in front of it; all if not given.
         allow_untrained_ratio: Go on with a ratio that the checkpoint was not trained for.
         device: Where to compute; "auto" takes an accelerator if there is one.
@@ -175,9 +175,8 @@ class CorpusCompressor:
             except (TypeError, ValueError) as error:
                 yield [row], error
         self.pipe.check_max_tokens(self.max_tokens)
-        ids = [ids[: self.max_tokens] for ids in self.pipe.document_ids([texts[row] for row in good])]
-        kind = "cpu" if self.pipe.device.type == "cpu" else "accelerator"
-        waiting = length_batches([len(row) for row in ids], batch_tokens=self.batch_tokens or BATCH_TOKENS[kind])[::-1]
+        ids = [ids[: self.max_tokens] for ids in self.pipe.document_ids([texts[row] for row in good], self.max_tokens)]
+        waiting = length_batches([len(row) for row in ids], batch_tokens=self._tokens_at_once)[::-1]
         while waiting:
             batch = waiting.pop()
             result: CompressedContext | Exception
@@ -198,8 +197,17 @@ class CorpusCompressor:
             yield [good[place] for place in batch], result
 
     def _compress(self, ids: list[list[int]]) -> CompressedContext:
-        # One ratio gives one memory.
-        return self.pipe.compress_ids(ids, self.ratio, self.allow_untrained_ratio)  # type: ignore[return-value]
+        backbone = self.pipe.model.base_model
+        usual, backbone.tokens_at_once = backbone.tokens_at_once, self._tokens_at_once
+        try:
+            # One ratio gives one memory.
+            return self.pipe.compress_ids(ids, self.ratio, self.allow_untrained_ratio)  # type: ignore[return-value]
+        finally:
+            backbone.tokens_at_once = usual
+
+    @property
+    def _tokens_at_once(self) -> int:
+        return self.batch_tokens or BATCH_TOKENS["cpu" if self.pipe.device.type == "cpu" else "accelerator"]
 
     def _empty_columns(self, num_rows: int) -> dict[str, list[Any]]:
         schema = self.form.schema

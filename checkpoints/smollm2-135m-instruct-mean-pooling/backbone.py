@@ -26,8 +26,8 @@ from .token_rows import TokenRows, check_together, passage_borders, token_rows
 
 logger = logging.get_logger(__name__)
 
-# Tokens of contexts that are read in one pass, so that long ones take no more memory, and pads for each of them.
-_TOKENS_AT_ONCE, _MOST_PADDING = 8192, 0.2
+# Pads for each token of a pass.
+_MOST_PADDING = 0.2
 
 
 class CompressorBackbone(CompressorPreTrainedModel):
@@ -252,7 +252,7 @@ class CompressorBackbone(CompressorPreTrainedModel):
         # Other inputs, such as images, belong to all rows; processes that share weights make equal numbers of passes.
         is_one_pass = bool(beside) or (torch.distributed.is_available() and torch.distributed.is_initialized())
         # In training all activations are kept in any case.
-        most_tokens = None if self.training or is_one_pass else _TOKENS_AT_ONCE
+        most_tokens = None if self.training or is_one_pass else self.tokens_at_once
         lengths = [chunks.lengths[row] for row in rows]
         groups = length_batches(lengths, None, most_tokens, math.inf if is_one_pass else _MOST_PADDING)
         if len(groups) == 1 and (chunks.chunks_per_row == 1 or len(rows) == len(chunks.lengths)):

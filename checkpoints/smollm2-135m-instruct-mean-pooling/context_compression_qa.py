@@ -188,7 +188,7 @@ class ContextCompressionQAPipeline(Pipeline):
         batch_size = self._checked_batch_size(batch_size)
         self.check_max_tokens(max_tokens)
         self.check_serves_memories("a memory without one answers nothing: ask about the document itself")
-        rows = [cut_passages(row, max_tokens) for row in self._passages(documents)]
+        rows = [cut_passages(row, max_tokens) for row in self._passages(documents, max_tokens)]
         if not rows:
             raise ValueError("`documents` is an empty list")
         by_row = isinstance(ratio, Tensor) and ratio.dim() > 0
@@ -268,9 +268,14 @@ class ContextCompressionQAPipeline(Pipeline):
         """
         check_max_tokens(self.model.config, self._document_tokenizer, max_tokens)
 
-    def document_ids(self, documents: str | Sequence[str | Sequence[str]]) -> list[list[int]]:
-        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each."""
-        return [[token for passage in row for token in passage] for row in self._passages(documents)]
+    def document_ids(self, documents: str | Sequence[str | Sequence[str]], most: int | None = None) -> list[list[int]]:
+        """Token ids of documents, or a single one, as `compress` reads them, with what stands in front of each.
+
+        Args:
+            documents: texts, or lists of passages.
+            most: tokens of each that are wanted; a long one is read to somewhat behind them, others whole.
+        """
+        return [[token for passage in row for token in passage] for row in self._passages(documents, most)]
 
     def full_text_ids(
         self, documents: Sequence[str | Sequence[str]], max_tokens: int | None = None
@@ -290,12 +295,12 @@ class ContextCompressionQAPipeline(Pipeline):
         _check_documents(documents)
         return [decoder_document_ids(config, self._question_tokenizer, text, max_tokens) for text in documents]
 
-    def _passages(self, documents: Any) -> list[list[list[int]]]:
+    def _passages(self, documents: Any, most: int | None = None) -> list[list[list[int]]]:
         """Token ids of each document's passages."""
         is_one = isinstance(documents, (str, Mapping)) or not isinstance(documents, Iterable)
         texts: list[Any] = [documents] if is_one else list(documents)
         _check_documents(texts)
-        return passages_ids(self.model.config, self._document_tokenizer, texts)
+        return passages_ids(self.model.config, self._document_tokenizer, texts, most)
 
     def load_memory(self, source: CompressedContext | str | os.PathLike) -> CompressedContext:
         """A memory from its file, on the model's device; one that is loaded already comes back as it is.
@@ -374,7 +379,7 @@ class ContextCompressionQAPipeline(Pipeline):
             # Behind the tokens of each document that is not compressed.
             "full_text_ids": [ids for ids, _ in texts] if full_text else None,
             "document_ids": (
-                [cut_passages(row, max_tokens) for row in self._passages(sources)] if compresses else None
+                [cut_passages(row, max_tokens) for row in self._passages(sources, max_tokens)] if compresses else None
             ),
             "memories": [self.load_memory(source) for source in sources] if name == "memory" else None,
             "batch_size": inputs["batch_size"],

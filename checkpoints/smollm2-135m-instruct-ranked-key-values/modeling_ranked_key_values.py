@@ -29,8 +29,6 @@ from .float32_layers import Float32Linear
 _LEAST_ATTENTION, _FIRST_GUESS = 1e-4, 1e-2
 # Of the scorers' squared error in the loss: so little that the norm that gradients are clipped by is the adapter's.
 _ERROR_WEIGHT = 1e-2
-# Tokens of contexts that are read at once, so that long ones take no more memory; in training all are.
-_TOKENS_AT_ONCE = 8192
 
 
 class RankedKeyValuesModel(OpenedContextModel):
@@ -76,7 +74,7 @@ class RankedKeyValuesModel(OpenedContextModel):
     def encode(self, chunks: Chunks, ratios: Sequence[int | Tensor]) -> list[HeadwisePairs]:
         counts = [slot_counts(self.config, chunks.lengths, ratio) for ratio in ratios]
         num_chunks, moves = len(chunks.lengths), self.moves(chunks)
-        at_once = num_chunks if self.training else max(1, _TOKENS_AT_ONCE // chunks.input_ids.shape[1])
+        at_once = num_chunks if self.training else max(1, self.tokens_at_once // chunks.input_ids.shape[1])
         # Of a long context's neighbours in a batch most chunks are empty.
         rows = [row for row, length in enumerate(chunks.lengths) if length or self.training]
         if len(rows) == num_chunks <= at_once:

@@ -111,7 +111,7 @@ def _documents_alone(
     if len(texts) > 1 and not arguments.full_text:
         pipe.check_serves_memories("so that several are not read together: ask about one of them")
     pipe.check_max_tokens(arguments.max_tokens)
-    report_cut([len(ids) for ids in pipe.document_ids(texts)], arguments.max_tokens)
+    report_cut([len(ids) for ids in pipe.document_ids(texts, arguments.max_tokens)], arguments.max_tokens)
     return {
         "context": texts,
         "join": True,

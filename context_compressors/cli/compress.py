@@ -157,7 +157,7 @@ def compress_all(
     from ..modeling.parts.length_batches import length_batches
 
     pipe.check_max_tokens(arguments.max_tokens)
-    rows = pipe.document_ids([document.text for document in documents])
+    rows = pipe.document_ids([document.text for document in documents], arguments.max_tokens)
     report_cut([len(row) for row in rows], arguments.max_tokens)
     rows = [row[: arguments.max_tokens] for row in rows]
     with tqdm(total=len(rows), desc="compressing", unit="document", disable=not sys.stderr.isatty()) as progress:

@@ -57,19 +57,23 @@ def decoder_document_ids(
 
 
 def passages_ids(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, documents: Sequence[str | Sequence[str]]
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str | Sequence[str]],
+    most: int | None = None,
 ) -> list[list[list[int]]]:
     """Token ids of each document's passages, each as a document of its own; a text is one passage.
 
     Args:
         config, tokenizer: as in `document_ids`.
         documents: texts, or lists of passages.
+        most: tokens of each that are wanted, see `encode_all`.
     """
     passages = [[document] if isinstance(document, str) else list(document) for document in documents]
     # Tokenized apart, as in training.
     start = _document_start(config, tokenizer)
     end = context_end_ids(tokenizer) if config.is_encoder_decoder else []
-    rows = iter(encode_all(tokenizer, [passage for document in passages for passage in document]))
+    rows = iter(encode_all(tokenizer, [passage for document in passages for passage in document], most))
     return [[[*start, *next(rows), *end] for _ in document] for document in passages]
 
 

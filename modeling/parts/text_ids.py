@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     Copies = weakref.WeakKeyDictionary[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
 
+# Of most texts, more than there are; tokens behind those that are wanted, so that none of these is a cut word's.
+_CHARACTERS_PER_TOKEN, _MORE_TOKENS = 16, 64
 # Copies of tokenizers by whether they split special tokens.
 _COPIES: dict[bool, Copies] = {splits: weakref.WeakKeyDictionary() for splits in (True, False)}
 
@@ -26,8 +28,23 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """`encode` of several texts, on all cores where the tokenizer is a fast one."""
+def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int | None = None) -> list[list[int]]:
+    """`encode` of several texts, on all cores where the tokenizer is a fast one.
+
+    Args:
+        tokenizer, texts: as in `encode`.
+        most: tokens of each that are wanted; of a long text more are read than these, and not all.
+    """
+    if most is not None:
+        size = _CHARACTERS_PER_TOKEN * (most + _MORE_TOKENS)
+        starts = encode_all(tokenizer, [text[:size] for text in texts])
+        # Where the start ends inside a word, its last tokens are not the text's.
+        is_whole = [
+            len(text) <= size or len(ids) >= most + _MORE_TOKENS for text, ids in zip(texts, starts, strict=True)
+        ]
+        return [
+            ids if whole else encode(tokenizer, text) for text, ids, whole in zip(texts, starts, is_whole, strict=True)
+        ]
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and fast.truncation is None and fast.padding is None:
         return [encoding.ids for encoding in fast.encode_batch_fast(list(texts), add_special_tokens=False)]

@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from context_compressors import CorpusCompressor, KVZipForCausalLM
+from context_compressors import CorpusCompressor, KVZipForCausalLM, MeanPoolingConfig, MeanPoolingForCausalLM
 from context_compressors.modeling.memory.memory_quantization import dequantize_tensor
 from context_compressors.modeling.parts.length_batches import batches_in_order, length_batches
 
@@ -124,6 +125,32 @@ def test_the_pipeline_returns_rows_in_order_from_batches_of_any_size(pipe, capfd
     assert pipe.compress(TEXTS, ratio=ratios, batch_size=2).ratio.tolist() == ratios.tolist()
     with pytest.raises(ValueError, match="`batch_size` must be 1 or more, got 0"):
         pipe.compress(TEXTS, batch_size=0)
+
+
+def test_the_first_tokens_of_a_long_text_are_those_of_the_whole_and_not_all_is_read(pipe):
+    words = ["".join(RANDOM.choices("abcde", k=RANDOM.randrange(1, 9))) for _ in range(3000)]
+    texts = [" ".join(words), "short", "x" * 20_000, " " * 20_000 + "behind spaces", "\n".join(words)]
+    for most in (5, 40):
+        found, whole = pipe.document_ids(texts, most), pipe.document_ids(texts)
+        assert [ids[:most] for ids in found] == [ids[:most] for ids in whole]
+        assert len(found[0]) < len(whole[0]) / 4
+        # Whether a text is longer than what is wanted is still known.
+        assert [len(ids) > most for ids in found] == [len(ids) > most for ids in whole]
+
+
+def test_a_text_longer_than_a_batch_is_read_in_parts(small_checkpoints, monkeypatch):
+    config = MeanPoolingConfig.from_pretrained(small_checkpoints / "mean_pooling", chunk_size=8)
+    model = MeanPoolingForCausalLM.from_pretrained(small_checkpoints / "mean_pooling", config=config).eval()
+    pipe = model.question_answering(AutoTokenizer.from_pretrained(small_checkpoints / "mean_pooling"))
+    sizes, encode, text = [], model.model.encode, "Nora Lind sold honey. " * 20
+    expected = CorpusCompressor(pipe, 2)({"text": [text]})
+    monkeypatch.setattr(
+        model.model, "encode", lambda chunks, *given: sizes.append(chunks.input_ids.numel()) or encode(chunks, *given)
+    )
+    found = CorpusCompressor(pipe, 2, batch_tokens=20)({"text": [text]})
+    assert max(sizes) <= 20 < sum(sizes)
+    assert abs(found["slots"][0].astype(int) - expected["slots"][0]).max() <= 1
+    assert model.model.tokens_at_once == 8192
 
 
 def test_datasets_map_calls_it_in_batches_with_bad_rows_anywhere(folder, pipe):

@@ -134,7 +134,7 @@ def test_passes_of_a_bounded_number_of_tokens_give_the_same_memory(name, method_
     expected, passes = model.compress(ids, mask, ratio=[2, ratios]), []
     encode = model.model.encode
     monkeypatch.setattr(model.model, "encode", lambda chunks, *args: passes.append(chunks) or encode(chunks, *args))
-    monkeypatch.setattr("context_compressors.modeling.compressor.backbone._TOKENS_AT_ONCE", 12)
+    monkeypatch.setattr(model.model, "tokens_at_once", 12)
     found = model.compress(ids, mask, ratio=[2, ratios])
     # Chunks of 6, 6, 3; 6, 1; 3 tokens.
     assert sorted(length for part in passes for length in part.lengths) == [1, 3, 3, 6, 6, 6]

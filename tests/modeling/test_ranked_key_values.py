@@ -12,7 +12,6 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from context_compressors import CompressedContext, RankedKeyValuesConfig, RankedKeyValuesModel
-from context_compressors.modeling import modeling_ranked_key_values
 from context_compressors.modeling.parts.cache_name import CACHE
 
 LEAST = 1e-4
@@ -262,7 +261,7 @@ def test_a_few_chunks_are_read_at_once(ranked, random_rows, pad_rows, monkeypatc
     ids, mask = pad_rows(random_rows([33, 7, 0]))
     model = ranked.build(chunk_size=6)
     together, sizes, read = model.compress(ids, mask, ratio=[2, 3]), [], model.model.encoder_outputs
-    monkeypatch.setattr(modeling_ranked_key_values, "_TOKENS_AT_ONCE", 13)
+    monkeypatch.setattr(model.model, "tokens_at_once", 13)
     monkeypatch.setattr(
         model.model, "encoder_outputs", lambda ids, *a, **k: sizes.append(len(ids)) or read(ids, *a, **k)
     )
