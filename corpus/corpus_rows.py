@@ -193,12 +193,16 @@ def _file_name(path: Path) -> str:
     return _escaped(path.as_posix().replace("\n", "\\n"))
 
 
-def _parquet_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row]:
+def _parquet_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row | str]:
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(part.paths[0])
-    for batch in file.iter_batches(batch_size=1024, row_groups=[part.index], columns=_asked(columns)):
-        yield from batch.to_pylist()
+    try:
+        for batch in file.iter_batches(batch_size=1024, row_groups=[part.index], columns=_asked(columns)):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        # The other row groups go on.
+        yield f"the rest of row group {part.index} cannot be read: {error}"
 
 
 def _json_rows(part: CorpusPart, columns: CorpusColumns) -> Iterator[Row | str]:

@@ -116,6 +116,24 @@ def test_rows_have_any_character_that_utf_8_holds(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_broken_row_group_is_a_failure_and_the_others_go_on(tmp_path):
+    path = tmp_path / "pages.parquet"
+    texts = [f"page {number} " + "honey " * 20 for number in range(6)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), path, row_group_size=2, use_dictionary=False, compression="gzip"
+    )
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    start = column.data_page_offset
+    content[start + 30 : start + column.total_compressed_size] = bytes(column.total_compressed_size - 30)
+    path.write_bytes(content)
+    parts = corpus_parts([str(path)], CorpusColumns())
+    rows = [row for part in parts for row in read_part(part, CorpusColumns())]
+    assert [row["text"] for row in rows if not row["error"]] == [*texts[:2], *texts[4:]]
+    assert [row["id"] for row in rows if row["error"]] == ["pages.parquet:2"]
+    assert "the rest of row group 1 cannot be read" in next(row["error"] for row in rows if row["error"])
+
+
 def test_nothing_is_read_ahead_where_there_is_no_store(monkeypatch, tmp_path):
     read = []
 
