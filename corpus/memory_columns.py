@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import torch
+import xxhash
 from torch import Tensor
 
 from ..configuration.nearest_names import check_choice
@@ -18,8 +19,8 @@ from ..modeling.memory.carriers import PAIR_FIELDS, carrier_tensors, scale_tenso
 from ..modeling.memory.compressed_context import CompressedContext
 from ..modeling.memory.memory_quantization import QUANTIZATIONS, item_dtype, num_blocks, width_of
 
-# 2: blocks of quantised memories are rotated.
-FORMAT_VERSION = 2
+# 2: blocks of quantised memories are rotated. 3: rows have checksums.
+FORMAT_VERSION = 3
 STORE_DTYPES = (*QUANTIZATIONS, "float16")
 # Slots as they lie in a column: the quantised as bytes.
 _ARROW_TYPES = {name: pyarrow.uint8() for name in QUANTIZATIONS} | {"float16": pyarrow.float16()}
@@ -144,6 +145,7 @@ class MemoryForm:
             pyarrow.field("model_id", pyarrow.string()),
             pyarrow.field("text", pyarrow.string()),
             pyarrow.field("metadata", pyarrow.string()),
+            pyarrow.field("checksum", pyarrow.uint64()),
         ]
         return pyarrow.schema(fields, metadata={"context_compressors": self.to_json()})
 
@@ -215,6 +217,23 @@ def memory_of_columns(table: pyarrow.Table, form: MemoryForm) -> CompressedConte
         inverse_frequencies=torch.tensor(form.inverse_frequencies) if form.inverse_frequencies else None,
         question_fingerprints=None if asked.null_count else _integers(asked),
     )
+
+
+def checksums(table: pyarrow.Table) -> pyarrow.Array:
+    """A number for each row, of its values in all columns but `checksum`, in the order of their names."""
+    columns = [table[name].combine_chunks() for name in sorted(set(table.column_names) - {"checksum"})]
+    plain = [column.to_pylist() for column in columns if not pyarrow.types.is_list(column.type)]
+    found = [xxhash.xxh3_64(repr(values).encode()) for values in zip(*plain, strict=True)]
+    for lists in (column for column in columns if pyarrow.types.is_list(column.type)):
+        flat, lengths, start = lists.flatten(), np.diff(lists.offsets.to_numpy()), 0
+        if pyarrow.types.is_fixed_size_list(flat.type):
+            flat, lengths = flat.flatten(), lengths * flat.type.list_size
+        values = flat.to_numpy(zero_copy_only=False)
+        for row, length in zip(found, lengths.tolist(), strict=True):
+            row.update(b"%d" % length)
+            row.update(values[start : start + length])
+            start += length
+    return pyarrow.array([row.intdigest() for row in found], pyarrow.uint64())
 
 
 def _by_slot(tensors: Sequence[Tensor]) -> Tensor:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import pyarrow
+import pyarrow.compute
 
 from ..modeling.memory.compressed_context import CompressedContext
-from .memory_columns import MemoryForm, memory_columns, memory_of_columns
+from .memory_columns import MemoryForm, checksums, memory_columns, memory_of_columns
 
 if TYPE_CHECKING:
     from lance import LanceDataset
@@ -47,7 +48,7 @@ class MemoryStore:
 
     Columns: `id`; `slots`, a list of fixed-size lists, one for each slot; `scales` of quantised ones; `position_ids`,
     null where they count from 0; `num_tokens`; `ratio`; `question_fingerprint`; `model_id`; `text`; `metadata`, a JSON
-    object. Every change makes a new version at once or not at all, so that a
+    object; `checksum` of all of these. Every change makes a new version at once or not at all, so that a
     process that is killed leaves the last one. A `MemoryStore` reads the version that it was opened at, whatever
     others write, until `refresh`; its own changes refresh it.
 
@@ -252,12 +253,13 @@ class MemoryStore:
 
         Raises:
             TypeError: a single text in place of a list.
-            ValueError: no id, or ids that the store has not, named.
+            ValueError: no id, ids that the store has not, or memories that are not as they were written, named.
         """
         return memory_of_columns(self.read(ids), self.form)
 
     def read(self, ids: Sequence[str], columns: Sequence[str] | None = None) -> pyarrow.Table:
-        """Columns of some rows, in the order of the ids; all columns if none are named. Errors as `get`."""
+        """Columns of some rows, in the order of the ids; all of them, with a look at their checksums, if none are
+        named. Errors as `get`."""
         if isinstance(ids, str):
             raise TypeError(f"`ids` must be a list of ids, got {ids!r}")
         if not ids:
@@ -265,7 +267,12 @@ class MemoryStore:
         distinct = list(dict.fromkeys(ids))
         names = None if columns is None else list(dict.fromkeys(["id", *columns]))
         table = pyarrow.concat_tables(self._found(distinct, names))
-        places = {name: place for place, name in enumerate(table["id"].to_pylist())}
+        names_found = table["id"].to_pylist()
+        if columns is None:
+            is_other = pyarrow.compute.not_equal(checksums(table), table["checksum"]).to_pylist()
+            if any(is_other):
+                raise ValueError(f"the store's {_named(names_found, is_other)} are damaged: compress them anew")
+        places = {name: place for place, name in enumerate(names_found)}
         if len(places) < len(distinct):
             missing = [name not in places for name in distinct]
             raise ValueError(f"the store has no {_named(distinct, missing)}")
@@ -407,6 +414,7 @@ def memory_table(
         "text": pyarrow.array(texts or nothing, pyarrow.string()),
         "metadata": pyarrow.array(metadata or nothing, pyarrow.string()),
     }
+    columns["checksum"] = checksums(pyarrow.table(columns))
     return pyarrow.table(columns, schema=form.schema)
 
 
