@@ -46,7 +46,7 @@ class BM25(BaseRetriever):
 def main() -> None:
     """Read the paragraphs, find, compress, answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ROOT / "checkpoints" / "smollm2-135m-instruct-mean-pooling"))
+    parser.add_argument("--model", default=str(ROOT / "checkpoints" / "smollm2-135m-instruct-ranked-key-values"))
     parser.add_argument("--question", action="append", help="give it again for several")
     parser.add_argument("--ratio", type=int, default=2, help="tokens per slot (default: %(default)s)")
     parser.add_argument("--store", help="where memories are kept (default: in the process)")
