@@ -393,13 +393,14 @@ def save_and_ask(pipe: Pipeline, folder: Path, page: Page) -> None:
         print(f"   {name + ':':<17}{answer}")
 
 
-def run(checkpoint: Path, output: Path, steps: int) -> None:
+def run(checkpoint: Path, output: Path, steps: int, num_pages: int | None = None) -> None:
     """All steps of the demo, in order.
 
     Args:
         checkpoint: folder of the compressor.
         output: folder of the results.
         steps: of the fine-tuning.
+        num_pages: only the shortest pages, so many; all if not given.
     """
     print(f"1. load {checkpoint.name}", flush=True)
     # With its progress bar; those of everything that is quick would only hide what the demo shows.
@@ -408,17 +409,21 @@ def run(checkpoint: Path, output: Path, steps: int) -> None:
     disable_progress_bars()
     pipe = load(checkpoint)
     output.mkdir(parents=True, exist_ok=True)
-    model, pages = pipe.model, read_pages()
+    model, pages = pipe.model, read_pages()[:num_pages]
     ratios = ", ".join(map(str, sorted(model.config.compression_ratios)))
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"   {model.num_parameters() / 1e6:.1f}M parameters in {dtype} on {pipe.device}; ratios {ratios}")
-    print("\n2. ask about five pages: from the full text, and from one slot for every 2, 4, ... of its tokens")
+    print("\n2. ask about pages: from the full text, and from one slot for every 2, 4, ... of its tokens")
     print("   + right, - not right: an answer is right if it holds the expected words")
-    readings = []
+    readings, start, num_left = [], time.perf_counter(), sum(len(page.text) for page in pages)
     for page in pages:
+        num_left -= len(page.text)
         readings.append([read_text(pipe, page), *read_slots(pipe, page)])
         print(f"\n{page.title} ({len(page.text.split())} words)\n")
         print(page_table(page, readings[-1]), flush=True)
+        if page is pages[0] and num_left:
+            seconds = (time.perf_counter() - start) * num_left / len(page.text)
+            print(f"\n   the other pages take about {seconds:.0f} s; --pages N reads fewer", flush=True)
     results = {
         "environment": environment(),
         "dtype": dtype,

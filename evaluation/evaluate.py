@@ -285,23 +285,29 @@ def _score_all(
     file: ProgressFile | None = None,
 ) -> None:
     done = {(row.dataset, row.task) for row in report.rows}
-    total = sum(len(samples) for dataset, task, samples in work if (dataset.name, task) not in done)
-    with tqdm(total=total, desc="evaluate", unit="sample", disable=not progress) as bar:
+    conditions = {task: sum(condition.serves(task) for condition in scorer.conditions) for _, task, _ in work}
+    total = sum(len(samples) * conditions[task] for dataset, task, samples in work if (dataset.name, task) not in done)
+    # Of each sample under each condition, which may take minutes.
+    with tqdm(total=total, desc="evaluate", unit="answer", disable=not progress) as bar:
         for dataset, task, samples in work:
-            bar.set_postfix_str(f"{dataset.name}, {task}")
+            name = f"{dataset.name}, {task}"
+            bar.set_postfix_str(name)
             digest = f"{dataset.name}, {task}, {samples_digest(samples)}"
             known = {} if file is None else file.rows(digest)
             is_done = (dataset.name, task) in done
             # Without what its samples got, nothing more is known of it than its rows.
             if is_done and len(known) < len(samples):
                 continue
-            bar.update(0 if is_done else len(known))
+            bar.update(0 if is_done else len(known) * conditions[task])
 
             def note(rows: list[int], tallies: Mapping[str, Tally], digest: str = digest) -> None:
                 if file is not None:
                     states = {row: {name: tally.state(row) for name, tally in tallies.items()} for row in rows}
                     file.add(digest, states)
-                bar.update(len(rows))
+
+            def show(condition: Condition, num_samples: int, name: str = name) -> None:
+                bar.set_postfix_str(f"{name}, {condition.name}", refresh=False)
+                bar.update(num_samples)
 
             tallies = scorer.tallies(
                 task,
@@ -312,6 +318,7 @@ def _score_all(
                 note,
                 settings.answer_perplexity,
                 known,
+                show,
             )
             resampling = (settings.seed, settings.num_resamples)
             if is_done:

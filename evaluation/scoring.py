@@ -165,6 +165,7 @@ class Scorer:
         on_batch: Callable[[list[int], dict[str, Tally]], Any] = lambda rows, tallies: None,
         answer_perplexity: bool = False,
         done: Mapping[int, Mapping[str, Any]] | None = None,
+        on_condition: Callable[[Condition, int], Any] = lambda condition, num_samples: None,
     ) -> dict[str, Tally]:
         """Score a task under all conditions, by sample.
 
@@ -178,6 +179,7 @@ class Scorer:
             answer_perplexity: also score each question's first answer token by token.
             done: rows that are taken over from what their tallies' `state` gave, by condition; batches are those that
                 there would be without them.
+            on_condition: called with each condition and a batch's number of samples, once it has scored these.
 
         Returns:
             Condition -> what it scored.
@@ -222,6 +224,7 @@ class Scorer:
                         self._score_tokens(condition.model, prompts, targets, memory, tally.targets, rows)
                         if not writes:
                             tally.used[4, rows] = (_now(condition.model.device) - began) / len(rows)
+                on_condition(condition, len(rows))
             on_batch(rows, tallies)
         return tallies
 

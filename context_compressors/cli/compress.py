@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .command import (
     ALLOW_UNTRAINED_RATIO,
@@ -45,7 +45,9 @@ cat report.txt | context-compressors compress my-compressor --output memories
 """
 
 
-def load_pipeline(arguments: argparse.Namespace, ratios: Sequence[int | str | None]) -> ContextCompressionQAPipeline:
+def load_pipeline(
+    arguments: argparse.Namespace, ratios: Sequence[int | str | None] = ()
+) -> ContextCompressionQAPipeline:
     check_ratios(arguments.model, ratios, arguments)
     model, tokenizer = load_compressor(
         arguments.model,
@@ -55,8 +57,8 @@ def load_pipeline(arguments: argparse.Namespace, ratios: Sequence[int | str | No
         arguments.dtype,
         arguments.base_model,
     )
-    if arguments.ratio_scale is not None:
-        model.config.ratio_scale = arguments.ratio_scale
+    if (scale := getattr(arguments, "ratio_scale", None)) is not None:
+        model.config.ratio_scale = scale
     return model.question_answering(tokenizer)
 
 
@@ -147,7 +149,7 @@ def compress_all(
     batch_size: int,
     arguments: argparse.Namespace,
 ) -> Iterator[tuple[int, list[CompressedContext]]]:
-    """Compress documents in batches of similar length, with a progress bar.
+    """Compress documents in batches of similar length, with a progress bar that also moves within a long document.
 
     Yields:
         a document's index, and its memories, one for each ratio.
@@ -160,17 +162,31 @@ def compress_all(
     rows = pipe.document_ids([document.text for document in documents], arguments.max_tokens)
     report_cut([len(row) for row in rows], arguments.max_tokens)
     rows = [row[: arguments.max_tokens] for row in rows]
-    with tqdm(total=len(rows), desc="compressing", unit="document", disable=not sys.stderr.isatty()) as progress:
+    encoder, end = pipe.model.base_model.encoder_backbone, 0
+    layers = list(getattr(encoder, "layers", [encoder]))
+    options = {"total": sum(map(len, rows)), "desc": "compressing", "unit": "token", "unit_scale": True}
+    with tqdm(**options, disable=not sys.stderr.isatty()) as progress:
         for batch in length_batches([len(row) for row in rows], batch_size):
+            end += sum(len(rows[index]) for index in batch)
+
+            def note(module: Any, inputs: Any, output: Any, end: int = end) -> None:
+                states = output if hasattr(output, "shape") else output[0]
+                # Pads and second readings count no more than the documents have tokens.
+                progress.update(min(states.shape[:2].numel() / len(layers), end - progress.n))
+
+            hooks = [layer.register_forward_hook(note) for layer in layers]
             try:
                 memories = pipe.compress_ids([rows[index] for index in batch], ratios, arguments.allow_untrained_ratio)
             except ValueError as error:
                 longest = max(batch, key=lambda index: len(rows[index]))
                 name, length = documents[longest].name, len(rows[longest])
                 raise ValueError(f"document {name!r} ({length} tokens): {error}") from error
+            finally:
+                for hook in hooks:
+                    hook.remove()
             for row, index in enumerate(batch):
                 yield index, [memory.rows(row) for memory in memories]  # type: ignore[union-attr]  # of a list of ratios
-            progress.update(len(batch))
+            progress.update(end - progress.n)
 
 
 def report_cut(lengths: Sequence[int], limit: int | None) -> None:

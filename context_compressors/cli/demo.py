@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .command import LOADING, REVISION, argument, command, positive_int
 
-_PRINTED = {"checkpoint": None, "output": "outputs/demo", "steps": 20}
+_PRINTED = {"checkpoint": None, "output": "outputs/demo", "steps": 20, "pages": None}
 _PAGE = {"host": "127.0.0.1", "port": None, "max_tokens": 4096, "max_new_tokens": 64}
 
 _EXAMPLES = """
@@ -18,6 +18,7 @@ context-compressors demo my-compressor
 context-compressors demo my-compressor --port 8000 --max-tokens 2048
 context-compressors demo
 context-compressors demo --checkpoint my-compressor --output outputs/demo --steps 50
+context-compressors demo --pages 1
 """
 
 
@@ -49,6 +50,12 @@ context-compressors demo --checkpoint my-compressor --output outputs/demo --step
         type=positive_int,
         metavar="N",
         help=f"of the printed demo: fine-tuning steps (default: {_PRINTED['steps']})",
+    ),
+    argument(
+        "--pages",
+        type=positive_int,
+        metavar="N",
+        help="of the printed demo: only the N shortest of its five pages, for a slow machine (default: all)",
     ),
     examples=_EXAMPLES,
 )
@@ -82,7 +89,8 @@ def _print_demo(arguments: argparse.Namespace) -> None:
     from ..demo import CHECKPOINT, run
 
     start = time.perf_counter()
-    run(Path(arguments.checkpoint or CHECKPOINT).expanduser(), Path(arguments.output).expanduser(), arguments.steps)
+    checkpoint, output = arguments.checkpoint or CHECKPOINT, arguments.output
+    run(Path(checkpoint).expanduser(), Path(output).expanduser(), arguments.steps, arguments.pages)
     print(f"done in {time.perf_counter() - start:.0f} s")
 
 

@@ -7,17 +7,20 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from byte_tokenizers import byte_tokenizer, tiny_llama
 from tokenizers import pre_tokenizers
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import context_compressors
 from context_compressors import cli
 from context_compressors.cli import loading
 from context_compressors.cli.command import check_device
+from context_compressors.cli.documents import Document
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
 from context_compressors.configuration.configuration_ranked_key_values import RankedKeyValuesConfig
 from context_compressors.data.task_tokens import add_task_tokens
@@ -123,6 +126,25 @@ def test_compress_keeps_several_ratios_apart_and_takes_the_first_by_default(
         "first.x8.safetensors": slots(text, 8),
         "first.safetensors": slots(text, 4),
     }
+
+
+def test_progress_moves_within_a_document(model_folder: str, monkeypatch: pytest.MonkeyPatch):
+    model = MeanPoolingForCausalLM.from_pretrained(model_folder).eval()
+    pipe = model.question_answering(PreTrainedTokenizerFast.from_pretrained(model_folder))
+    moved: list[float] = []
+
+    class Bar(tqdm):
+        def update(self, n: float = 1) -> None:
+            moved.append(n)
+            self.n += n
+
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
+    arguments = SimpleNamespace(max_tokens=None, allow_untrained_ratio=False)
+    list(cli.compress.compress_all(pipe, [Document("a", "A text. " * 20)], [4], 1, arguments))
+    num_tokens = len(pipe.document_ids("A text. " * 20)[0])
+    layers = model.base_model.encoder_backbone.layers
+    assert moved == pytest.approx([*[num_tokens / len(layers)] * len(layers), 0])
+    assert not any(layer._forward_hooks for layer in layers)
 
 
 def test_compress_overwrites_with_force_only(

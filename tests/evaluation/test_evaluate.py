@@ -20,12 +20,16 @@ from naive_twin import (
     naive_scores,
     run,
 )
+from tqdm.auto import tqdm
 from transformers import LlamaForCausalLM
 
 from context_compressors.data.task_tokens import add_task_tokens, task_start_ids
+from context_compressors.evaluation.data_sets import EvaluationDataset
+from context_compressors.evaluation.evaluate import evaluate_model
 from context_compressors.evaluation.metrics import squad_scores
 from context_compressors.evaluation.paired import paired_difference
 from context_compressors.evaluation.report_tables import report_markdown
+from context_compressors.evaluation.settings import EvaluationSettings
 from context_compressors.evaluation.tallies import Tally
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.parts.text_ids import text_tokenizer
@@ -44,6 +48,23 @@ def test_reconstruction_equals_the_naive_twin_under_every_condition(model, token
             assert report.score("tiny", RECONSTRUCTION, condition, metric) == pytest.approx(expected, rel=1e-4), (
                 condition
             )
+
+
+def test_progress_moves_with_each_condition(model, tokenizer, monkeypatch):
+    shown = []
+
+    class Bar(tqdm):
+        def update(self, n=1):
+            shown.append((n, self.postfix))
+            return super().update(n)
+
+    monkeypatch.setattr("context_compressors.evaluation.evaluate.tqdm", Bar)
+    data = [EvaluationDataset("tiny", ROWS)]
+    settings = EvaluationSettings(tasks=(RECONSTRUCTION,), batch_size=len(ROWS))
+    evaluate_model(model, tokenizer, data, settings, progress=True)
+    for condition in CONDITIONS:
+        place = f"tiny, {RECONSTRUCTION}, {condition}"
+        assert sum(number for number, shown_at in shown if shown_at == place) == len(ROWS)
 
 
 def test_continuation_equals_the_naive_twin(model, tokenizer):
