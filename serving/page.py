@@ -241,6 +241,10 @@ class Page:
         example = self.examples[title]
         return example.text, self._gr.Radio(choices=list(example.questions), value=None, visible=True), ""
 
+    def edited(self, document: str) -> Any:
+        """The example's questions, which leave with its text."""
+        return self._gr.Radio(visible=any(document == example.text for example in self.examples.values()))
+
     @staticmethod
     def draw() -> tuple[str, str, str]:
         """A needle: sentence, question and answer."""
@@ -284,6 +288,7 @@ class Page:
                 (step.change, self.note, [document, step], [note, marks], quick),
                 (example.input, self.choose, example, [document, chips, question], quick),
                 (chips.input, lambda text: text, chips, question, quick),
+                (document.input, self.edited, document, chips, quick),
                 (file.upload, self.load, file, [document, chips, note], quick),
                 (another.click, self.draw, None, needle, quick),
             ):

@@ -21,6 +21,7 @@ _KINDS = {
     KEPT: "Each slot holds keys and values of tokens of the text: the darker a token, the more heads have kept it.",
     None: "This method has no weights that would tell which tokens a slot is made of.",
 }
+_READING = "reading …"
 # Upper bounds of the error in nats, and what they say; what is above is the last.
 _LEVELS = (
     (-math.log(0.9), "over 90 %"),
@@ -58,7 +59,7 @@ def answers(
     slots: Answer | None,
     ratio: int,
     accepted: Sequence[str] = (),
-    waiting: str = "reading …",
+    waiting: str | None = None,
 ) -> str:
     """Both answers as far as they are written.
 
@@ -67,11 +68,14 @@ def answers(
         slots: from the slots, likewise.
         ratio: theirs.
         accepted: answers that count as right, if any are known.
-        waiting: what stands in place of an answer that is `None`.
+        waiting: what stands in place of an answer that is `None`; whether it is being read if not given. The slots'
+            answer is written first.
     """
     costs = [answer for answer in (text, slots) if answer is not None]
-    full = _card("text", "From the full text", text, costs, accepted, waiting)
-    few = _card("slots", f'From slots<span class="cc-tag">{ratio}x</span>', slots, costs, accepted, waiting)
+    turn = _READING if slots is not None and slots.is_done else "waiting for the other answer …"
+    full = _card("text", "From the full text", text, costs, accepted, waiting or turn)
+    title = f'From slots<span class="cc-tag">{ratio}x</span>'
+    few = _card("slots", title, slots, costs, accepted, waiting or _READING)
     line = ""
     if text is not None and slots is not None and slots.num_places and slots.num_bytes:
         places, size = text.num_places / slots.num_places, text.num_bytes / slots.num_bytes
