@@ -25,6 +25,8 @@ from .encoder_decoder import Seq2SeqCollator, Seq2SeqCompressionTrainer, check_v
 from .packed_texts import PackedTexts
 
 logger = logging.getLogger(__name__)
+# Whose lengths are looked at before a run starts.
+_FIRST_EXAMPLES = 8
 
 
 def load(
@@ -120,6 +122,7 @@ def trainer_arguments(
         epochs.append(NewEpochs(dataset))
     if mode in ("compressed", "distillation") and dataset_class in (CompressionDataset, PackedTexts):
         _warn_of_short_chunks(config, dataset, collator)
+        _warn_of_cut_contexts(dataset)
     return {
         "model": model,
         "args": args,
@@ -164,6 +167,17 @@ def _warn_of_short_chunks(
             "max_context_tokens %d and %d in front of a context make chunks of %d and one of %d behind them: with "
             "max_context_tokens %d there is none of %d",
             *(most, num_start, chunk_size, num_behind, most - num_behind, num_behind),
+        )
+
+
+def _warn_of_cut_contexts(dataset: CompressionDataset) -> None:
+    """Say so where the first examples are all cut, so that no document is read to its end."""
+    num_seen = min(_FIRST_EXAMPLES, len(dataset))
+    if all(dataset[index]["num_cut"] for index in range(num_seen)):
+        logger.warning(
+            "each of the first %d examples is cut to max_context_tokens %d or its other limits: raise these, or give "
+            "shorter texts",
+            *(num_seen, dataset.data.max_context_tokens),
         )
 
 

@@ -32,8 +32,8 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
     r"""Trains a compressor at several ratios: a context is encoded once, each ratio's memory is read once.
 
     The loss is cross-entropy of the targets (mean over target tokens), summed over the step's ratios. Where there are
-    several, the log has `num_ratios_summed` and `loss_mean_over_ratios` beside `loss`. Logits exist for target
-    positions only, `distillation_chunk_size` of them at a time.
+    several, `loss` in the log is the mean, beside `num_ratios_summed` and `loss_sum_over_ratios`. Logits exist for
+    target positions only, `distillation_chunk_size` of them at a time.
 
     A compressor with a ratio selector learns beside that to predict `log_ratios`, log2 of context tokens over those of
     a summary: the mean squared error over the chunks of rows that have one is added (`loss_ratio_selector`).
@@ -78,12 +78,13 @@ class CompressionTrainer(BaseTrainer, SFTTrainer):
         self._sums: dict[str, tuple[float, ...]] = {}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log; what is a sum over ratios says so, and has its mean beside it."""
+        """Log; a loss is the mean over ratios, and has the sum that is trained on beside it."""
         counts = self._metrics["train" if self.model.training else "eval"].pop("num_ratios_summed", [])
         count = sum(counts) / len(counts) if counts else 1
         selector = self._metrics["train" if self.model.training else "eval"].get("loss_ratio_selector", [0.0])
         for name in [name for name in logs if re.fullmatch(r"(eval_(\w+_)?)?loss", name)] if count > 1 else []:
-            logs[f"{name}_mean_over_ratios"] = (logs[name] - sum(selector) / len(selector)) / count
+            logs[f"{name}_sum_over_ratios"] = logs[name]
+            logs[name] = (logs[name] - sum(selector) / len(selector)) / count
             logs["num_ratios_summed"] = count
         super().log(logs, *args, **kwargs)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from context_compressors.training.arguments import DataArguments
+from context_compressors.training.objectives.compression import trainer_arguments
 from context_compressors.training.objectives.compression_collator import CompressionCollator
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 from context_compressors.training.objectives.compression_trainer import CompressionTrainer
@@ -129,7 +131,7 @@ def test_training_moves_exactly_the_trainable_parameters(make_trainer, dataset, 
     assert all(part.format(ratio) in logs[-1] for ratio in (2, 4))
     for entry in logs:
         assert entry["num_ratios_summed"] == 2
-        assert entry["loss_mean_over_ratios"] == entry["loss"] / 2
+        assert entry["loss"] == entry["loss_sum_over_ratios"] / 2
     used = [dataset[index] for index in range(4 * 2 * 2)]
     assert logs[-1]["num_context_tokens"] == sum(1 + len(example["context_ids"]) for example in used)  # BOS
     assert logs[-1]["num_cut_tokens"] == sum(example["num_cut"] for example in used)
@@ -289,7 +291,19 @@ def test_evaluation_gives_a_loss_for_each_ratio(make_trainer, dataset):
     assert metrics["eval_loss"] > 0
     entry = trainer.state.log_history[-1]
     mean = (entry["eval_loss_ratio_2"] + entry["eval_loss_ratio_4"]) / 2
-    assert entry["eval_loss_mean_over_ratios"] == entry["eval_loss"] / 2 == pytest.approx(mean)
+    assert metrics["eval_loss"] == entry["eval_loss"] == entry["eval_loss_sum_over_ratios"] / 2 == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(("length", "says"), [(30, True), (200, False)])
+def test_a_run_whose_contexts_are_all_cut_says_so_at_its_start(
+    tokenizer, compressor, make_config, tmp_path, caplog, length, says
+):
+    rows = [{"context": "Nora keeps bees. " * 4, "question": "Who?", "answers": ["Nora"]}] * 3
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    sources = [{"path": str(tmp_path / "rows.jsonl"), "tasks": ["question_answering"]}]
+    data = DataArguments(sources=sources, min_context_tokens=8, max_context_tokens=length)
+    trainer_arguments(compressor, tokenizer, data, make_config(), "compressed")
+    assert ("each of the first" in caplog.text) == says
 
 
 def test_an_evaluation_weighs_all_targets_alike_in_batches_of_any_size(make_trainer, compressor, dataset):
@@ -309,7 +323,7 @@ def test_an_evaluation_weighs_all_targets_alike_in_batches_of_any_size(make_trai
 def test_the_log_of_a_single_ratio_has_its_loss_alone(make_trainer):
     trainer = make_trainer(config={"ratio_mode": "random", "max_steps": 1})
     trainer.train()
-    assert not {"num_ratios_summed", "loss_mean_over_ratios"} & set(trainer.state.log_history[0])
+    assert not {"num_ratios_summed", "loss_sum_over_ratios"} & set(trainer.state.log_history[0])
 
 
 @pytest.mark.slow
