@@ -27,18 +27,18 @@ _PARAMETERS, _RUNS, _RUN = 16, 2, 16
 # float16 0.0002, bfloat16 0.0018, 8 bits 0.005 to 0.009, 8-bit floats 0.027, 5 bits 0.038 to 0.046,
 # 4 bits in groups 0.078 to 0.116 and by row 0.11 to 0.16, 3 bits in groups 0.16 to 0.24, 2 bits from 0.33 on.
 _ROUNDINGS = (
-    (0.0006, "a cast to float16"),
-    (0.003, "a cast to bfloat16"),
     (0.015, "a rounding to 8 bits"),
     (0.033, "a rounding to 8-bit floats or 6 bits"),
     (0.055, "a rounding to 5 bits"),
     (0.14, "a rounding to 4 bits"),
     (0.2, "a rounding to 3 or 4 bits"),
 )
-# Share of pairs of neighbours in another order. Rounding with one scale leaves their order; a fine-tuning that moves
-# weights by the share x of their size changes that of about x / pi of all pairs. Of a base that
-# is itself rounded, only what moves weights by about a step of that does.
-_REORDERED = 0.001
+# What a rounding leaves lies on a grid of so many steps at most, in each run of neighbours:
+# 8 bits as far as float32 tells, 5 bits as far as bfloat16 does.
+_FINE, _COARSE, _OFF, _OFF_A_STEP = 255, 31, 0.02, 3 * 2.0**-9
+# Root mean square of what a rounding takes away, in steps: 0.29 where all of a step is alike. A fine-tuned model is
+# moved off the grid by less than that, or by more.
+_TAKEN = (0.12, 0.5)
 # Values that are summed at once: few enough for a processor's cache.
 _CHUNK = 1 << 20
 # Fields that change neither slots nor how they are read: where weights come from, what trains, how texts are worded,
@@ -237,7 +237,7 @@ def sample_text(model: PreTrainedModel) -> str:
 
 
 def rounding(model: nn.Module, recorded: str, dtype: torch.dtype, of_kinds: bool = True) -> tuple[float, str | None]:
-    """How far a model is from the one of which [`sample_text`] was recorded, and the rounding that would explain it.
+    """How far a model is from the one of which [`sample_text`] was recorded, and the rounding that explains it.
 
     Args:
         model: the model.
@@ -247,25 +247,49 @@ def rounding(model: nn.Module, recorded: str, dtype: torch.dtype, of_kinds: bool
 
     Returns:
         root mean square of the difference, relative to that of the values, mean over the parameters that differ; and
-        its name, `None` where the values are no rounded ones.
+        its name, `None` where the values of neither model are rounded ones of the other's.
     """
     stored_as = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     expected = torch.frombuffer(bytearray(base64.b64decode(recorded)), dtype=stored_as).float().view(-1, _RUNS, _RUN)
-    found = sample(model, stored_as, of_kinds)
-    if found.shape != expected.shape:
+    own = sample(model, torch.float32, of_kinds)
+    if own.shape != expected.shape:
         return float("inf"), None
-    if not len(found):
+    found = own.to(stored_as).float()
+    if found.equal(expected):
         return 0.0, None
     size = expected.flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
     errors = (found - expected).flatten(1).norm(dim=1) / size
     # Norms are left as they are where matrices are rounded.
     error = float(errors.sum() / errors.count_nonzero().clamp(min=1))
-    order = (found.unsqueeze(-1) - found.unsqueeze(-2)).sign() * (
-        expected.unsqueeze(-1) - expected.unsqueeze(-2)
-    ).sign()
-    if float((order < 0).float().mean()) > _REORDERED:
-        return error, None
-    return error, next((name for most, name in _ROUNDINGS if error <= most), None)
+    for kind in (torch.float16, torch.bfloat16):
+        if expected.to(kind).to(stored_as).float().equal(found):
+            return error, cast_name(kind)
+    runs = own.flatten(0, 1), expected.flatten(0, 1)
+    differ = (found != expected).any(dim=2).flatten()
+    explained = []
+    # Either model may be the rounded one.
+    for rounded, other in (runs, runs[::-1]):
+        taken = (rounded - other)[differ].square().mean(dim=1).sqrt() / _steps(rounded[differ])
+        explained.append(float(((taken > _TAKEN[0]) & (taken < _TAKEN[1])).float().mean()))
+    name = next((name for most, name in _ROUNDINGS if error <= most), None)
+    return error, name if max(explained) > 0.4 else None
+
+
+def cast_name(dtype: torch.dtype) -> str:
+    """A cast in words."""
+    return f"a cast to {str(dtype).removeprefix('torch.')}"
+
+
+def _steps(runs: Tensor) -> Tensor:
+    """The step of the grid that each run's values lie on, `(num_runs,)`; NaN where they lie on none."""
+    low, high = runs.aminmax(dim=1, keepdim=True)
+    counts = torch.arange(1, _FINE + 1)
+    places = ((runs - low) / (high - low))[:, :, None] * counts
+    off = (places - places.round()).abs().amax(dim=1)
+    allowed = torch.where(counts <= _COARSE, _OFF + counts * _OFF_A_STEP, _OFF)
+    fits = off <= allowed
+    steps = (high - low)[:, 0] / counts[fits.int().argmax(dim=1)]
+    return steps.where(fits.any(dim=1), torch.nan)
 
 
 def version(tensor: Tensor) -> tuple[Any, ...]:
@@ -280,11 +304,20 @@ def version(tensor: Tensor) -> tuple[Any, ...]:
     return place, tuple(tensor.shape), -1 if tensor.is_inference() else tensor._version
 
 
-def checksum(tensor: Tensor) -> int | None:
-    """A number from all of a tensor's bits and their order; `None` for one without floating-point values at hand.
+def all_weights(model: nn.Module, dtype: torch.dtype) -> str:
+    """Sixteen hexadecimal digits from every bit of every parameter in a type."""
+    digest = hashlib.sha256()
+    for name, parameter in _of_answers(model):
+        values = whole(parameter.detach()).to(dtype)
+        digest.update(f"{name}{tuple(values.shape)}{checksum(values)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def checksum(tensor: Tensor) -> str | None:
+    """Digits from all of a tensor's bits and their order; `None` for one without floating-point values at hand.
 
     Args:
-        tensor: any tensor; a change of one value changes the number.
+        tensor: any tensor; a change of one value changes them.
     """
     # A quantized weight may be a class of its own.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.is_floating_point():
@@ -297,7 +330,7 @@ def checksum(tensor: Tensor) -> int | None:
     weights = _weights(flat.device)
     words = flat[:in_words].view(torch.int64).split(len(weights))
     sums = torch.stack([(chunk * weights[: len(chunk)]).sum() for chunk in words])
-    return hash((*sums.tolist(), *flat[in_words:].view(torch.uint8).tolist()))
+    return hashlib.sha256(f"{sums.tolist()}{flat[in_words:].view(torch.uint8).tolist()}".encode()).hexdigest()[:16]
 
 
 def whole(tensor: Tensor) -> Tensor:

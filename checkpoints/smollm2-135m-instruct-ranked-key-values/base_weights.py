@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
 
 from .base_cache import cached_base
-from .fingerprints import checksum, fingerprint, rounding, sample_text
+from .fingerprints import all_weights, cast_name, checksum, fingerprint, rounding, sample_text
 from .gguf_files import gguf_arguments
 
 logger = logging.get_logger(__name__)
@@ -80,7 +80,7 @@ def base_entry(
     model: PreTrainedModel, name: str | os.PathLike, hub_id: str | None, revision: str | None, loading: dict[str, Any]
 ) -> dict[str, str | None]:
     """What a light checkpoint records of a base: `repo_id` and `revision` on the Hub, `subfolder` if it is in one,
-    `gguf_file` if it is one, `fingerprint`, `samples` and `dtype`.
+    `gguf_file` if it is one, `fingerprint`, `samples`, `dtype`, and sums of all `weights` in it and in narrower types.
 
     Args:
         model: the base, as it was loaded.
@@ -102,18 +102,26 @@ def base_entry(
         "revision": revision,
         **inside,
         "fingerprint": fingerprint(model),
+        "weights": {_name(kind): all_weights(model, kind) for kind in (model.dtype, *_narrower(model.dtype))},
         "samples": sample_text(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": _name(model.dtype),
     }
 
 
-def _checksums(tensor: Tensor) -> dict[torch.dtype, int]:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _narrower(dtype: torch.dtype) -> set[torch.dtype]:
+    return {torch.bfloat16, torch.float16} - {dtype}
+
+
+def _checksums(tensor: Tensor) -> dict[torch.dtype, str]:
     """Checksums of a weight in its own type and in those that round it when it is cast; none if it has no sum."""
     own = checksum(tensor)
     if own is None:
         return {}
-    narrower = {torch.bfloat16, torch.float16} - {tensor.dtype}
-    rounded = {kind: checksum(tensor.detach().to(kind)) for kind in narrower}
+    rounded = {kind: checksum(tensor.detach().to(kind)) for kind in _narrower(tensor.dtype)}
     return {tensor.dtype: own, **{kind: found for kind, found in rounded.items() if found is not None}}
 
 
@@ -276,25 +284,39 @@ def _check_base(
         found, expected = getattr(model.config, field, None), getattr(wanted, field, None)
         if found != expected:
             raise ValueError(f"{place} has {field} {found}, and the base model ({shown}) has {expected}")
-    dtype = getattr(torch, entry["dtype"])
-    found = fingerprint(model, dtype)
-    is_same = found == entry["fingerprint"]
-    # Checkpoints of earlier versions have a `sample` of matrices alone, or none.
+    dtype, sums = getattr(torch, entry["dtype"]), entry.get("weights")
+    # Checkpoints of earlier versions have sums of a few weights, and a `sample` of matrices alone, or none.
+    if sums is None:
+        found, expected = fingerprint(model, dtype), entry["fingerprint"]
+    else:
+        found, expected = all_weights(model, dtype), sums[entry["dtype"]]
     recorded, of_kinds = entry.get("samples") or entry.get("sample"), bool(entry.get("samples"))
     error, name = rounding(model, recorded, dtype, of_kinds) if recorded else (0.0, None)
-    if is_same and error == 0:
+    if found == expected and error == 0:
         return
-    # No rounding leaves the whole sample as it is, unless it is that of a cast to float16, by which only the
-    # smallest values change.
-    if name is None or (error == 0 and (model.dtype != torch.float16 or dtype == torch.float16)):
+    if sums is not None:
+        casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
+        cast = next((kind for kind in casts if _holds_only(model, kind)), None)
+        name = None if name in map(cast_name, _narrower(dtype)) else name
+        name = name if cast is None else cast_name(cast)
+    elif error == 0 and model.dtype == torch.float16 != dtype:
+        # By such a cast only the smallest values may change.
+        name = cast_name(model.dtype)
+    if name is None:
         raise ValueError(
-            f"{place} is not the base model ({shown}): it has other weights, fingerprint {found}, "
-            f"expected {entry['fingerprint']}"
+            f"{place} is not the base model ({shown}): it has other weights, sum {found}, expected {expected}. Some "
+            f"were compared: they are {error:.2%} off, which neither a cast nor a rounding explains; a fine-tuned "
+            "base is another model"
         )
+    hint = "" if name.startswith("a cast") else ", from which a fine-tuned model that is as near cannot be told"
     logger.warning(
-        f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after {name}. The "
+        f"{place} is nearly the base model ({shown}): its weights are {error:.2%} off, as after {name}{hint}. The "
         "compressor works on them, perhaps slightly worse than on those that it was trained on"
     )
+
+
+def _holds_only(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    return all(parameter.to(dtype).to(parameter.dtype).equal(parameter) for parameter in model.parameters())
 
 
 def merge(
