@@ -86,7 +86,9 @@ def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metad
         save_file(tensors, temporary, metadata=header)
         temporary.chmod(mode)
         with open(temporary, "r+b") as file:
-            header_bytes = _read_header(file, path)
+            header_bytes = _in_order(_read_header(file, path))
+            file.seek(8)
+            file.write(header_bytes)
             match = next(_DIGEST_FIELD.finditer(header_bytes))
             digest = _file_digest(file, header_bytes, match)
             file.seek(8 + match.start(1))
@@ -96,6 +98,13 @@ def write_memory_file(path: str | os.PathLike, tensors: dict[str, Tensor], metad
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _in_order(header_bytes: bytes) -> bytes:
+    """The header with its metadata in order, which safetensors leaves to chance: equal memories are equal files."""
+    header = json.loads(header_bytes)
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(len(header_bytes))
 
 
 def read_memory_file(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:

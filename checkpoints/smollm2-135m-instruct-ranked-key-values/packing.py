@@ -64,7 +64,11 @@ class PackedSequence:
         """Leave of a backbone's outputs the states that belong to the text tokens."""
         outputs.last_hidden_state = self.text_states(outputs.last_hidden_state)
         if outputs.hidden_states is not None:
-            outputs.hidden_states = tuple(self.text_states(states) for states in outputs.hidden_states)
+            outputs.hidden_states = tuple(
+                # Of a selection of layers the others are `None`.
+                None if states is None else self.text_states(states)
+                for states in outputs.hidden_states
+            )
 
 
 def take_places(states: Tensor, places: Tensor, dim: int = 1) -> Tensor:

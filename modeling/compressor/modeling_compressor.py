@@ -327,6 +327,8 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         if memory is not None and memory.carrier == "key_values" and not is_cached:
             cache = self.cache_of_slots(memory, is_full, cache, use_cache)
         return_dict = kwargs.pop("return_dict", None)
+        for name in ("output_hidden_states", "output_attentions"):
+            kwargs.setdefault(name, getattr(self.config, name))
         with self._adapter(self.language_model, DECODER):
             outputs = run_backbone(self.language_model, **inputs, **{CACHE: cache}, use_cache=use_cache, **kwargs)
         if not is_cached:

@@ -30,6 +30,15 @@ def test_a_saved_memory_loads_bit_for_bit(tmp_path, carrier, dtype, ratio):
     assert os.listdir(tmp_path / "new folder") == ["document.safetensors"]
 
 
+@pytest.mark.parametrize("carrier", ["embeddings", "key_values"])
+def test_equal_memories_are_equal_files(tmp_path, carrier):
+    memory = make_memory(carrier=carrier)
+    names = [tmp_path / f"{number}.safetensors" for number in range(8)]
+    for name in names:
+        memory.save(name)
+    assert len({name.read_bytes() for name in names}) == 1
+
+
 def test_a_saved_memory_can_be_read_by_whom_any_new_file_can(tmp_path):
     make_memory().save(tmp_path / "memory.safetensors")
     (tmp_path / "other").touch()

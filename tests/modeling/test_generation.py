@@ -13,6 +13,21 @@ NEW_TOKENS = 6
 GREEDY = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
+def test_hidden_states_and_attentions_as_asked_by_call_or_configuration(method_case, inputs):
+    model = method_case.on(attention="eager").build()
+    every = model(**inputs, output_hidden_states=True, output_attentions=True)
+    some = model(**inputs, output_hidden_states=[0, 2]).hidden_states
+    assert [None if states is None else True for states in some] == [True, None, True]
+    assert all(some[layer].equal(every.hidden_states[layer]) for layer in (0, 2))
+    assert model(**inputs).hidden_states is model(**inputs).attentions is None
+    model.config.output_hidden_states = model.config.output_attentions = True
+    found = model(**inputs)
+    for field in ("hidden_states", "attentions"):
+        assert len(found[field]) == len(every[field])
+        assert all(one.equal(other) for one, other in zip(found[field], every[field], strict=True))
+    assert model(**inputs, output_hidden_states=False).hidden_states is None
+
+
 @pytest.fixture
 def texts(random_rows, pad_rows):
     """Three contexts and three questions of different lengths, one context empty, questions padded on the left."""
