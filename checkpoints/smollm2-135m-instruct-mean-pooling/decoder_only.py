@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +37,16 @@ class DecoderOnlyPreTrainedModel(CompressorPreTrainedModel):
         if getattr(self.config, "quantization_config", None) is not None:
             # The library's quantizers leave these as they are.
             self._keep_in_fp32_modules |= {re.escape(path) for path in own_modules(self)}
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        model = super()._from_config(config, **kwargs)
+        # As `from_pretrained` leaves them.
+        kept = set(model.base_model._keep_in_fp32_modules_strict)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or kept & set(name.split(".")):
+                parameter.data = parameter.data.float()
+        return model
 
     def apply_trainable_set(self) -> None:
         super().apply_trainable_set()

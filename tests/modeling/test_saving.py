@@ -21,6 +21,15 @@ from context_compressors.modeling.compressor.causal_lm import CompressorForCausa
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 
+def test_types_are_the_same_from_a_configuration_as_from_a_checkpoint(method_case, tmp_path):
+    config = method_case.config()
+    started = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    started.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
+    assert {name: parameter.dtype for name, parameter in started.named_parameters()} == expected
+
+
 @pytest.fixture
 def question():
     return torch.tensor([[1, 9, 40, 7]])
