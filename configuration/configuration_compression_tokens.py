@@ -60,11 +60,6 @@ class CompressionTokensConfig(CompressorConfig):
         """A copy for every slot."""
         return self.chunk_slots(num_tokens, ratio)
 
-    @property
-    def maps_slots(self) -> bool:
-        """See [`CompressorConfig.maps_slots`]."""
-        return self.linear_after_encoder
-
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the encoder and of the linear map."""
         widths = self.get_encoder_config().hidden_size, self.hidden_size

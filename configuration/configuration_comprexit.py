@@ -123,11 +123,6 @@ class ComprExITConfig(CompressorConfig):
                 f"{self.slot_aggregation!r}"
             )
 
-    @property
-    def maps_slots(self) -> bool:
-        """See [`CompressorConfig.maps_slots`]."""
-        return True
-
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the encoder, the gate, the transport or what stands in its place, and the perceptron."""
         encoder, slots = self.get_encoder_config(), self.chunk_slots(num_tokens, ratio)

@@ -76,11 +76,6 @@ class PCCConfig(MemoryTokensConfig):
         """Whether BOS stands in front of [AE], too, from where it moves in front of the slots."""
         return self.bos_before_slots
 
-    @property
-    def maps_slots(self) -> bool:
-        """See [`CompressorConfig.maps_slots`]."""
-        return True
-
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the encoder and of the converter."""
         widths = self.get_encoder_config().hidden_size, self.hidden_size

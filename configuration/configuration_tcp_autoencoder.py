@@ -37,11 +37,6 @@ class TCPAutoencoderConfig(ShallowEncoderConfig):
             fields["appended_tokens"] = -(-max_context_tokens // min(ratios))
         return super().for_base(base, ratios, **fields)
 
-    @property
-    def maps_slots(self) -> bool:
-        """See [`CompressorConfig.maps_slots`]."""
-        return True
-
     def chunk_flops(self, num_tokens: int, ratio: int) -> int:
         """Operations of the encoder and of the perceptron."""
         widths = self.get_encoder_config().hidden_size, self.hidden_size

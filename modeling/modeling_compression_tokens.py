@@ -39,7 +39,7 @@ class CompressionTokensModel(MemoryTokenModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if module is self.slot_projection:
-            (init.zeros_ if self.config.embedding_residual else init.eye_)(module.weight)
+            init.eye_(module.weight)
             return
         super()._init_weights(module)
 

@@ -194,8 +194,7 @@ class ComprExITModel(CompressorModel):
         elif isinstance(module, (Float32Linear, LayerMap)):
             bias_limit = 0.0
             if module in self.slot_mlp:
-                is_zero = self.config.embedding_residual and module is self.slot_mlp[2]
-                init.xavier_uniform_(module.weight, gain=0.0 if is_zero else 0.4)
+                init.xavier_uniform_(module.weight, gain=0.4)
             elif isinstance(self.transmission, Transmission) and module in (self.transmission.sender_score or ()):
                 init.zeros_(module.weight)
             else:

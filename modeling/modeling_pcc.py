@@ -47,8 +47,7 @@ class PCCModel(MemoryTokenModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Float32Linear):
             # As torch starts any linear map, in the authors' code.
-            is_zero = self.config.embedding_residual and module is self.converter[3]
-            bound = 0.0 if is_zero else module.in_features**-0.5
+            bound = module.in_features**-0.5
             init.uniform_(module.weight, -bound, bound)
             init.uniform_(module.bias, -bound, bound)
         elif isinstance(module, Float32RMSNorm):

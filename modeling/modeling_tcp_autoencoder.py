@@ -35,8 +35,7 @@ class TCPAutoencoderModel(MemoryTokenModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Float32Linear):
-            is_zero = self.config.embedding_residual and module is self.slot_mlp[2]
-            init.xavier_uniform_(module.weight, gain=0.0 if is_zero else 1.0)
+            init.xavier_uniform_(module.weight)
             init.zeros_(module.bias)
         else:
             super()._init_weights(module)

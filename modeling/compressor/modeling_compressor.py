@@ -25,7 +25,6 @@ from ..memory.key_value_memory import note_cached_slots, num_cached_slots
 from ..parts.attention_masks import run_backbone
 from ..parts.base_precision import in_base_precision
 from ..parts.cache_name import CACHE, one_cache
-from ..parts.float32_layers import Float32Linear
 from ..parts.lora import DECODER, ENCODER, OWN_ADAPTERS, SHARED, inject_lora, use_adapter
 from ..parts.pooling import mean_pool, window_sizes
 from .chunking import Chunks, Slots
@@ -97,7 +96,7 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
             self.marker_embeddings = nn.Parameter(torch.zeros(config.markers_per_chunk, config.hidden_size))
         self.residual_map = None
         if config.embedding_residual and not config.maps_slots:
-            self.residual_map = Float32Linear(config.hidden_size, config.hidden_size, bias=False)
+            self.residual_map = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self._base_alone = _BaseAlone()
 
     @property
@@ -181,11 +180,14 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, chosen, strict=True)]
 
     def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
-        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k, with W = 0 at the start.
+        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k / rms(s_k), with W = 0 at the start.
 
         The sum of |S_k| embeddings over sqrt(|S_k|) is about as large as one of them.
         """
-        mapped = slots.float() if self.residual_map is None else self.residual_map(slots)
+        mapped = slots.float()
+        if self.residual_map is not None:
+            with torch.autocast(mapped.device.type, enabled=False):
+                mapped = self.residual_map(torch.nn.functional.rms_norm(mapped, mapped.shape[-1:], eps=1e-6))
         pooled = mean_pool(embeddings, chunks.attention_mask, ratio, chunks.lengths)[0]
         sizes = window_sizes(chunks.attention_mask.sum(dim=1), ratio, pooled.shape[1])
         pooled = pooled * sizes.sqrt()[:, :, None]

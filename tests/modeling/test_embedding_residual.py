@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that start as pooled embeddings: z_k = |S_k|^(-1/2) sum_i E(x_i) + W s_k, with W = 0 at the start."""
+"""Slots that start as pooled embeddings: z_k = |S_k|^(-1/2) sum_i E(x_i) + W s_k / rms(s_k), W = 0 at the start."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tiny_bases import ids_of
 
 IDS = ids_of(11)
 METHODS = {
-    "mean_pooling": {},
+    "mean_pooling": {"linear_after_pooling": False},
     "compression_tokens": {},
     "icae": {"chunk_size": 6},
     "autocompressor": {"chunk_size": 6},
@@ -34,11 +34,10 @@ def test_slots_start_as_pooled_embeddings_and_the_method_adds_to_them(name, meth
         memory = model.compress(IDS, ratio=ratio)
         torch.testing.assert_close(memory.embeddings[0], pooled_embeddings(model, ratio))
     model(input_ids=ids_of(4, seed=1), labels=ids_of(4, seed=1), memory=memory).loss.backward()
-    zero = {n: p for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2 and not p.any()}
-    maps = {name: weight for name, weight in zero.items() if "lora_" not in name and "sender_score" not in name}
-    assert len(maps) == 1
-    (weight,) = maps.values()
-    assert weight.grad.abs().max() > 0
+    backbone = model.model
+    zero = backbone.slot_projection if backbone.residual_map is None else backbone.residual_map
+    assert not zero.weight.any()
+    assert zero.weight.grad.abs().max() > 0
 
 
 @torch.no_grad()
@@ -54,8 +53,15 @@ def test_what_the_method_adds_is_what_it_makes_without_the_residual(name, method
     finally:
         backbone.residual_map, model.config.embedding_residual = residual_map, True
     if residual_map is not None:
-        made = made @ residual_map.weight.T
+        made = made / (made.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() @ residual_map.weight.T
     torch.testing.assert_close(slots, made, atol=1e-4, rtol=1e-4)
+
+
+def test_mean_poolings_own_map_starts_at_zero(method_cases):
+    case = method_cases["mean_pooling"]
+    model = case.method.causal_lm_class(case.config(embedding_residual=True))
+    assert model.model.residual_map is None
+    torch.testing.assert_close(model.compress(IDS, ratio=3).embeddings[0], pooled_embeddings(model, 3))
 
 
 @pytest.mark.parametrize(
