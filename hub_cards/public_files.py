@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ..modeling.checkpoint.encoder_tokenizer import ENCODER_TOKENIZER
-from ..modeling.checkpoint.remote_code import flatten
-
 # A vocabulary is made of pieces of text, and some of these look like paths or keys.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
 # What `save_pretrained`, a training run, a card and tokenizers write, and licences.
@@ -59,6 +56,8 @@ def check_files(folder: Path, include: Sequence[str] = ()) -> tuple[list[Path], 
             its name says, or that holds a secret, a path of a machine or the address of somebody else's code.
         ImportError: `detect-secrets` is not installed.
     """
+    from ..modeling.checkpoint.encoder_tokenizer import ENCODER_TOKENIZER
+
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no checkpoint: it has no config.json")
     trusted = [Path(os.path.normpath(name)) for name in include]
@@ -110,6 +109,8 @@ def _text_of(file: Path, path: Path) -> str:
 
 
 def _check_texts(folder: Path, texts: Mapping[Path, str]) -> None:
+    from ..modeling.checkpoint.remote_code import flatten
+
     own = {str(place) for place in (folder.resolve(), Path.cwd(), Path.home()) if len(place.parts) > 1}
     own_code = {file.name: file for file in Path(__file__).parents[1].glob("[cm]o*/**/*.py")}
     searched = {}
