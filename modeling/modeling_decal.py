@@ -157,6 +157,11 @@ class DeCALModel(CompressorBackbone, DeCALPreTrainedModel):
             self.encoder._init_weights(self.attention_pooling.attention)
             self.encoder._init_weights(self.attention_pooling.layer_norm)
 
+    @property
+    def encoder_backbone(self) -> nn.Module:
+        """What encodes."""
+        return self.encoder
+
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embed_tokens
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from context_compressors import (
     DeCALModel,
     add_task_tokens,
 )
+from context_compressors.cli.compress import compress_all
+from context_compressors.cli.documents import Document
 from context_compressors.configuration.methods import METHODS, config_class
 from context_compressors.data.prompts import load_prompts
 
@@ -117,6 +120,13 @@ def test_an_encoder_decoder_is_asked_the_same_way(encoder_decoder, tiny_tokenize
 
 
 @pytest.mark.slow
+def test_the_command_compresses_with_every_form_of_encoder(encoder_decoder, tiny_tokenizer):
+    pipe = encoder_decoder.question_answering(tiny_tokenizer)
+    arguments = SimpleNamespace(max_tokens=None, allow_untrained_ratio=False)
+    ((_, (memory,)),) = compress_all(pipe, [Document("a", DOCUMENTS[0])], [2], 1, arguments)
+    assert memory.num_slots.equal(pipe.compress(DOCUMENTS[0], ratio=2).num_slots)
+
+
 def test_documents_are_compressed_with_their_question_where_the_checkpoint_does_so(tiny_tokenizer):
     model = build_encoder_decoder(question_placement="encoder")
     pipe = model.question_answering(tiny_tokenizer, **LENGTH)
