@@ -67,8 +67,7 @@ class DataSource:
         split: the Hub data set's split, or of generated documents: "train" or "test".
         tasks: what is trained on it, among `TASKS`. In an evaluation it serves those that its columns allow when none
             are named.
-        weight: how often it is drawn, relative to the other sources; its number of rows when no source has a weight
-            (1 in language modelling).
+        weight: how often it is drawn, relative to the other sources; its number of rows when no source has a weight.
         max_samples: keep a fixed random choice of so many rows, of those that `skip_incomplete` leaves; of a stream
             the first ones, unless it has `rows`.
         where: only rows that have one of these values, e.g. `{subset: [HotpotQA, NewsQA]}`, or a number in a range,

@@ -79,7 +79,7 @@ def write_card(
         summary: what it is, in a sentence or two; made from the configuration when `None`.
         model_id: repository or folder that the card's snippet loads; when `None` it is `folder`, without where that is
             on this machine.
-        recipe: the recipe that was run, such as `embedded/base.yaml`: the card names it, and takes from it the
+        recipe: the recipe that was run, such as `embedded/icae.yaml`: the card names it, and takes from it the
             licences, titles and Hub ids that the folder's own `recipe.yaml`, or an earlier stage's, leaves out.
         hardware: what it was trained on; as `training_summary.json` says when `None`.
         license: licence of the weights, as the Hub writes it.

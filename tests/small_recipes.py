@@ -38,22 +38,3 @@ def write_recipe(path: Path, **fields) -> str:
     file = path / "recipe.yaml"
     file.write_text(yaml.safe_dump({**defaults, **fields}))
     return str(file)
-
-
-def new_model(hidden_size: int = 32) -> dict:
-    return {
-        "objective": "language_modeling",
-        "model_config": {
-            "model_type": "llama",
-            "hidden_size": hidden_size,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-        },
-        "train_tokenizer": {"vocab_size": 300, "num_texts": 20},
-        "row_mixture": {"copy": 1, "generated": 1},
-        "tokens_per_batch": 200,
-        "optimizer": "muon",
-    }

@@ -21,9 +21,9 @@ else:
     # The command line gives them as YAML text, which is read when they are set.
     Fields, Entries = dict | str, list | str
 
-DESCRIPTION = "Train a base model, a full-context teacher or a compressor from a recipe."
+DESCRIPTION = "Train a full-context teacher or a compressor from a recipe."
 OBJECTIVES = (
-    *("language_modeling", "teacher", "compression", "distillation", "joint", "segments", "windows"),
+    *("teacher", "compression", "distillation", "joint", "segments", "windows"),
     *("denoising", "retrieval"),
 )
 OPTIMIZERS = ("adamw", "muon", "adafactor")
@@ -84,10 +84,8 @@ class ModelArguments:
         checkpoint_config: configuration fields that the checkpoint goes on with instead of its own, e.g.
             `{training_stage: keft}` or `{decoder_config: {dropout_rate: 0.1}}`, where the rest of `decoder_config`
             stays; its weights must fit them.
-        model_config: configuration of a new language model, e.g. `{model_type: llama, hidden_size: 192}`, or of
-            the T5 of a method that is an encoder-decoder, e.g. `{d_model: 192}`.
+        model_config: configuration of the new T5 of a method that is an encoder-decoder, e.g. `{d_model: 192}`.
         tokenizer: folder or Hub id of a tokenizer; that of `base` or `checkpoint` when not given.
-        train_tokenizer: arguments of `train_tokenizer`, e.g. `{vocab_size: 4096}`, for a new language model.
         method: compression method, by its name in the README's table. When not given, that of `checkpoint`, and
             mean_pooling for a new compressor.
         method_config: configuration fields of the method, e.g. `{compression_ratios: [4, 8]}`.
@@ -107,9 +105,8 @@ class ModelArguments:
     checkpoint: str | None = field(default=None, metadata={"help": "compressor checkpoint to go on from"})
     checkpoint_base: str | None = field(default=None, metadata={"help": "where the base of a light checkpoint is"})
     checkpoint_config: Fields | None = field(default=None, metadata={"help": "what changes in the checkpoint"})
-    model_config: Fields | None = field(default=None, metadata={"help": "configuration of a new language model"})
+    model_config: Fields | None = field(default=None, metadata={"help": "configuration of a new encoder-decoder"})
     tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id of the tokenizer"})
-    train_tokenizer: Fields | None = field(default=None, metadata={"help": "settings of a new tokenizer"})
     method: str | None = field(default=None, metadata={"help": "compression method"})
     method_config: Fields | None = field(default=None, metadata={"help": "configuration fields of the method"})
     teacher: str | None = field(default=None, metadata={"help": "folder of the full-context teacher"})
@@ -119,7 +116,7 @@ class ModelArguments:
 
     def __post_init__(self) -> None:
         _read_null(self)
-        for name in ("model_config", "train_tokenizer", "method_config", "checkpoint_config", "teacher_lora"):
+        for name in ("model_config", "method_config", "checkpoint_config", "teacher_lora"):
             setattr(self, name, _structured(name, getattr(self, name), dict))
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
@@ -128,8 +125,6 @@ class ModelArguments:
 _LEAST = {
     "max_context_tokens": 1,
     "max_target_tokens": 2,
-    "tokens_per_batch": 1,
-    "max_questions": 1,
     "questions_per_example": 1,
     "group_batches": 1,
     "num_eval_examples": 1,
@@ -176,9 +171,6 @@ class DataArguments:
             `eval_sources` have all their tasks.
         task_per_batch: all examples of a device's batch have one task, drawn for the batch, as by the coin of PCC's
             pretraining, and not one drawn for each; every source has the same tasks then, and `group_batches` is 1.
-        row_mixture: share of each kind of row of language modelling.
-        tokens_per_batch: tokens in a batch of language modelling.
-        max_questions: questions about one document in a row of language modelling.
         noise_density: share of a text's tokens that denoising takes out; the corrupted text has up to
             `max_context_tokens` tokens.
         mean_span_length: mean length of a span that it takes out.
@@ -209,23 +201,14 @@ class DataArguments:
     schedule_contexts: bool = field(default=False, metadata={"help": "whole contexts, too, wait for the limit"})
     task_schedule: Entries | None = field(default=None, metadata={"help": "which tasks are trained when"})
     task_per_batch: bool = field(default=False, metadata={"help": "one task for all examples of a batch"})
-    row_mixture: Fields | None = field(default=None, metadata={"help": "share of each kind of row"})
-    tokens_per_batch: int = field(default=4096, metadata={"help": "tokens in a batch of language modelling"})
-    max_questions: int = field(default=8, metadata={"help": "questions about one document in a row"})
     noise_density: float = field(default=0.15, metadata={"help": "share of tokens that denoising takes out"})
     mean_span_length: float = field(default=3.0, metadata={"help": "mean length of a span that it takes out"})
     max_query_tokens: int = field(default=64, metadata={"help": "longest query of retrieval in tokens"})
 
     def __post_init__(self) -> None:
         _read_null(self)
-        for name, kind in (
-            ("sources", list),
-            ("eval_sources", list),
-            ("length_schedule", list),
-            ("task_schedule", list),
-            ("row_mixture", dict),
-        ):
-            setattr(self, name, _structured(name, getattr(self, name), kind))
+        for name in ("sources", "eval_sources", "length_schedule", "task_schedule"):
+            setattr(self, name, _structured(name, getattr(self, name), list))
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -266,7 +249,7 @@ class TrainingFields:
     """How it is trained, beside what `trl.SFTConfig` says.
 
     Args:
-        objective: language_modeling, teacher, compression, distillation, joint (reconstruction and continuation
+        objective: teacher, compression, distillation, joint (reconstruction and continuation
             from the same slots), segments (the next token behind summaries, for autocompressor), windows (the
             next token behind beacons, for activation_beacon), denoising (span corruption, for decal), or retrieval
             (contrastive, for decal).
@@ -378,7 +361,7 @@ def examples(prog: str) -> str:
     """Command lines that can be run."""
     return (
         "examples:\n"
-        f"  {prog} embedded/base.yaml --data_dir DATA --output_dir outputs/base\n"
+        f"  {prog} embedded/mean_pooling.yaml --base BASE --data_dir DATA --output_dir outputs/mean_pooling\n"
         f"  {prog} mean_pooling/multi_ratio.yaml mean_pooling/bases/qwen3_0.6b.yaml --teacher TEACHER\n"
         f"  {prog} epl/icae.yaml epl/layouts/enhanced.yaml epl/bases/llama3.2_1b.yaml epl/pretraining.yaml\n"
         f"  {prog} my_recipe.yaml --resume_from_checkpoint latest\n"

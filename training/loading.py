@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    CONFIG_MAPPING,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -24,36 +22,18 @@ from ..data.task_tokens import add_sentinel_tokens, add_task_tokens, check_task_
 from ..modeling import model_class
 from ..modeling.checkpoint.gguf_files import gguf_arguments, gguf_tokenizer
 from ..modeling.checkpoint.pretrained_bases import base_place, fetch_bases, naming_broken, tokenizer_from_place
-from .arguments import DataArguments, ModelArguments
+from .arguments import ModelArguments
 from .resume import changed_config
-from .tokenizer import train_tokenizer
 
 # Of a new compressor, where a recipe names none.
 DEFAULT_METHOD = next(iter(METHODS))
 
 
-_TOKENIZER_FIELDS = {"vocab_size": 1, "num_texts": 1, "num_characters": 1, "seed": 0}
-
-
-def _tokenizer_field(name: str, value: Any) -> int:
-    """A checked field of `train_tokenizer`; YAML reads 1.0e+4 as a float."""
-    check_choice("field of train_tokenizer", name, _TOKENIZER_FIELDS)
-    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not is_whole or value < _TOKENIZER_FIELDS[name]:
-        least = _TOKENIZER_FIELDS[name]
-        raise ValueError(f"{name} of train_tokenizer must be a whole number from {least} on, got {value!r}")
-    return int(value)
-
-
-def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: int) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the recipe names, or train the one that it describes."""
-    if model_args.train_tokenizer is not None and model_args.tokenizer is None:
-        sources = data_args.parsed_sources()
-        fields = {name: _tokenizer_field(name, value) for name, value in model_args.train_tokenizer.items()}
-        return train_tokenizer(sources, data_args.data_dir, **{"seed": seed, **fields})
+def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the recipe names."""
     name = model_args.tokenizer or model_args.checkpoint or model_args.base
     if name is None:
-        raise ValueError("give a tokenizer, a base, a checkpoint, or train_tokenizer settings")
+        raise ValueError("give a tokenizer, a base or a checkpoint")
     if model_args.base_gguf_file is not None and name == model_args.base:
         _check_gguf_file(model_args)
         tokenizer = gguf_tokenizer(name, model_args.base_gguf_file, revision=model_args.base_revision or "main")
@@ -66,35 +46,18 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, seed: i
     return tokenizer
 
 
-def new_language_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    fields = dict(model_args.model_config or {})
-    if "model_type" not in fields:
-        raise ValueError("model_config needs a model_type, e.g. llama")
-    model_type = fields.pop("model_type")
-    check_choice("model_type in model_config:", model_type, CONFIG_MAPPING)
-    _check_model_fields(CONFIG_MAPPING[model_type], fields)
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    try:
-        config = CONFIG_MAPPING[model_type](**{"vocab_size": len(tokenizer), **special, **fields})
-    except StrictDataclassError as error:
-        raise ValueError(f"model_config is no configuration of a model: {error}") from error
-    return AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, model_args.dtype), attn_implementation=model_args.attn_implementation
-    )
-
-
-def _check_model_fields(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming the nearest right one when `model_config` has a field that is none of its model's."""
-    config = kind()
+def _check_model_fields(fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` naming the nearest right one when `model_config` has a field that T5 does not have."""
+    config = T5Config()
     plain = config.to_dict()
     for name in fields:
         if hasattr(config, str(name)):
             continue
         # Some are read, and kept as other fields: what is not is kept as it is.
-        found = kind(**{str(name): fields[name]}).to_dict()
+        found = T5Config(**{str(name): fields[name]}).to_dict()
         if {key: value for key, value in found.items() if key != name} == plain:
-            known = [key for key in (*plain, *kind.attribute_map) if not key.startswith("_")]
-            check_choice(f"field of {kind.__name__} in model_config:", name, known)
+            known = [key for key in (*plain, *T5Config.attribute_map) if not key.startswith("_")]
+            check_choice("field of T5Config in model_config:", name, known)
 
 
 def new_encoder_decoder(
@@ -113,7 +76,7 @@ def new_encoder_decoder(
         tokenizer: its ids are the model's; the decoder starts with BOS, or with the pad where there is none, as in T5.
         loading: `dtype` and `attn_implementation`.
     """
-    _check_model_fields(T5Config, model_config)
+    _check_model_fields(model_config)
     add_sentinel_tokens(tokenizer)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = model_class.config_class(

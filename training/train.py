@@ -42,23 +42,19 @@ _OBJECTIVES_WITH = {
     # Recipes of other objectives are read over those of questions.
     **dict.fromkeys(("questions_per_example", "context_prefix", "overlong_contexts"), (*_COMPRESSING, "teacher")),
     "ratio_mode": _COMPRESSING,
-    **dict.fromkeys(("tokens_per_batch", "row_mixture", "max_questions"), ("language_modeling",)),
     **dict.fromkeys(("kl_weight", "nll_weight"), ("distillation",)),
     **dict.fromkeys(("training_substeps", "segments_per_substep", "random_segments"), ("segments",)),
     **dict.fromkeys(("noise_density", "mean_span_length"), ("denoising",)),
     **dict.fromkeys(("max_query_tokens", "contrastive_temperature"), ("retrieval",)),
     "alpha": ("joint",),
-    "length_schedule": (*_READING, "joint", "language_modeling"),
+    "length_schedule": (*_READING, "joint"),
     "schedule_contexts": _READING,
     "ratio_schedule": _COMPRESSING,
     "eval_sources": (*_READING, "joint", "segments", "denoising"),
     "memories": ("compression", "distillation"),
     "sample_answers_steps": ("compression", "distillation"),
     "teacher_lora": ("teacher",),
-    **dict.fromkeys(("method_config", "checkpoint_config", "encoder"), _COMPRESSORS),
-    # A teacher's recipe is read over that of its students, which names their method.
-    **dict.fromkeys(("method", "group_batches"), (*_COMPRESSORS, "teacher")),
-    "model_config": (*_COMPRESSORS, "language_modeling"),
+    **dict.fromkeys(("method_config", "checkpoint_config", "model_config", "encoder"), _COMPRESSORS),
 }
 _INSTEAD = {("eval_sources", "retrieval"): "measure rankings with `evaluate-retrieval`"}
 
@@ -94,10 +90,8 @@ def build_trainer(model_args: ModelArguments, data_args: DataArguments, args: Tr
         raise ValueError(
             f"teacher goes with the objective distillation, not with {args.objective!r}: leave it out, or distil"
         )
-    if model_args.adapter is not None and args.objective in ("language_modeling", "teacher"):
-        raise ValueError(
-            f"adapter is what a compressor starts from; the objective {args.objective!r} goes on from a checkpoint"
-        )
+    if model_args.adapter is not None and args.objective == "teacher":
+        raise ValueError("adapter is what a compressor starts from; the objective teacher goes on from a checkpoint")
     set_seed(args.seed)
     objective = importlib.import_module(f".objectives.{_FILES.get(args.objective, args.objective)}", __package__)
     trainer = objective.build(model_args, data_args, args)

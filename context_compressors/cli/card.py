@@ -10,7 +10,7 @@ from .command import argument, command
 _EXAMPLES = """
 context-compressors card outputs/my-compressor --scores results.json --limit "It has read English only."
 
-context-compressors card outputs/base --scores generated.json books.json --recipe embedded/base.yaml \\
+context-compressors card outputs/icae --scores generated.json books.json --recipe embedded/icae.yaml \\
     --limit "It reads at most 2,048 tokens." --limit "It does not follow instructions."
 """
 

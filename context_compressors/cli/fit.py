@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ..data.yaml_text import parse_yaml
     from ..modeling.checkpoint.gguf_files import gguf_arguments
     from ..modeling.checkpoint.pretrained_bases import base_place
-    from ..training.arguments import DataArguments, ModelArguments
+    from ..training.arguments import ModelArguments
     from ..training.loading import load_tokenizer
     from ..training.run_record import check_output_dir
     from ..training.train import main as train
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> None:
         for entry in arguments.data
     ]
     named = {"base": arguments.base, **({"base_gguf_file": arguments.gguf_file} if arguments.gguf_file else {})}
-    tokenizer = load_tokenizer(ModelArguments(**named), DataArguments(), arguments.seed)
+    tokenizer = load_tokenizer(ModelArguments(**named))
     config = AutoConfig.from_pretrained(base_place(arguments.base), **gguf_arguments(arguments.gguf_file))
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2 * _CHUNK_SIZE
     chunk_size = arguments.chunk_size or min(_CHUNK_SIZE, positions // 2)

@@ -431,6 +431,8 @@ def test_texts_alone_are_read_from_questions_without_answers(tmp_path):
     texts = source(path="qa.jsonl", tasks=["reconstruction"])
     assert read_rows(texts, str(tmp_path)).num_rows == 1
     assert len(train_tokenizer([texts], str(tmp_path), vocab_size=259)) == 259
+    with pytest.raises(ValueError, match="vocab_size must be at least 259"):
+        train_tokenizer([texts], str(tmp_path), vocab_size=10)
 
 
 def test_encode_adds_no_special_token_and_agrees_with_the_tokenizer(tokenizer):

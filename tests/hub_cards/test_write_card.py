@@ -12,26 +12,32 @@ import pytest
 import small_recipes
 import yaml
 from huggingface_hub import ModelCard
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from context_compressors import cli
+from context_compressors.data.sources import DataSource
 from context_compressors.evaluation.held_out import merged_held_out
 from context_compressors.evaluation.report import EvaluationReport
 from context_compressors.evaluation.report_tables import held_out_lines
 from context_compressors.evaluation.rows import EvaluationRow
 from context_compressors.hub_cards.write_card import write_card
+from context_compressors.training.tokenizer import train_tokenizer
 from context_compressors.training.train import main as train
 
 QA, RECONSTRUCTION, CONTINUATION = "question_answering", "reconstruction", "continuation"
 LIMITS = ["It has seen two steps.", "It has read generated English only."]
 SIZES = {"max_context_tokens": 60, "max_target_tokens": 64}
 RUN = {**small_recipes.RUN, **SIZES, "seed": 7, "include_num_input_tokens_seen": True}
-LANGUAGE_MODEL = {**small_recipes.new_model(), "row_mixture": {"text": 1, "generated": 1}}
 COMPRESSOR = {"objective": "compression", "method_config": {"compression_ratios": [2, 4]}}
 
 
 def write_recipe(path: Path, **fields: object) -> str:
     path.write_text(yaml.safe_dump({**RUN, **fields}), encoding="utf-8")
     return str(path)
+
+
+def new_tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer([DataSource(generated=True, tasks=(QA, RECONSTRUCTION))], vocab_size=300, num_texts=20)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tales = {**files, "licence": "CC0 1.0", "title": "Tales", "hub_id": "org/tales"}
     generated = {"generated": True, "tasks": [QA, QA, RECONSTRUCTION], "weight": 2}
     places = ["--data_dir", str(root), "--output_dir"]
-    recipe = write_recipe(root / "base.yaml", **LANGUAGE_MODEL, sources=[tales, generated])
+    tokenizer = new_tokenizer()
+    tokenizer.save_pretrained(root / "new")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(root / "new")
+    # Batches that all of the tales are in.
+    teacher = {"objective": "teacher", "base": str(root / "new"), "per_device_train_batch_size": 60}
+    recipe = write_recipe(root / "base.yaml", **teacher, sources=[tales, generated])
     assert train([recipe, *places, str(root / "base")]) == 0
     recipe = write_recipe(root / "compressor.yaml", **COMPRESSOR, base=str(root / "base"), sources=[files, generated])
     assert train([recipe, *places, str(root / "compressor")]) == 0
@@ -229,8 +242,8 @@ def test_licences_come_from_the_recipe_that_is_named(root: Path, caplog: pytest.
         assert not caplog.text
     assert "| [Tales](https://huggingface.co/datasets/org/tales) | CC0 1.0 |" in text
     assert "Recipe: `base.yaml`" in text
-    text = write_card(root / "compressor", [], LIMITS, recipe="embedded/base.yaml", hardware="1 x H200").read_text()
-    assert "Recipe: `embedded/base.yaml`" in text
+    text = write_card(root / "compressor", [], LIMITS, recipe="embedded/icae.yaml", hardware="1 x H200").read_text()
+    assert "Recipe: `embedded/icae.yaml`" in text
     assert "Hardware: 1 x H200" in text
 
 
@@ -404,8 +417,8 @@ def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
             write_card(folder, reports, LIMITS)
     with pytest.raises(ValueError, match="at least one limit"):
         write_card(compressor, [], [])
-    with pytest.raises(ValueError, match="no recipe 'embeded/base"):
-        write_card(compressor, [], LIMITS, recipe="embeded/base.yaml")
+    with pytest.raises(ValueError, match="no recipe 'embeded/icae"):
+        write_card(compressor, [], LIMITS, recipe="embeded/icae.yaml")
 
 
 @pytest.mark.slow
@@ -450,11 +463,12 @@ def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, rows in tables.items():
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new_tokenizer().save_pretrained(root / "tokenizer")
     shape = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     recipe = {
         "objective": "denoising",
         "method": "decal",
-        "train_tokenizer": {"vocab_size": 300, "num_texts": 20},
+        "tokenizer": str(root / "tokenizer"),
         "model_config": shape,
         "method_config": {"compression_ratios": [2]},
         "sources": [{"generated": True, "tasks": [CONTINUATION], "weight": 1}],

@@ -66,13 +66,9 @@ def test_a_readers_adapter_names_the_hub_and_teaches_without_a_network(kept_base
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["compression", "teacher", "language_modeling"])
+@pytest.mark.parametrize("objective", ["compression", "teacher"])
 def test_a_gguf_file_is_trained_like_any_other_base(tiny_gguf_folder, tmp_path, objective):
-    fields = {
-        "compression": {"method_config": {"compression_ratios": [2]}},
-        "teacher": {},
-        "language_modeling": {"row_mixture": {"copy": 1, "generated": 1}, "tokens_per_batch": 200},
-    }[objective]
+    fields = {"compression": {"method_config": {"compression_ratios": [2]}}, "teacher": {}}[objective]
     recipe = write_recipe(
         tmp_path, objective=objective, base=str(tiny_gguf_folder), base_gguf_file="tiny.gguf", **fields
     )

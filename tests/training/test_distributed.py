@@ -165,20 +165,10 @@ def test_two_processes_give_the_weights_of_one(write_recipe, tmp_path):
 
 @pytest.mark.slow
 def test_train_module_runs_under_accelerate_launch(write_recipe, tmp_path):
-    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    recipe = write_recipe(
-        "language_modeling",
-        base=None,
-        objective="language_modeling",
-        model_config={**model, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512},
-        train_tokenizer={"vocab_size": 300, "num_texts": 20},
-        row_mixture={"copy": 1, "generated": 1},
-        tokens_per_batch=200,
-    )
+    recipe = write_recipe("compression", objective="compression")
     module = ("-m", "context_compressors.training.train", recipe)
     launch("two_cpu_processes", *module, "--output_dir", str(tmp_path / "two"))
-    # The same rows in a step: two batches in two processes, or two in a row.
-    main([recipe, "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one")])
+    main([recipe, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one")])
     assert_same_weights(tmp_path / "two", tmp_path / "one")
     losses = [
         entry["loss"] for entry in json.loads((tmp_path / "two" / "training_summary.json").read_text())["log"][:3]

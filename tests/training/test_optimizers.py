@@ -3,7 +3,7 @@ import copy
 
 import pytest
 import torch
-from small_recipes import new_model, write_recipe
+from small_recipes import write_recipe
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from context_compressors import ComprExITForCausalLM, DeCALConfig, DeCALForConditionalGeneration, ICAEForCausalLM
@@ -157,8 +157,8 @@ def test_embeddings_of_memory_task_and_layers_are_no_hidden_matrices(language_mo
         assert {of[id(p)].rpartition(".")[2] for p in hidden["params"]} == {"weight"}
 
 
-def test_a_recipes_adam_epsilon_is_that_of_the_groups_of_adamw(tmp_path):
-    recipe = write_recipe(tmp_path, **new_model(), adam_epsilon=0.5)
+def test_a_recipes_adam_epsilon_is_that_of_the_groups_of_adamw(tmp_path, base_folder):
+    recipe = write_recipe(tmp_path, objective="teacher", base=str(base_folder), optimizer="muon", adam_epsilon=0.5)
     optimizer = build_trainer(*parse_recipe([recipe])).create_optimizer()
     assert {group["eps"] for group in optimizer.param_groups if not group["muon"]} == {0.5}
 

@@ -16,7 +16,6 @@ from context_compressors.training.log_answers import add_sample_answers
 from context_compressors.training.objectives.compression_dataset import CompressionDataset
 from context_compressors.training.objectives.denoising import DenoisingDataset
 from context_compressors.training.objectives.joint_pretraining import JointDataset
-from context_compressors.training.objectives.language_modeling import LanguageModelingRows
 from context_compressors.training.objectives.packed_texts import PackedTexts
 from context_compressors.training.objectives.segments import SegmentDataset
 from context_compressors.training.objectives.windows import WindowDataset
@@ -185,15 +184,6 @@ def test_streams_are_of_texts_that_end(tmp_path, tokenizer, kind):
     file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": TEXTS[0], "source_texts": [whole]}]))
     with pytest.raises(ValueError, match=r"1 rows are cut from .* longer ones, such as windows\.jsonl/2: give"):
         kind(data, tokenizer, 8)
-
-
-@pytest.mark.parametrize(("task", "kind"), [("question_answering", "question_answering"), ("continuation", "text")])
-def test_a_language_model_that_reads_windows_has_read_their_documents(tmp_path, tokenizer, task, kind):
-    row = {"context": TEXTS[0], "question": "Which?", "answers": ["one"], "source_texts": TEXTS[1:3]}
-    (tmp_path / "windows.jsonl").write_text(json.dumps(row))
-    sources = [{"path": "windows.jsonl", "tasks": [task]}]
-    data = DataArguments(sources=sources, data_dir=str(tmp_path), row_mixture={kind: 1})
-    assert LanguageModelingRows(data, tokenizer).document_ids == set(map(document_id, TEXTS[:3]))
 
 
 def test_documents_of_questions_that_are_looked_at_choose(tmp_path, tokenizer):

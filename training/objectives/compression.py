@@ -33,7 +33,7 @@ def load(
     model_args: ModelArguments, data_args: DataArguments, args: TrainingConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The compressor that a recipe names, and its tokenizer; `ValueError` when it cannot have the objective."""
-    tokenizer = load_tokenizer(model_args, data_args, args.seed)
+    tokenizer = load_tokenizer(model_args)
     model = load_compressor(model_args, tokenizer)
     if model.config.is_encoder_decoder:
         check_choice("objective of an encoder-decoder:", args.objective, ("denoising", "compression"))

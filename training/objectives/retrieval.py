@@ -227,7 +227,7 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
     if model_args.checkpoint is None or model_args.method is not None:
         methods = methods_loaded_by(RETRIEVAL_LOADER)
         check_choice("method of the objective retrieval:", model_args.method or DEFAULT_METHOD, methods)
-    tokenizer = load_tokenizer(model_args, data_args, args.seed)
+    tokenizer = load_tokenizer(model_args)
     return RetrievalTrainer(
         model=load_compressor(model_args, tokenizer, RETRIEVAL_LOADER),
         args=args,

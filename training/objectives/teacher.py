@@ -58,7 +58,7 @@ def build(model_args: ModelArguments, data_args: DataArguments, args: TrainingCo
     Raises:
         ValueError: a field of `teacher_lora` that is not allowed, or a `checkpoint` that is no adapter's folder.
     """
-    tokenizer = load_tokenizer(model_args, data_args, args.seed)
+    tokenizer = load_tokenizer(model_args)
     peft_config = None
     if model_args.checkpoint is not None:
         model: Any = _earlier_teacher(model_args)
