@@ -183,7 +183,7 @@ def test_results_are_rounded_to_four_digits_and_written_whole(tmp_path: Path):
 
 def test_the_scripts_print_tables_of_their_result_files(script):
     further = {"answer_latency": ["new_tokens"], "encoder_cost": ["length"]}
-    for name in ("answer_latency", "compression_overhead", "encoder_cost", "forgetting", "sinkhorn"):
+    for name in ("answer_latency", "compression_overhead", "encoder_cost", "sinkhorn"):
         for path in (BENCHMARKS / name).glob("*.json"):
             content = json.loads(path.read_text(encoding="utf-8"))
             settings = [content["settings"][setting] for setting in further.get(name, [])]
