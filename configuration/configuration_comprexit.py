@@ -6,16 +6,9 @@ from typing import Any
 from .configuration_compressor import CompressorConfig
 from .field_checks import boolean, int_between, is_number, one_of
 from .layer_shape import linear_flops, perceptron_flops
-from .versions import with_question_prompt
 
-SLOT_AGGREGATIONS = ("transport", "window_attention", "window_attention_two_norms", "mean")
+SLOT_AGGREGATIONS = ("transport", "window_attention", "mean")
 GATE, LAST_LAYER = "gate", "last_layer"
-
-
-def _from_schema_1(fields: dict[str, Any]) -> dict[str, Any]:
-    if fields.get("slot_aggregation") == "window_attention":
-        fields = {**fields, "slot_aggregation": "window_attention_two_norms"}
-    return with_question_prompt(fields, "\nQuestion: {question}\nAnswer:")
 
 
 class ComprExITConfig(CompressorConfig):
@@ -43,8 +36,7 @@ class ComprExITConfig(CompressorConfig):
             Temperature of equation 6.
         slot_aggregation (`str`, defaults to `"transport"`):
             How anchors become slots: `"transport"` (equations 8 to 12); `"window_attention"`, the mean of r neighbours
-            attends to them, behind one LayerNorm; `"window_attention_two_norms"`, with a LayerNorm each for queries
-            and keys, as checkpoints of schema 1 have it; `"mean"`, their mean.
+            attends to them, behind one LayerNorm; `"mean"`, their mean.
         window_size (`int`, defaults to 128):
             Tokens that one transmission plan covers, T in section 3.2.2; rounded down to whole slots.
         metric_size (`int`, defaults to 256):
@@ -84,7 +76,6 @@ class ComprExITConfig(CompressorConfig):
         "transport_iterations": "Sinkhorn iterations",
         "literal_equations": "Equations as printed",
     }
-    migrations = {1: _from_schema_1}
 
     def __init__(
         self,

@@ -8,16 +8,10 @@ from transformers import PreTrainedConfig
 
 from .configuration_compressor import CompressorConfig
 from .field_checks import lora_or, one_of
-from .versions import BEHIND_TASK_TOKEN, with_question_prompt
 
 MEMORY_TOKENS = ("by_ratio", "fixed")
 MEMORY_STARTS = ("embedding_statistics", "standard_normal", "eos")
 TASK_TOKENS = ("[AE]", "[LM]")
-
-
-def _from_schema_1(fields: dict[str, Any]) -> dict[str, Any]:
-    # Not all of its checkpoints recorded the usual task tokens.
-    return fields if "task_token_ids" in fields else with_question_prompt(fields, BEHIND_TASK_TOKEN)
 
 
 class MemoryTokensConfig(CompressorConfig):
@@ -45,7 +39,6 @@ class MemoryTokensConfig(CompressorConfig):
     """
 
     card_fields = {**CompressorConfig.card_fields, "memory_tokens": "Memory tokens of a chunk"}
-    migrations = {1: _from_schema_1}
 
     def __init__(
         self,

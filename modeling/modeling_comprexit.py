@@ -20,7 +20,6 @@ from .parts.layer_states import Reduction, reduce_layer_states
 from .parts.lora import ENCODER
 from .parts.optimal_transport import sinkhorn
 from .parts.window_aggregation import (
-    TwoNormWindowAttention,
     WindowAggregation,
     WindowAttention,
     WindowMean,
@@ -175,8 +174,6 @@ class ComprExITModel(CompressorModel):
             self.transmission: WindowAggregation = Transmission(width, config)
         elif config.slot_aggregation == "window_attention":
             self.transmission = WindowAttention(width, config.metric_size)
-        elif config.slot_aggregation == "window_attention_two_norms":
-            self.transmission = TwoNormWindowAttention(width, config.metric_size)
         else:
             self.transmission = WindowMean()
         self.slot_mlp = nn.Sequential(

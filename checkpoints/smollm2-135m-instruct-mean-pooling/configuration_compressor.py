@@ -25,7 +25,7 @@ from .field_checks import (
     token_id_list,
 )
 from .layer_shape import check_at_least, linear_flops, stack_flops
-from .versions import CODE_VERSION, CONFIG_SCHEMA, Steps, bring_up_to_date
+from .versions import CODE_VERSION, CONFIG_SCHEMA, check_versions
 
 POSITION_LAYOUTS = ("default", "uniform", "enhanced")
 PROMPT_FORMATS = ("plain", "chat")
@@ -144,8 +144,6 @@ class CompressorConfig(PreTrainedConfig):
     plain_prompts = ("default", "\nQuestion: {question}\nAnswer:")
     # The method's fields that a model card names -> what it calls them.
     card_fields: ClassVar[dict[str, str]] = {"encoder_name_or_path": "Encoder's base model"}
-    # Schema -> what the method's own fields need, beside those of every compressor, to be those of the next one.
-    migrations: ClassVar[Steps] = {}
 
     def __init__(
         self,
@@ -246,8 +244,9 @@ class CompressorConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As `PreTrainedConfig.from_dict`, for configurations of older schemas, too; see [`bring_up_to_date`]."""
-        return super().from_dict(bring_up_to_date(config_dict, cls.migrations), **kwargs)
+        """As `PreTrainedConfig.from_dict`, of configurations that [`check_versions`] lets pass."""
+        check_versions(config_dict)
+        return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def default_auto_map(cls) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ...configuration.field_checks import is_number
-from ..checkpoint.fingerprints import at_hand, fingerprint, settings_fingerprint, version, weights_fingerprint
+from ..checkpoint.fingerprints import at_hand, settings_fingerprint, version, weights_fingerprint
 from ..memory.compressed_context import CompressedContext
 from ..memory.key_value_memory import inverse_frequencies, key_value_shape
 from ..parts.length_batches import length_batches
@@ -324,23 +324,17 @@ class CompressorBackbone(CompressorPreTrainedModel):
     def made(self, memory: CompressedContext) -> bool:
         """Whether a memory is this model's, or nothing tells whose it is.
 
-        Earlier versions named memories by a few values of each parameter: such a name is compared as it was given. A
-        memory that was made in training mode has no name, but knows its model for as long as that exists.
+        A memory that was made in training mode has no name, but knows its model for as long as that exists.
 
         Args:
             memory: any memory.
         """
         name = memory.model_id
         if name and not self.training:
-            is_old = "-" not in name.rpartition(":")[2]
-            return name == (self._old_model_id() if is_old else self.model_id)
+            return name == self.model_id
         maker = None if memory.maker is None else memory.maker()
         # Another thread's twin of a model shares its weights.
         return bool(name) or maker is None or next(maker.parameters()) is next(self.parameters())
-
-    def _old_model_id(self) -> str:
-        found = fingerprint(self)
-        return f"{self.config.model_type}:{self._stored_fingerprints.get(found, found)}"
 
 
 def slot_counts(config: Any, lengths: Sequence[int], ratio: int | Tensor) -> list[int]:

@@ -100,34 +100,14 @@ class WindowAttention(WindowAggregation):
     def __init__(self, hidden_size: int, attention_size: int):
         super().__init__()
         self.norm = Float32LayerNorm(hidden_size)
-        self.query: nn.Module = Float32Linear(hidden_size, attention_size)
-        self.key: nn.Module = Float32Linear(hidden_size, attention_size)
+        self.query = Float32Linear(hidden_size, attention_size)
+        self.key = Float32Linear(hidden_size, attention_size)
         self.scale = attention_size**-0.5
 
     def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
         normed = self.norm(tokens)
-        return self._attention(self.query(_mean(normed, mask)), self.key(normed), mask)
-
-    def _attention(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        scores = keys @ query[..., None] * self.scale
+        scores = self.key(normed) @ self.query(_mean(normed, mask))[..., None] * self.scale
         return masked_softmax(scores[..., 0], mask)[..., None]
-
-
-class TwoNormWindowAttention(WindowAttention):
-    """`WindowAttention` whose query and keys have a LayerNorm each, the query's behind the mean.
-
-    Args:
-        hidden_size, attention_size: as in `WindowAttention`.
-    """
-
-    def __init__(self, hidden_size: int, attention_size: int):
-        super().__init__(hidden_size, attention_size)
-        del self.norm
-        self.query = nn.Sequential(Float32LayerNorm(hidden_size), self.query)
-        self.key = nn.Sequential(Float32LayerNorm(hidden_size), self.key)
-
-    def weights(self, tokens: Tensor, mask: Tensor, ratio: int) -> Tensor:
-        return self._attention(self.query(_mean(tokens, mask)), self.key(tokens), mask)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:

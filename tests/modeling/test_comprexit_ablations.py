@@ -9,7 +9,7 @@ from tiny_bases import ids_of
 from context_compressors.configuration.configuration_comprexit import ComprExITConfig
 from context_compressors.modeling.modeling_comprexit import ComprExITModel
 from context_compressors.modeling.parts.pooling import mean_pool
-from context_compressors.modeling.parts.window_aggregation import TwoNormWindowAttention, WindowAttention
+from context_compressors.modeling.parts.window_aggregation import WindowAttention
 
 
 @pytest.fixture
@@ -57,19 +57,6 @@ def test_windowed_attention_is_its_naive_twin():
         for block in anchors[row, :length].split(3):
             normed = module.norm(block)
             weights = (module.key(normed) @ module.query(normed.mean(dim=0)) / 2).softmax(dim=0)
-            expected.append(weights @ block)
-    torch.testing.assert_close(slots[slot_mask.bool()], torch.stack(expected), atol=1e-5, rtol=1e-5)
-
-
-def test_windowed_attention_with_two_norms_is_its_naive_twin():
-    module = random_like(TwoNormWindowAttention(6, 4))
-    lengths = [7, 2]
-    anchors, mask = torch.randn(2, 7, 6), torch.arange(7) < torch.tensor(lengths)[:, None]
-    slots, slot_mask = module(anchors, mask, 3)
-    expected = []
-    for row, length in enumerate(lengths):
-        for block in anchors[row, :length].split(3):
-            weights = (module.key(block) @ module.query(block.mean(dim=0)) / 2).softmax(dim=0)
             expected.append(weights @ block)
     torch.testing.assert_close(slots[slot_mask.bool()], torch.stack(expected), atol=1e-5, rtol=1e-5)
 
@@ -142,7 +129,7 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(field, value, allowed):
         ComprExITConfig(**{field: value})
 
 
-@pytest.mark.parametrize("aggregation", ["mean", "window_attention", "window_attention_two_norms"])
+@pytest.mark.parametrize("aggregation", ["mean", "window_attention"])
 def test_shuffled_receivers_need_receivers(aggregation):
     with pytest.raises(ValueError, match=f"shuffled_receivers.*got '{aggregation}'"):
         ComprExITConfig(shuffled_receivers=True, slot_aggregation=aggregation)

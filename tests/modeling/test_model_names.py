@@ -119,16 +119,6 @@ def test_a_models_name_tells_every_setting_that_changes_slots_or_reading(method_
         assert model.model_id == expected, field
 
 
-def test_memories_with_a_name_of_an_earlier_version_are_read_if_it_fits(form_case, inputs):
-    model = form_case.model
-    memory = model.compress(inputs["context_input_ids"])
-    memory.model_id = f"{model.config.model_type}:{fingerprint(model.model)}"
-    model(inputs["input_ids"], memory=memory)
-    memory.model_id = f"{model.config.model_type}:{'0' * 16}"
-    with pytest.raises(ValueError, match=f"{'0' * 16}, not by this one, {model.model_id}"):
-        model(inputs["input_ids"], memory=memory)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("light", [True, False])
 def test_a_checkpoint_has_one_name_in_any_type(form_case, inputs, tmp_path, local_hub, start_light, light):
