@@ -81,6 +81,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ..reporting.result_files import write_json
     from .loading import check_ratios, load_compressor
 
+    check_outputs((str(Path(arguments.output, _RESULT)),), arguments.overwrite)
     models = {}
     for source in arguments.models:
         name, _, place = source.rpartition("=")
@@ -89,7 +90,6 @@ def main(arguments: argparse.Namespace) -> None:
             raise ValueError(f"two models have the name {name!r}: give names as NAME=MODEL")
         models[name] = place
         check_ratios(place, [arguments.ratio], arguments)
-    check_outputs((str(Path(arguments.output, _RESULT)),), arguments.overwrite)
     texts = [document.text for document in read_documents([arguments.document], arguments.column)]
     summaries, first = {}, {}
     for name, place in models.items():
