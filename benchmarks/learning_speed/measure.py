@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from benchmarks.common.tools import positive_int, tells_errors
 from context_compressors.reporting.environment import environment
-from context_compressors.reporting.result_files import write_json
+from context_compressors.reporting.result_files import write_results
 from context_compressors.training.arguments import parse_recipe
 from context_compressors.training.train import build_trainer
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not any((found["run"], found["seed"]) == (name, arguments.seed) for found in results["runs"]):
             print(name, flush=True)
             results["runs"].append(run(name, arguments))
-            write_json(results, arguments.output)
+            write_results(results, arguments.output)
     return 0
 
 
