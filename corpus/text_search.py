@@ -132,14 +132,9 @@ class VectorSearch:
 
         Returns:
             How many texts were encoded.
-
-        Raises:
-            ValueError: vectors of an earlier version of this package, which do not say of which texts they are.
         """
         dataset, have = self._find(), {}
         if dataset is not None:
-            if "text_hash" not in dataset.schema.names:
-                raise ValueError(f"{self._path} has no hashes of its texts: delete it, and have it made anew")
             table = dataset.to_table(columns=["id", "text_hash"])
             have = dict(zip(table["id"].to_pylist(), table["text_hash"].to_pylist(), strict=True))
         wanted = {name: _hash(text) for name, text in store.each_text() if text}

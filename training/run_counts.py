@@ -58,9 +58,8 @@ class RunCounts(TrainerCallback, ExportableState):
             self.is_whole = state.global_step == 0
         elif state.global_step:
             attributes = saved["attributes"]
-            # They are those of all processes; an earlier version left fewer.
-            saved_counts = attributes["counts"] if state.is_world_process_zero else {}
-            self.counts = {**dict.fromkeys(COUNTS, 0), **saved_counts}
+            # They are those of all processes.
+            self.counts = dict(attributes["counts"] if state.is_world_process_zero else dict.fromkeys(COUNTS, 0))
             self.is_whole, self.earlier_seconds = attributes["is_whole"], attributes["earlier_seconds"]
         state.stateful_callbacks[type(self).__name__] = self.state()
         self._began = time.perf_counter()

@@ -172,50 +172,6 @@ def decoder_position_ids(
     return memory_ids, _range(first_text_id, num_text_tokens, device)
 
 
-def voco_position_ids(
-    num_vision_tokens: int,
-    num_voco_tokens: int,
-    num_following_tokens: int,
-    layout: str = "enhanced",
-    start_id: int = 0,
-    device: torch.device | str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Position ids of image, VoCo and following tokens in one VoCo-LLaMA sequence (EPL, Figure 8).
-
-    Args:
-        num_vision_tokens: Number of image tokens.
-        num_voco_tokens: Number of VoCo tokens, which compress the image.
-        num_following_tokens: Number of tokens after them (question and answer).
-        layout: "default" runs on through all tokens; "uniform" spreads the VoCo tokens over the image's ids;
-            "enhanced" also moves the following tokens down, so that they continue the image.
-        start_id: Id of the first image token: the number of tokens before it.
-        device: Where the ids are made.
-
-    Returns:
-        Image, VoCo and following ids, LongTensors of shapes `(num_vision_tokens,)`, `(num_voco_tokens,)` and
-        `(num_following_tokens,)`.
-
-    Raises:
-        TypeError: A count is not an int.
-        ValueError: An unknown layout, a negative number, or VoCo tokens without an image token.
-    """
-    _check_choice("layout", layout, POSITION_LAYOUTS)
-    _check_count("start_id", start_id)
-    _check_count("num_following_tokens", num_following_tokens)
-    _check_memory_count(num_vision_tokens, num_voco_tokens, ("num_vision_tokens", "num_voco_tokens"))
-    vision_end = start_id + num_vision_tokens
-    if layout == "default":
-        voco_ids = _range(vision_end, num_voco_tokens, device)
-    else:
-        voco_ids = uniform_memory_ids(start_id, num_vision_tokens, num_voco_tokens, device)
-    following_start = vision_end if layout == "enhanced" else vision_end + num_voco_tokens
-    return (
-        _range(start_id, num_vision_tokens, device),
-        voco_ids,
-        _range(following_start, num_following_tokens, device),
-    )
-
-
 def rotate_keys(keys: Tensor, offsets: Tensor, inverse_frequencies: Tensor) -> Tensor:
     """Move keys with rotary positions on to later positions: rotations add up, so `R(p + d) k = R(d) R(p) k`.
 
@@ -293,10 +249,8 @@ def _check_counts(name: str, values: Sequence[int]) -> None:
         _check_count(name, value)
 
 
-def _check_memory_count(
-    num_tokens: int, num_memory_tokens: int, names: tuple[str, str] = ("num_tokens", "num_memory_tokens")
-) -> None:
-    _check_count(names[0], num_tokens)
-    _check_count(names[1], num_memory_tokens)
+def _check_memory_count(num_tokens: int, num_memory_tokens: int) -> None:
+    _check_count("num_tokens", num_tokens)
+    _check_count("num_memory_tokens", num_memory_tokens)
     if num_memory_tokens > 0 and num_tokens == 0:
-        raise ValueError(f"{names[1]} must be 0 where {names[0]} is 0, got {num_memory_tokens}")
+        raise ValueError(f"num_memory_tokens must be 0 where num_tokens is 0, got {num_memory_tokens}")

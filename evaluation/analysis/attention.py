@@ -9,32 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...modeling.parts.call_views import twin
-from ...modeling.parts.prompting import document_ids
 from ...modeling.parts.text_ids import text_tokenizer
 from .one_chunk import one_chunk
-
-
-def memory_attention(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, ratio: int | None = None
-) -> torch.Tensor:
-    """How much the memory tokens of a document attend to its tokens, on average over the heads.
-
-    Args:
-        model: a compressor whose encoder reads memory tokens behind the context.
-        tokenizer: the tokenizer saved with it.
-        text: the document, of one chunk at most.
-        ratio: context tokens per memory token; the checkpoint's default when `None`.
-
-    Returns:
-        Float32 `(num_layers, num_memory_tokens, num_context_tokens)`, on the CPU. A row sums up to less than 1: the
-        rest went to the memory tokens themselves.
-
-    Raises:
-        ValueError: a method without memory tokens, or a document that is empty or longer than a chunk.
-
-    Source: EPL, section 5.2, Figures 6 and 7 (there summed over the heads).
-    """
-    return attention_of_ids(model, document_ids(model.config, context_tokenizer(model, tokenizer), text), ratio)
 
 
 def has_memory_tokens(backbone: PreTrainedModel) -> bool:
@@ -48,7 +24,22 @@ def context_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def attention_of_ids(model: PreTrainedModel, ids: Sequence[int], ratio: int | None = None) -> torch.Tensor:
-    """`memory_attention` of a document's token ids."""
+    """How much the memory tokens of a document attend to its tokens, on average over the heads.
+
+    Args:
+        model: a compressor whose encoder reads memory tokens behind the context.
+        ids: the document's, of one chunk at most.
+        ratio: context tokens per memory token; the checkpoint's default when `None`.
+
+    Returns:
+        Float32 `(num_layers, num_memory_tokens, num_context_tokens)`, on the CPU. A row sums up to less than 1: the
+        rest went to the memory tokens themselves.
+
+    Raises:
+        ValueError: a method without memory tokens, or a document that is empty or longer than a chunk.
+
+    Source: EPL, section 5.2, Figures 6 and 7 (there summed over the heads).
+    """
     backbone = model.base_model
     if not has_memory_tokens(backbone):
         raise ValueError(f"{type(model).__name__} has no memory tokens in its encoder whose attention could be drawn")

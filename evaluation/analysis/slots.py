@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...modeling.parts.prompting import document_ids
 from ...reporting.tables import markdown_table
-from .attention import context_tokenizer, has_memory_tokens, memory_token_shares
+from .attention import has_memory_tokens, memory_token_shares
 from .information_flow import has_information_flow, information_flow
 from .pictures import plot_allocation, plot_layer_weights, plot_singular_values, plot_slot_correlation
 
@@ -124,8 +123,9 @@ def slot_measures(vectors: Tensor) -> dict[str, float]:
     }
 
 
-def analyse_slots(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, ratio: int | None = None
+@torch.inference_mode()
+def analyse_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ratio: int | None = None
 ) -> SlotAnalysis:
     """Compress a document and look into its slots.
 
@@ -134,8 +134,8 @@ def analyse_slots(
 
     Args:
         model: a compressor.
-        tokenizer: the tokenizer saved with it.
-        text: the document; of one chunk at most where the method has such weights.
+        tokenizer: the tokenizer of its documents, which tells the tokens' texts.
+        ids: the document's; of one chunk at most where the method has such weights.
         ratio: context tokens per slot; the checkpoint's default when `None`.
 
     Raises:
@@ -143,15 +143,6 @@ def analyse_slots(
 
     Source: ComprExIT, section 4.4.
     """
-    own = context_tokenizer(model, tokenizer)
-    return analyse_ids(model, own, document_ids(model.config, own, text), ratio)
-
-
-@torch.inference_mode()
-def analyse_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ratio: int | None = None
-) -> SlotAnalysis:
-    """`analyse_slots` of a document's token ids, whose texts the tokenizer tells."""
     if not ids:
         raise ValueError("the document has no tokens")
     input_ids = torch.tensor([list(ids)], device=model.device)

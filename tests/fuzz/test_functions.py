@@ -78,16 +78,6 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Allowed]]] = {
             "task": one_of(),
         },
     ),
-    "voco_position_ids": (
-        {"num_vision_tokens": 5, "num_voco_tokens": 2, "num_following_tokens": 3, "layout": "uniform", "start_id": 0},
-        {
-            "num_vision_tokens": positive,
-            "num_voco_tokens": count,
-            "num_following_tokens": count,
-            "layout": layout,
-            "start_id": count,
-        },
-    ),
     "generate_document": (
         {"seed": 1, "num_tokens": 64, "kind": "ledger", "split": "test", "facts_per_record": 2},
         {
@@ -112,22 +102,6 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Allowed]]] = {
             "document_mask": shaped(*masks, dim=2),
         },
     ),
-    "layer_flops": (
-        {
-            "length": 5,
-            "hidden_size": 8,
-            "head_dim": 4,
-            "num_heads": 2,
-            "num_key_value_heads": 2,
-            "intermediate_size": 16,
-        },
-        {
-            "length": count,
-            **dict.fromkeys(
-                ("hidden_size", "head_dim", "num_heads", "num_key_value_heads", "intermediate_size"), positive
-            ),
-        },
-    ),
     "compression_flops": (
         {"config": small_config("GMSAConfig"), "num_context_tokens": 20, "ratio": 4},
         {"num_context_tokens": count, "ratio": positive},
@@ -147,7 +121,7 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Allowed]]] = {
 def test_every_public_function_on_tensors_and_numbers_is_fuzzed():
     """The others take models, memories, data and files."""
     public = {name for name in package.__all__ if name.islower() and not name.startswith("_")}
-    others = {"analyse_slots", "evaluate_model", "pretrained_base", "from_base", "add_task_tokens", "write_card"}
+    others = {"evaluate_model", "pretrained_base", "from_base", "add_task_tokens", "write_card"}
     others |= {"mixed_memory", "model_card", "language_model_card", "retrieval_card"}
     assert public - others == FUNCTIONS.keys()
 

@@ -13,7 +13,6 @@ from context_compressors.modeling.parts.position_layout import (
     encoder_position_ids,
     rotate_keys,
     uniform_memory_ids,
-    voco_position_ids,
 )
 
 
@@ -240,24 +239,6 @@ def test_no_context_gives_no_ids(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "voco", "following"),
-    [
-        ("default", [6, 7], [8, 9, 10, 11, 12, 13]),
-        ("uniform", [1, 4], [8, 9, 10, 11, 12, 13]),
-        ("enhanced", [1, 4], [6, 7, 8, 9, 10, 11]),
-    ],
-)
-def test_voco_llama_layout_of_figure_8(layout, voco, following):
-    ids = voco_position_ids(6, 2, 6, layout)
-    assert [part.tolist() for part in ids] == [[0, 1, 2, 3, 4, 5], voco, following]
-
-
-def test_voco_llama_layout_after_other_text():
-    ids = voco_position_ids(6, 2, 2, start_id=10)
-    assert [part.tolist() for part in ids] == [[10, 11, 12, 13, 14, 15], [11, 14], [16, 17]]
-
-
-@pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: encoder_position_ids(4, 1, "linear"), ValueError, "default, uniform, enhanced, got 'linear'"),
@@ -272,8 +253,6 @@ def test_voco_llama_layout_after_other_text():
         (lambda: decoder_position_ids([4], [1], -1, "default", "embeddings", "continuation"), ValueError, "-1"),
         (lambda: decoder_position_ids([4], [1], 1, "default", "tokens", "continuation"), ValueError, "'tokens'"),
         (lambda: decoder_position_ids([4], [1], 1, "default", "embeddings", "qa"), ValueError, "'qa'"),
-        (lambda: voco_position_ids(4, 2, 1, "other"), ValueError, "'other'"),
-        (lambda: voco_position_ids(0, 2, 1), ValueError, "got 2"),
         (lambda: rotate_keys(torch.ones(2, 1, 3, 4), torch.ones(1), torch.ones(2)), ValueError, r"\(1,\)"),
         (lambda: rotate_keys(torch.ones(2, 1, 3, 4), torch.ones(2), torch.ones(4)), ValueError, r"\(4,\)"),
     ],

@@ -6,10 +6,10 @@ import torch
 from tiny_bases import base_config, ids_of
 from tiny_models import SMALL_LORA
 from transformers import LlamaConfig
+from voco_positions import voco_position_ids
 
 from context_compressors import CompressedContext, VoCoConfig, VoCoForCausalLM, VoCoModel
 from context_compressors.modeling.parts.cache_name import CACHE
-from context_compressors.modeling.parts.position_layout import voco_position_ids
 
 LAYOUTS = ("default", "uniform", "enhanced")
 
@@ -93,9 +93,8 @@ def test_tokens_stand_where_figure_8_says(voco, layout, monkeypatch):
         assert calls[1]["position_ids"][0].tolist() == torch.cat(expected[:2]).tolist()
         assert memory.position_ids[0].tolist() == expected[1].tolist()
         assert calls[2]["position_ids"][0].tolist() == expected[2].tolist()
-    if layout == "enhanced":
-        figure = [ids.tolist() for ids in voco_position_ids(6, 2, 2)]
-        assert figure == [[0, 1, 2, 3, 4, 5], [1, 4], [6, 7]]
+    figure = {"default": ([6, 7], [8, 9]), "uniform": ([1, 4], [8, 9]), "enhanced": ([1, 4], [6, 7])}[layout]
+    assert [ids.tolist() for ids in voco_position_ids(6, 2, 2, layout)] == [[0, 1, 2, 3, 4, 5], *figure]
 
 
 def test_one_token_is_repeated_and_told_apart_by_its_position_alone(voco):

@@ -21,10 +21,10 @@ from transformers import (
     SmolVLMProcessor,
 )
 from transformers.models.smolvlm import processing_smolvlm
+from voco_positions import voco_position_ids
 
 from context_compressors import CompressedContext, VoCoConfig, VoCoForCausalLM
 from context_compressors.modeling.parts.cache_name import CACHE
-from context_compressors.modeling.parts.position_layout import voco_position_ids
 
 IMAGE = 127
 VISION = {

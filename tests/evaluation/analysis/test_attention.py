@@ -10,13 +10,18 @@ from context_compressors import cli
 from context_compressors.configuration.configuration_gmsa import GMSAConfig
 from context_compressors.configuration.configuration_icae import ICAEConfig
 from context_compressors.configuration.configuration_mean_pooling import MeanPoolingConfig
-from context_compressors.evaluation.analysis.attention import attention_by_head, memory_attention
+from context_compressors.evaluation.analysis.attention import attention_by_head, attention_of_ids, context_tokenizer
 from context_compressors.evaluation.analysis.pictures import plot_memory_attention
 from context_compressors.modeling.modeling_gmsa import GMSAForCausalLM
 from context_compressors.modeling.modeling_icae import ICAEForCausalLM
 from context_compressors.modeling.modeling_mean_pooling import MeanPoolingForCausalLM
+from context_compressors.modeling.parts.prompting import document_ids
 
 TEXT = "The mill stands by the river."
+
+
+def memory_attention(model, tokenizer, text, ratio=None):
+    return attention_of_ids(model, document_ids(model.config, context_tokenizer(model, tokenizer), text), ratio)
 
 
 @pytest.fixture(scope="module")

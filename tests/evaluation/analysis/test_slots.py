@@ -20,7 +20,7 @@ from context_compressors.configuration.configuration_ranked_key_values import Ra
 from context_compressors.configuration.configuration_snap_kv import SnapKVConfig
 from context_compressors.configuration.configuration_streaming_llm import StreamingLLMConfig
 from context_compressors.data.prompts import format_prompt
-from context_compressors.evaluation.analysis.attention import attention_by_head, memory_attention
+from context_compressors.evaluation.analysis.attention import attention_by_head, attention_of_ids, context_tokenizer
 from context_compressors.evaluation.analysis.information_flow import information_flow
 from context_compressors.evaluation.analysis.one_chunk import one_chunk
 from context_compressors.evaluation.analysis.pictures import (
@@ -32,7 +32,7 @@ from context_compressors.evaluation.analysis.pictures import (
 from context_compressors.evaluation.analysis.slot_origins import reconstruction, slot_origins
 from context_compressors.evaluation.analysis.slots import (
     SlotAnalysis,
-    analyse_slots,
+    analyse_ids,
     draw,
     effective_rank,
     singular_values,
@@ -50,8 +50,14 @@ from context_compressors.modeling.modeling_ranked_key_values import RankedKeyVal
 from context_compressors.modeling.modeling_snap_kv import SnapKVForCausalLM
 from context_compressors.modeling.modeling_streaming_llm import StreamingLLMForCausalLM
 from context_compressors.modeling.parts.cache_name import CACHE
+from context_compressors.modeling.parts.prompting import document_ids
 
 TEXT = "The mill\nstands by the river, for $3 a day or $4."
+
+
+def analyse_slots(model, tokenizer, text, ratio=None):
+    own = context_tokenizer(model, tokenizer)
+    return analyse_ids(model, own, document_ids(model.config, own, text), ratio)
 
 
 def build(model_class, config):
@@ -219,7 +225,7 @@ def test_a_document_is_read_in_the_encoders_tokens(llama, tokenizer):
     torch.testing.assert_close(analysis.slots, model.compress(**inputs).embeddings[0])
     last = attention_by_head(model.model, **inputs)[-1][0].mean(dim=0)
     torch.testing.assert_close(analysis.allocation, last / last.sum(dim=1, keepdim=True))
-    torch.testing.assert_close(memory_attention(model, tokenizer, TEXT)[-1], last)
+    torch.testing.assert_close(attention_of_ids(model, inputs.input_ids[0].tolist())[-1], last)
 
 
 def test_origins_of_slots_are_what_each_method_makes_them_of(llama, tokenizer, comprexit, icae):
