@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ..modeling.checkpoint.checkpoint_card import card_text, facts, hub_fields, summary_of, usage, usage_section
+from ..modeling.checkpoint.checkpoint_card import card_text, facts, hub_fields, summary_of, usage
 from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingRecord
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from ..configuration.configuration_compressor import CompressorConfig
 
 _FOLDER = Path(__file__).parent
@@ -133,53 +131,6 @@ def retrieval_card(
         license=license,
         language=language,
         **metadata,
-    )
-
-
-def language_model_card(
-    config: PreTrainedConfig,
-    training: TrainingRecord,
-    scores: Sequence[Score],
-    limits: Sequence[str],
-    *,
-    model_id: str,
-    summary: str,
-    num_parameters: int,
-    scores_note: str | None = None,
-    license: str = "apache-2.0",
-    language: str | Sequence[str] = "en",
-) -> str:
-    """Write the card of a language model that compressors are built on.
-
-    Args:
-        config: the language model's configuration.
-        training, limits, model_id, scores_note, license, language: as `model_card`.
-        scores: what it reached; their ratio is None.
-        summary: what it is, in a sentence or two.
-        num_parameters: number of parameters.
-
-    Returns:
-        the text of `README.md`, which starts with YAML metadata.
-
-    Raises:
-        ValueError: no limits are named.
-    """
-    rows = [
-        ("Architecture", config.model_type),
-        ("Parameters", f"{num_parameters:,}"),
-        ("Vocabulary", f"{config.vocab_size:,}"),
-        ("Longest input", f"{config.max_position_embeddings:,} tokens"),
-    ]
-    return _card(
-        (_title(model_id), summary, rows, usage_section("AutoModelForCausalLM", model_id)),
-        [score_table(scores), scores_note],
-        training,
-        limits,
-        license=license,
-        language=language,
-        tags=["context-compression"],
-        pipeline_tag="text-generation",
-        eval_results=_eval_results(scores),
     )
 
 

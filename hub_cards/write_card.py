@@ -28,7 +28,7 @@ from ..modeling.checkpoint.checkpoint_card import public_name
 from ..training.arguments import read_recipe
 from ..training.run_record import without_folders
 from .card_records import TASK_NAMES, RetrievalScore, Score, TrainingData, TrainingRecord
-from .cards import language_model_card, model_card, retrieval_card
+from .cards import model_card, retrieval_card
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def write_card(
     Of a compressor with several ratios the folder gets pictures of quality by ratio, too, which the card shows.
 
     Args:
-        folder: what `context-compressors train` made: a compressor or a plain language model with `recipe.yaml` and
+        folder: what `context-compressors train` made: a compressor with `recipe.yaml` and
             `training_summary.json`.
         reports: evaluations of the checkpoint, or their files; of a retrieval checkpoint, files of
             `evaluate-retrieval --output`. The card says "Not measured." without any.
@@ -97,8 +97,9 @@ def write_card(
     training = _training_record(folder, recipe, hardware)
     fields: dict[str, Any] = {"model_id": model_id or public_name(str(folder)), "license": license}
     fields["language"] = language
-    compresses = isinstance(config, CompressorConfig)
-    if compresses and config.auto_class == RETRIEVAL_LOADER:
+    if not isinstance(config, CompressorConfig):
+        raise ValueError(f"a card is of a compressor, and {folder} has a model of type {config.model_type!r}")
+    if config.auto_class == RETRIEVAL_LOADER:
         rankings, note = _rankings(folder, reports)
         text = retrieval_card(config, training, rankings, limits, summary=summary, scores_note=note, **fields)
     else:
@@ -108,17 +109,10 @@ def write_card(
                 f"the scores are of a model with {report.num_parameters:,} parameters ({report.model}); "
                 f"the one in {folder} has {num_parameters:,}"
             )
-        scores = [] if report is None else _scores(report, compresses)
+        scores = [] if report is None else _scores(report)
         fields["scores_note"] = None if report is None else _scores_note(report)
-        if compresses:
-            pictures = {} if report is None else _pictures(report, folder)
-            text = model_card(config, training, scores, limits, summary=summary, pictures=pictures, **fields)
-        else:
-            fields["summary"] = summary or (
-                f"A language model of {num_parameters:,} parameters ({config.model_type}), trained on the data below: "
-                "context compressors stand on it."
-            )
-            text = language_model_card(config, training, scores, limits, num_parameters=num_parameters, **fields)
+        pictures = {} if report is None else _pictures(report, folder)
+        text = model_card(config, training, scores, limits, summary=summary, pictures=pictures, **fields)
     path = folder / "README.md"
     path.write_text(text, encoding="utf-8")
     return path
@@ -293,15 +287,10 @@ def _settings(reports: Sequence[EvaluationReport]) -> dict[str, Any]:
     return common | {"left_out": left_out}
 
 
-def _scores(report: EvaluationReport, compresses: bool) -> list[Score]:
+def _scores(report: EvaluationReport) -> list[Score]:
     ratios = ascending(ratio for task in report.tasks() for ratio in report.ratios(task))
-    if compresses and not ratios:
+    if not ratios:
         raise ValueError(f"the report of {report.model} has no compression ratio, but the checkpoint is a compressor")
-    if ratios and not compresses:
-        raise ValueError(
-            f"the report of {report.model} has the compression ratios {ratios}, but the checkpoint is a plain "
-            "language model"
-        )
     scores = []
     for task in report.tasks():
         for dataset in report.datasets(task):
@@ -312,10 +301,10 @@ def _scores(report: EvaluationReport, compresses: bool) -> list[Score]:
                 }
                 full, none = row.get(FULL_CONTEXT), row.get(NO_CONTEXT)
                 split = "test" if dataset.startswith("generated") else None
-                for ratio in list[int | str | None](ratios) if compresses else [None]:
-                    condition = FULL_CONTEXT if ratio is None else ratio_condition(ratio)
+                for ratio in ratios:
+                    condition = ratio_condition(ratio)
                     if (value := row.get(condition)) is not None:
-                        score = Score(task, dataset, label, ratio, value, none, full if compresses else None, split)
+                        score = Score(task, dataset, label, ratio, value, none, full, split)
                         found = {name: row.get(f"{kind}={ratio}") for kind, name in _ALTERNATIVES.items()}
                         beside = {name: number for name, number in found.items() if number is not None}
                         reached = report.reached_ratio(task, dataset) if ratio == "auto" else None

@@ -13,7 +13,7 @@ from ..configuration.nearest_names import nearest
 # Name -> one line of help. The module of that name is imported when the command is called, and what loads torch only
 # when its arguments are read.
 _COMMANDS = {
-    "train": "train a compressor (or a teacher, or a base model) as a recipe says",
+    "train": "train a compressor (or a teacher) as a recipe says",
     "fit": "make a compressor of any language model in minutes, without training it",
     "data": "write a published data set as Parquet in the columns that training and evaluation read",
     "write-targets": "let a language model write from the whole context what a compressor shall learn to write",

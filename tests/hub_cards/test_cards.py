@@ -23,7 +23,7 @@ from context_compressors.configuration.configuration_tcp_autoencoder import TCPA
 from context_compressors.configuration.methods import METHODS, config_class
 from context_compressors.data.task_tokens import add_task_tokens
 from context_compressors.hub_cards.card_records import Score, TrainingData, TrainingRecord
-from context_compressors.hub_cards.cards import language_model_card, method_text, model_card, score_table
+from context_compressors.hub_cards.cards import method_text, model_card, score_table
 
 RECORD = TrainingRecord(
     data=[
@@ -151,23 +151,6 @@ def test_what_memories_hold_stands_behind_the_scores_that_say_so():
 def test_scores_without_bounds_are_shown_as_dashes():
     row = score_table([Score("reconstruction", "OpenStax", "BLEU", 4, 12.0)]).splitlines()[-1]
     assert row == "| Reconstruction | OpenStax (test) | BLEU | 4 | – | 12.00 | – |"
-
-
-def test_language_model_card_puts_its_scores_under_full_context():
-    text = language_model_card(
-        LlamaConfig(vocab_size=4096, max_position_embeddings=2048),
-        RECORD,
-        [Score("question_answering", "generated documents", "exact match", None, 91.0, no_context=2.0)],
-        LIMITS,
-        model_id="checkpoints/base",
-        summary="A small language model.",
-        num_parameters=1_234_567,
-    )
-    assert "| generated documents (test) | exact match | – | 2.00 | – | 91.00 |" in text
-    assert "1,234,567" in text
-    assert "2,048 tokens" in text
-    assert ModelCard(text).data.model_name == "base"
-    assert "$" not in text
 
 
 @pytest.mark.parametrize(

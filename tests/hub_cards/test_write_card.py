@@ -187,9 +187,9 @@ def test_a_compressors_card_holds_its_training(root: Path):
 
 @pytest.mark.slow
 def test_no_card_names_a_place_on_this_machine(root: Path):
-    for name in ("base", "compressor"):
-        assert str(root) not in write_card(root / name, [root / f"{name}.json"], LIMITS).read_text()
-    assert str(root) not in write_card(root / "base", [], LIMITS, recipe=str(root / "base.yaml")).read_text()
+    folder = root / "compressor"
+    assert str(root) not in write_card(folder, [root / "compressor.json"], LIMITS).read_text()
+    assert str(root) not in write_card(folder, [], LIMITS, recipe=str(root / "base.yaml")).read_text()
 
 
 @pytest.mark.slow
@@ -204,17 +204,6 @@ def test_metadata_is_read_back_by_the_hub_library(root: Path):
     assert {result.metric_name for result in data.eval_results} >= {"F1, ratio 2", "continuation perplexity, ratio 4"}
 
 
-def test_a_language_models_card_holds_full_and_no_context(root: Path):
-    path = write_card(root / "base", [root / "base.json"], LIMITS, summary="A model of two steps.")
-    text, report = path.read_text(), EvaluationReport.load(root / "base.json")
-    full, none = (report.score("generated", QA, name, "f1") for name in ("full_context", "no_context"))
-    assert ["Question answering", "generated (test)", "F1", "–", f"{none:.2f}", "–", f"{full:.2f}"] in table_rows(text)
-    assert "| [Tales](https://huggingface.co/datasets/org/tales) | CC0 1.0 | continuation, reconstruction |" in text
-    assert f"| Parameters | {report.num_parameters:,} |" in text
-    assert "A model of two steps." in text
-    assert ModelCard.load(path).data.datasets == ["org/tales"]
-
-
 @pytest.mark.slow
 def test_the_snippets_of_the_cards_run(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(root)
@@ -223,10 +212,7 @@ def test_the_snippets_of_the_cards_run(root: Path, monkeypatch: pytest.MonkeyPat
     names = run_snippet(text, document="The mill stands by the river.", question="\nQuestion: Where?\nAnswer:")
     assert names["answer"].shape[0] == 1
     assert (root / "document.safetensors").exists()
-    text = write_card("./base/", ["base.json"], LIMITS).read_text()
-    assert 'name = "base"' in text
-    assert run_snippet(text)["model"].config.model_type == "llama"
-    assert 'name = "me/base"' in write_card("base", [], LIMITS, model_id="me/base").read_text()
+    assert 'name = "me/tiny"' in write_card("./compressor/", [], LIMITS, model_id="me/tiny").read_text()
 
 
 def test_a_card_without_reports_says_so(root: Path):
@@ -411,7 +397,7 @@ def test_wrong_arguments_are_refused(root: Path, report: EvaluationReport):
         (compressor, [report, replace(report, model="other", rows=[])], r"same model, got \['compressor', 'other'\]"),
         (compressor, [report, replace(report, bounds="teacher", rows=[])], "same bounds"),
         (compressor, [replace(report, rows=without)], "no compression ratio, but the checkpoint is a compressor"),
-        (root / "base", [replace(report, num_parameters=None)], r"ratios \[2, 4\], but .* plain language model"),
+        (root / "base", [], "a card is of a compressor, and .* has a model of type 'llama'"),
     ):
         with pytest.raises(ValueError, match=message):
             write_card(folder, reports, LIMITS)
