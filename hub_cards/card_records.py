@@ -97,8 +97,8 @@ class Score:
         task: "reconstruction", "continuation", "question_answering" or "summarisation".
         dataset: data set's name.
         metric: metric's name, such as "exact match".
-        ratio: compression ratio, or "auto"; None for a model that reads the whole context as text.
-        value: with the compressed context, or with the whole one where there is no ratio.
+        ratio: compression ratio, or "auto".
+        value: with the compressed context.
         no_context: the same questions with no context at all.
         full_context: the same questions with the whole context.
         split: data split; None where the data has none by name.
@@ -113,7 +113,7 @@ class Score:
     task: str
     dataset: str
     metric: str
-    ratio: int | str | None
+    ratio: int | str
     value: float
     no_context: float | None = None
     full_context: float | None = None

@@ -137,7 +137,7 @@ def retrieval_card(
 def _check_ratios(config: CompressorConfig, scores: Sequence[Score] | Sequence[RetrievalScore]) -> None:
     ratios = (*sorted(config.compression_ratios), *(["auto"] if config.selects_ratios else []))
     for score in scores:
-        if score.ratio is not None and score.ratio not in ratios:
+        if score.ratio not in ratios:
             raise ValueError(f"the score on {score.dataset!r} has ratio {score.ratio}; the checkpoint has {ratios}")
 
 
@@ -201,8 +201,6 @@ def score_table(scores: Sequence[Score]) -> str:
     columns = ["task", "data", "metric", "ratio", "no context", "compressed", *others, "full context", *costs]
     lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * 3 + ['---:'] * (len(columns) - 3))} |"]
     for place, score in enumerate(scores):
-        # A model that does not compress reads the whole context.
-        compressed, full = (score.value, score.full_context) if score.ratio is not None else (None, score.value)
         beside = [_number(score.alternatives.get(name)) for name in others]
         cells = [
             TASK_NAMES[score.task],
@@ -210,9 +208,9 @@ def score_table(scores: Sequence[Score]) -> str:
             score.metric,
             _ratio(score),
             _number(score.no_context),
-            _number(compressed, score.interval),
+            _number(score.value, score.interval),
             *beside,
-            _number(full),
+            _number(score.full_context),
             *(cells[place] or "–" for cells in costs.values()),
         ]
         lines.append(_row(cells))
@@ -225,8 +223,6 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _ratio(score: Score) -> str:
-    if score.ratio is None:
-        return "–"
     return str(score.ratio) if score.reached_ratio is None else f"{score.ratio} ({score.reached_ratio:.1f})"
 
 
@@ -269,7 +265,7 @@ def _training(record: TrainingRecord) -> str:
 def _metric_name(score: Score) -> str:
     # The Hub puts all that is text generation into one group, so the name tells which task it was.
     name = score.metric if score.task in _HUB_TASKS else f"{score.task} {score.metric}"
-    return name if score.ratio is None else f"{name}, ratio {score.ratio}"
+    return f"{name}, ratio {score.ratio}"
 
 
 def _eval_results(scores: Sequence[Score]) -> list[EvalResult] | None:
