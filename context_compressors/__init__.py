@@ -47,6 +47,7 @@ _MODULE_OF = {
     "EvaluationReport": "evaluation.report",
     "EvaluationSettings": "evaluation.settings",
     "evaluate_model": "evaluation.evaluate",
+    "layer_flops": "configuration.layer_shape",
     "compression_flops": "evaluation.flops",
     "generation_flops": "evaluation.flops",
     "model_card": "hub_cards.cards",

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 # A vocabulary is made of pieces of text, and some of these look like paths or keys.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -145,7 +146,8 @@ def _secrets(texts: Mapping[Path, str]) -> Iterator[tuple[Path, str, str]]:
             "files are searched for secrets before they are uploaded: pip install 'context-compressors[publish]'"
         ) from error
     # Commits, checksums and versions are no secrets.
-    names = {kind.__name__ for kind in get_mapping_from_secret_type_to_class().values()}
+    kinds: Any = get_mapping_from_secret_type_to_class()
+    names = {kind.__name__ for kind in kinds.values()}
     plugins = [{"name": name} for name in sorted(names - {"HexHighEntropyString", "IPPublicDetector"})]
     with tempfile.TemporaryDirectory() as scratch, transient_settings({"plugins_used": plugins}):
         for path, text in texts.items():

@@ -39,7 +39,7 @@ class LayerMap(nn.Module):
     def __init__(self, hidden_size: int, size: int, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size, hidden_size))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(size)) if bias else None)
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
     def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Queries `(..., hidden_size)` of states, and what the bias adds to every score, `(..., 1)`."""

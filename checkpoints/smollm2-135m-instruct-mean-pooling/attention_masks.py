@@ -38,7 +38,7 @@ def run_backbone(
         inputs: arguments of the pass, see [`for_one_call`].
     """
     view = for_one_call(backbone, inputs.get("is_causal"))
-    mask = inputs.get("attention_mask")
+    mask: Any = inputs.get("attention_mask")
     if not is_full and is_right_padded and _takes_no_mask(view, mask, inputs.get("is_causal")):
         inputs["attention_mask"] = torch.ones_like(mask)
     elif not is_full:
@@ -75,7 +75,7 @@ def seeing_mask(
         A mask in the form of the attention implementation, by kind of layer where there are several.
     """
     config, cache = backbone.config, inputs.get(CACHE)
-    states = input_ids if inputs_embeds is None else inputs_embeds
+    states: Any = input_ids if inputs_embeds is None else inputs_embeds
     implementation = config._attn_implementation
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or config.model_type in _ALIBI:
         return attention_mask

@@ -55,7 +55,8 @@ def load_checkpoint(
     """
     wants_info = keywords.pop("output_loading_info", False)
     places = {DECODER_BASE: base_model, ENCODER_BASE: encoder_base_model}
-    adapter, adapter_name, adapter_source = None, keywords.pop("adapter_name", "default"), {}
+    adapter, adapter_name = None, keywords.pop("adapter_name", "default")
+    adapter_source: dict[str, Any] = {}
     if name is not None:
         adapter, name, adapter_source = adapter_and_model(name, keywords)
     config = None if name is None else _stored_config(model_class, name, keywords)

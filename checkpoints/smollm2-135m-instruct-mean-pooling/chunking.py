@@ -51,7 +51,7 @@ class Chunks:
         lengths = [self.lengths[row] for row in rows]
         found = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
         found = {name: value[:, : max(lengths)] if value.dim() > 1 else value for name, value in found.items()}
-        return replace(self, **found, lengths=lengths, chunks_per_row=1)  # type: ignore[arg-type]
+        return replace(self, **found, lengths=lengths, chunks_per_row=1)
 
     @property
     def is_full(self) -> bool:

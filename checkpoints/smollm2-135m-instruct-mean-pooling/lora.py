@@ -48,6 +48,12 @@ class AdaptedByPass:
     adapted_class: type
     _active_adapter: str | list[str]
     _disable_adapters: bool
+    # PEFT's own.
+    merged_adapters: list[str]
+    active_adapters: list[str]
+    lora_A: Any  # noqa: N815
+    unmerge: Any
+    delete_adapter: Any
 
     @property
     def active_adapter(self) -> str | list[str]:

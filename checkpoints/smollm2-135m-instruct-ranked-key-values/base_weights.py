@@ -297,7 +297,7 @@ def _check_base(
     if sums is not None:
         casts = [kind for kind in _narrower(dtype) if all_weights(model, kind) == sums[_name(kind)]]
         cast = next((kind for kind in casts if _holds_only(model, kind)), None)
-        name = None if name in map(cast_name, _narrower(dtype)) else name
+        name = None if name in [cast_name(kind) for kind in _narrower(dtype)] else name
         name = name if cast is None else cast_name(cast)
     elif error == 0 and model.dtype == torch.float16 != dtype:
         # By such a cast only the smallest values may change.

@@ -116,6 +116,26 @@ def check_at_least(least: int, **values: int) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def layer_flops(
+    length: int,
+    hidden_size: int,
+    head_dim: int,
+    num_heads: int,
+    num_key_value_heads: int,
+    intermediate_size: int,
+) -> int:
+    """Operations of one layer, attention and feed-forward, over `length` tokens at once (equations 9 and 10).
+
+    Raises:
+        TypeError: an argument that is no int.
+        ValueError: a size below 1, or a length below 0.
+    """
+    check_at_least(0, length=length)
+    check_at_least(1, hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads)
+    check_at_least(1, num_key_value_heads=num_key_value_heads, intermediate_size=intermediate_size)
+    return LayerShape(hidden_size, head_dim, num_heads, num_key_value_heads, intermediate_size).flops(length)
+
+
 def stack_flops(config: PreTrainedConfig, length: int, num_layers: int | None = None) -> int:
     """Operations of a stack of layers over `length` tokens at once: F^Encoder and F^LSA of equation 11.
 

@@ -331,8 +331,9 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         return_dict = kwargs.pop("return_dict", None)
         for name in ("output_hidden_states", "output_attentions"):
             kwargs.setdefault(name, getattr(self.config, name))
+        inputs |= {CACHE: cache, "use_cache": use_cache}
         with self._adapter(self.language_model, DECODER):
-            outputs = run_backbone(self.language_model, **inputs, **{CACHE: cache}, use_cache=use_cache, **kwargs)
+            outputs = run_backbone(self.language_model, **inputs, **kwargs)
         if not is_cached:
             note_cached_slots(getattr(outputs, CACHE), self.num_places(memory))
         if not use_cache:

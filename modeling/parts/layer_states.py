@@ -65,6 +65,6 @@ def _reduced(backbone: PreTrainedModel, reduce: Reduction, inputs: dict[str, Ten
     # Under gradient checkpointing even frozen embeddings require gradients, which nobody would use.
     trains = any(weight.requires_grad for weight in weights_of(backbone))
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
-        settings |= {"is_right_padded": True, "output_hidden_states": True}
-        hidden_states = run_backbone(backbone, **inputs, **settings).hidden_states
+        settings |= {**inputs, "is_right_padded": True, "output_hidden_states": True}
+        hidden_states = run_backbone(backbone, **settings).hidden_states
     return reduce(hidden_states)

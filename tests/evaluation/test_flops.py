@@ -18,7 +18,7 @@ from transformers import (
 
 from context_compressors import cli, modeling  # noqa: F401  (importing the models registers them)
 from context_compressors.configuration.configuration_decal import DeCALConfig
-from context_compressors.configuration.layer_shape import LayerShape, stack_flops
+from context_compressors.configuration.layer_shape import LayerShape, layer_flops, stack_flops
 from context_compressors.configuration.methods import METHODS, config_class, methods_on
 from context_compressors.evaluation.flops import (
     answering_flops,
@@ -72,7 +72,7 @@ def test_a_tiny_layer_by_hand():
     shape = {"hidden_size": 8, "head_dim": 4, "num_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
     parts = (2560, 1600, 200, 1600, 1280, 5120, 2560)
     assert LayerShape(**shape).parts(10) == dict(zip(PARTS, parts, strict=True))
-    assert LayerShape(**shape).flops(10) == 14920
+    assert layer_flops(10, **shape) == 14920
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -183,6 +183,8 @@ def test_generation_refuses_impossible_numbers(arguments: dict, message: str):
 def test_counts_refuse_what_is_no_number(wrong):
     with pytest.raises(TypeError, match="answer_length must be an int"):
         generation_flops(llama(), 1, 1, wrong)
+    with pytest.raises(TypeError, match="num_heads must be an int"):
+        layer_flops(5, 8, 4, wrong, 2, 16)
 
 
 # --- by method ---

@@ -102,6 +102,22 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Allowed]]] = {
             "document_mask": shaped(*masks, dim=2),
         },
     ),
+    "layer_flops": (
+        {
+            "length": 5,
+            "hidden_size": 8,
+            "head_dim": 4,
+            "num_heads": 2,
+            "num_key_value_heads": 2,
+            "intermediate_size": 16,
+        },
+        {
+            "length": count,
+            **dict.fromkeys(
+                ("hidden_size", "head_dim", "num_heads", "num_key_value_heads", "intermediate_size"), positive
+            ),
+        },
+    ),
     "compression_flops": (
         {"config": small_config("GMSAConfig"), "num_context_tokens": 20, "ratio": 4},
         {"num_context_tokens": count, "ratio": positive},

@@ -116,7 +116,7 @@ def test_eval_sources_are_evaluated_and_asked(tmp_path, base_folder, capsys):
     unasked = json.loads((tmp_path / "unasked" / "training_summary.json").read_text())["log"]
     assert [entry.get("loss") for entry in unasked] == [entry.get("loss") for entry in log]
     with pytest.raises(ValueError, match="sample_answers_steps needs questions that are not trained on"):
-        main([recipe, "--eval_sources", "null", "--eval_strategy", "no"])
+        main([recipe, "--eval_sources", "null", "--eval_strategy", "no", "--overwrite", "true"])
 
 
 @pytest.mark.parametrize(("resumes", "asked"), [(True, 1), (False, 0), ("latest", 1)])
@@ -144,9 +144,9 @@ def test_a_checkpoint_goes_on_with_its_own_method(tmp_path, base_folder):
     main([recipe])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "compression_tokens_compressor"
     with pytest.raises(ValueError, match="is of the method compression_tokens, the recipe's method is mean_pooling"):
-        main([recipe, "--method", "mean_pooling"])
+        main([recipe, "--method", "mean_pooling", "--overwrite", "true"])
     with pytest.raises(ValueError, match=r"no checkpoint of a compressor, its model type is 'llama'.*give it as base"):
-        main([recipe, "--checkpoint", str(base_folder)])
+        main([recipe, "--checkpoint", str(base_folder), "--overwrite", "true"])
 
 
 def losses_of(folder: Path) -> dict[int, float]:
