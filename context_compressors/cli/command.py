@@ -106,7 +106,6 @@ def check_outputs(paths: Iterable[str | None], overwrite: bool) -> None:
             raise ValueError(f"{path} is a folder: name a file")
         if path.exists() and not overwrite:
             raise ValueError(f"{path} is there: name another file, or pass --overwrite")
-        path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def check_device(name: str) -> None:

@@ -239,7 +239,7 @@ def test_a_ranking_goes_on_with_the_ratios_that_are_left(saved, beir, tmp_path, 
     assert f"{output} is done: nothing was left to score" in printed
     assert "| retriever | 4 " in printed
     assert (output.read_text(), ranked) == (before, [2, 4, 4])
-    assert cli.main([*argv, "--bm25"]) == 0
+    assert cli.main([*argv, "--bm25", "--overwrite"]) == 0
     whole = json.loads(output.read_text())
     assert whole["rows"] == content["rows"]
     assert ranked == [2, 4, 4, 2, 4]
@@ -285,6 +285,7 @@ def test_ratios_and_bm25_are_compared_query_by_query(saved, beir, tmp_path, caps
 def test_documents_that_trained_a_retriever_answer_nothing_unless_that_is_said(saved, beir, tmp_path, capsys):
     output = tmp_path / "scores.json"
     argv = ["evaluate-retrieval", str(saved), str(beir), "--device", "cpu", "--ratios", "2", "--output", str(output)]
+    argv += ["--overwrite"]
     texts = dict(JudgedQueries(RetrievalSource.from_folder(beir)).documents())
     assert cli.main(argv) == 0
     assert "Whether retriever was trained on these documents is unknown" in capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_command_draws_a_document(folder, tmp_path, capsys):
     assert cli.main(["attention", folder, *options, "--ratio", "8", "--layers", "1"]) == 0
     assert "4 memory tokens of 29 context tokens" in capsys.readouterr().out
     assert output.read_bytes().startswith(b"\x89PNG")
-    assert cli.main(["attention", folder, *options, "--max-tokens", "9"]) == 0
+    assert cli.main(["attention", folder, *options, "--max-tokens", "9", "--overwrite"]) == 0
     captured = capsys.readouterr()
     assert "3 memory tokens of 9 context tokens" in captured.out
     assert "cut the document from 29 to 9 tokens" in captured.err

@@ -199,7 +199,8 @@ def test_training_moves_exactly_the_trainable_parameters(make_trainer, build, na
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     parts = [logs[-1][f"loss_{task}_ratio_{ratio}"] for task in TASKS for ratio in (2, 4)]
     # Micro-batches of unequal length: the step's loss weighs their tokens, what is logged for each part does not.
-    assert logs[-1]["loss"] == pytest.approx(sum(parts) / 2, rel=0.05)
+    assert logs[-1]["loss_sum_over_ratios"] == pytest.approx(sum(parts) / 2, rel=0.05)
+    assert logs[-1]["loss"] == logs[-1]["loss_sum_over_ratios"] / 2
     used = [trainer.train_dataset[index] for index in range(3 * 2 * 2)]
     assert logs[-1]["num_context_tokens"] == sum(1 + len(example["context_ids"]) for example in used)  # BOS
     # BOS is restored behind [AE].
@@ -216,7 +217,7 @@ def test_evaluation_gives_every_loss(make_trainer, build, dataset, context_mode)
     log = trainer.state.log_history[-1]
     endings = ("ratio_2", "ratio_4") if context_mode == "compressed" else ("full_context",)
     names = [f"eval_loss_{task}_{ending}" for task in TASKS for ending in endings]
-    assert metrics["eval_loss"] == pytest.approx(sum(log[name] for name in names) / 2, rel=1e-4)
+    assert metrics["eval_loss"] == pytest.approx(sum(log[name] for name in names) / len(names), rel=1e-4)
     trainer.args.per_device_eval_batch_size = 1
     again = trainer.evaluate(dataset.as_dataset().select(range(4)))
     assert again["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-4)
