@@ -277,7 +277,7 @@ def test_a_training_runs_own_folder_can_be_uploaded(tmp_path, base_folder, caplo
     assert "# MeanPooling compressor" in card
     assert "memory = model.compress(" in card
     built = build_repository(tmp_path / "out", tmp_path / "built", license="mit")
-    assert "left out, since they are states of a training run: checkpoint-1/, checkpoint-2/" in caplog.text
+    assert "left out, since this package does not write them (--include): checkpoint-1/, checkpoint-2/" in caplog.text
     names = {path.name for path in built.iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "recipe.yaml", "README.md"} <= names
     assert not [path for path in built.rglob("*") if "checkpoint" in path.name and path.suffix != ".py"]
