@@ -143,7 +143,7 @@ def _secrets(texts: Mapping[Path, str]) -> Iterator[tuple[Path, str, str]]:
         from detect_secrets.settings import transient_settings
     except ImportError as error:
         raise ImportError(
-            "files are searched for secrets before they are uploaded: pip install 'context-compressors[publish]'"
+            "files are searched for secrets before they are uploaded: pip install -e '.[publish]'"
         ) from error
     # Commits, checksums and versions are no secrets.
     kinds: Any = get_mapping_from_secret_type_to_class()

@@ -104,7 +104,7 @@ def test_a_checkpoint_knows_what_trained_it_and_what_chose_in_all_of_its_stages(
         "max_steps": 12,
     }
     for is_whole in (True, False):
-        main([write_recipe(tmp_path, **second)])
+        main([write_recipe(tmp_path, **second), "--overwrite", "true"])
         trained = set(map(document_id, TEXTS[9:] + TEXTS[:4] * is_whole))
         chose = expected["chose"] if is_whole else set()
         assert TrainingDocuments.of(tmp_path / "out") == TrainingDocuments(trained, chose, is_whole)
