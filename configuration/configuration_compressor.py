@@ -397,7 +397,7 @@ class CompressorConfig(PreTrainedConfig):
 
     @property
     def maps_slots(self) -> bool:
-        """Whether the method's own last map starts at zero with `embedding_residual`, in place of a map for that."""
+        """True if the method's own last map starts at zero with `embedding_residual`, in place of a map for that."""
         return False
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may stand in a Hub repository: files that this package writes, and nothing of the machine they come from."""
+"""The files that an upload may hold: those that this package writes, without traces of the machine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check_files(folder: Path, include: Sequence[str] = ()) -> tuple[list[Path], 
 
 
 def _text_of(file: Path, path: Path) -> str:
-    """What a person could read in a file of a kind that this package writes; `ValueError` if it is of another kind."""
+    """Return the readable text of a file that this package writes; `ValueError` for a file of another kind."""
     from PIL import Image
     from safetensors import safe_open
 
@@ -136,7 +136,7 @@ def _check_texts(folder: Path, texts: Mapping[Path, str]) -> None:
 
 
 def _secrets(texts: Mapping[Path, str]) -> Iterator[tuple[Path, str, str]]:
-    """What detect-secrets finds: the file, the kind and the secret."""
+    """Return the secrets that detect-secrets finds: file, kind and secret."""
     try:
         from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
         from detect_secrets.core.scan import scan_file

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens of context a decoder needs until it reads a method's slots.
+"""Count the tokens of context that a decoder needs until it reads a method's slots.
 
     python -m benchmarks.learning_speed.measure icae gmsa --data-dir DATA
 

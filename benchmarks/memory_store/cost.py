@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compressing a billion tokens costs: GPU hours, bytes and money, from the roofline and a share of it.
+"""Estimate what a billion tokens cost: GPU hours, bytes and money, from the roofline and a share of it.
 
     python -m benchmarks.memory_store.cost --share 0.4
     python -m benchmarks.memory_store.cost    # on a GPU that is known

@@ -135,7 +135,7 @@ def mask_for(config: Any, visible: Tensor, near: Tensor, dtype: torch.dtype) -> 
 
 def _attention_bias(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
     """`(batch_size, 1, num_places, num_places)` in the form that the attention implementation takes."""
-    visible = (visible | ~visible.any(dim=-1, keepdim=True))[:, None]
+    visible = with_sight(visible[:, None])
     if config._attn_implementation == "sdpa":
         return visible
     zero = torch.zeros((), dtype=dtype, device=visible.device)

@@ -14,7 +14,7 @@ from .one_chunk import one_chunk
 
 
 def has_memory_tokens(backbone: PreTrainedModel) -> bool:
-    """Whether a compressor's encoder reads memory tokens, whose attention can be had; GMSA's does in one ablation."""
+    """Return True for an encoder that reads memory tokens, as GMSA's does in one ablation."""
     return getattr(backbone, "memory_embeddings", None) is not None
 
 

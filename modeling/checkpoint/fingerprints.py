@@ -237,7 +237,7 @@ def sample_text(model: PreTrainedModel) -> str:
 
 
 def rounding(model: nn.Module, recorded: str, dtype: torch.dtype, of_kinds: bool = True) -> tuple[float, str | None]:
-    """How far a model is from the one of which [`sample_text`] was recorded, and the rounding that explains it.
+    """Measure the distance from the model that [`sample_text`] recorded, and name the rounding that explains it.
 
     Args:
         model: the model.
