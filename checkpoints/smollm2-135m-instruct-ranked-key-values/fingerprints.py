@@ -61,12 +61,7 @@ _BESIDE_ANSWERS = _BESIDE_MEMORIES - {
 }
 
 
-def fingerprint(
-    model: nn.Module,
-    dtype: torch.dtype = torch.bfloat16,
-    stored: Mapping[str, Tensor] | None = None,
-    of_answers: bool = False,
-) -> str:
+def fingerprint(model: nn.Module, dtype: torch.dtype = torch.bfloat16, of_answers: bool = False) -> str:
     """Sixteen hexadecimal digits from a few values of every parameter, the same in float32 and bfloat16.
 
     Not in float16, which rounds float32's values to others before they are bfloat16's.
@@ -74,7 +69,6 @@ def fingerprint(
     Args:
         model: the model; parameters are read in the order of their names.
         dtype: type that the values go through first, where another fingerprint was taken in it.
-        stored: by name, what parameters were loaded from, to be read in their place.
         of_answers: whether a reader's own parameters count, which change no memory.
     """
     digest = hashlib.sha256()
@@ -82,10 +76,6 @@ def fingerprint(
     for name, parameter in _of_answers(model) if of_answers else _of_memories(model):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         values = _few_values(whole(_weight(model, name)))
-        source = None if stored is None else stored.get(name)
-        if source is not None and source.shape == parameter.shape:
-            source = _few_values(source).to(values.device)
-            values = source if source.to(values.dtype).equal(values) else values
         parts.append(values.to(dtype).to(torch.bfloat16).float())
     if parts:
         digest.update(torch.cat([part.cpu() for part in parts]).numpy().tobytes())

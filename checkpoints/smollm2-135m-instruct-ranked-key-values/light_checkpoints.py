@@ -30,7 +30,7 @@ from .base_weights import (
     shown_name,
     stored_weights,
 )
-from .fingerprints import checksum, fingerprint, weights_fingerprint
+from .fingerprints import checksum, weights_fingerprint
 
 # Of two configurations' sources: what `from_pretrained` fetches a checkpoint's files with.
 _FETCHING = (*DOWNLOAD_ARGUMENTS, "proxies", "revision", "subfolder")
@@ -99,15 +99,13 @@ def load_light(
 
 
 def name_as_stored(model: PreTrainedModel, load_stored: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-    """Keep the fingerprints of the weights as they are stored: those of a float16 copy would be others."""
+    """Keep the fingerprint of the weights as they are stored: a float16 copy has another."""
     parameters = list(model.parameters())
     if not any(p.dtype == torch.float16 for p in parameters) or any(p.is_meta for p in parameters):
         return
     stored = {own_name(key): tensor for key, tensor in load_stored().items()}
     backbone = getattr(model, "model", model)
-    backbone._stored_fingerprints = {
-        name(backbone): name(backbone, stored=stored) for name in (fingerprint, weights_fingerprint)
-    }
+    backbone._stored_fingerprints = {weights_fingerprint(backbone): weights_fingerprint(backbone, stored=stored)}
 
 
 def link_base(
