@@ -68,6 +68,8 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train one method and return its curve."""
     recipe, _, form = name.partition("+")
     fields: dict[str, Any] = {"embedding_residual": True} if form == "residual" else {}
+    if fields and recipe == "mean_pooling":
+        fields["linear_after_pooling"] = False
     if recipe == "pooled_embeddings":
         recipe, fields = "mean_pooling", POOLED
     curve = Curve(arguments.tokens, arguments.until_read)

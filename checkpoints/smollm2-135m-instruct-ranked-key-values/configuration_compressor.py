@@ -86,9 +86,9 @@ class CompressorConfig(PreTrainedConfig):
             counts among the slots. `None`: none. They stand between embeddings with contiguous positions alone.
         embedding_residual (`bool`, defaults to `False`):
             Whether a slot starts as the sum of its window's token embeddings over the square root of their number, and
-            the method adds to it: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k / rms(s_k), with W = 0 at the
-            start, hidden_size x hidden_size. The decoder then reads slots within some thousand tokens of training. No
-            paper has it. Mean pooling's own W, where it has one, takes the place of W / rms(s_k).
+            the method adds to it: z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0
+            at the start, hidden_size x hidden_size. The decoder then reads slots within some thousand tokens of
+            training. No paper has it. Mean pooling's own W, where it has one, takes the place of this one.
         trainable_parameters (sequence of `str`, *optional*):
             Regular expressions, searched in parameter names, that replace the method's own trainable set. The set is
             part of the checkpoint and is applied again when it is loaded.

@@ -180,21 +180,24 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, chosen, strict=True)]
 
     def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
-        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k / rms(s_k), with W = 0 at the start.
+        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0 at the start.
 
-        The sum of |S_k| embeddings over sqrt(|S_k|) is about as large as one of them.
+        The sum of |S_k| embeddings over sqrt(|S_k|) is about as large as one of them, and so is what W maps. Adam moves
+        each weight of W by the same step, so that larger inputs would move a slot by more than its own size.
         """
-        mapped = slots.float()
+        own = slots.float()
+        mask = chunks.attention_mask
         if self.residual_map is not None:
-            with torch.autocast(mapped.device.type, enabled=False):
-                mapped = self.residual_map(torch.nn.functional.rms_norm(mapped, mapped.shape[-1:], eps=1e-6))
-        pooled = mean_pool(embeddings, chunks.attention_mask, ratio, chunks.lengths)[0]
-        sizes = window_sizes(chunks.attention_mask.sum(dim=1), ratio, pooled.shape[1])
-        pooled = pooled * sizes.sqrt()[:, :, None]
+            squares = (embeddings.square().mean(dim=-1) * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            with torch.autocast(own.device.type, enabled=False):
+                own = torch.nn.functional.rms_norm(own, own.shape[-1:], eps=1e-6) * squares.sqrt()[:, None, None]
+                own = self.residual_map(own)
+        pooled = mean_pool(embeddings, mask, ratio, chunks.lengths)[0]
+        pooled = pooled * window_sizes(mask.sum(dim=1), ratio, pooled.shape[1]).sqrt()[:, :, None]
         # A fixed number of memory tokens may be more or fewer than windows.
-        width = mapped.shape[1]
+        width = own.shape[1]
         pooled = torch.nn.functional.pad(pooled, (0, 0, 0, max(0, width - pooled.shape[1])))[:, :width]
-        return (mapped + pooled).to(slots.dtype)
+        return (own + pooled).to(slots.dtype)
 
     # --- adapters ---
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that start as pooled embeddings: z_k = |S_k|^(-1/2) sum_i E(x_i) + W s_k / rms(s_k), W = 0 at the start."""
+"""Slots that start as pooled embeddings: z_k = |S_k|^(-1/2) sum_i E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0."""
 
 import pytest
 import torch
@@ -53,7 +53,10 @@ def test_what_the_method_adds_is_what_it_makes_without_the_residual(name, method
     finally:
         backbone.residual_map, model.config.embedding_residual = residual_map, True
     if residual_map is not None:
-        made = made / (made.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() @ residual_map.weight.T
+        chunks = IDS.split(model.config.chunk_size or IDS.shape[1], dim=1)
+        sizes = [model.get_input_embeddings()(chunk).square().mean().sqrt().expand(-(-chunk.shape[1] // 3)) for chunk in chunks]
+        made = made / (made.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * torch.cat(sizes)[:, None]
+        made = made @ residual_map.weight.T
     torch.testing.assert_close(slots, made, atol=1e-4, rtol=1e-4)
 
 
