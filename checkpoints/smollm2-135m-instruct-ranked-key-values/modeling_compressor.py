@@ -180,10 +180,10 @@ class CompressorModel(SlotReader, DecoderOnlyPreTrainedModel):
         return [self._with_residual(*pair, embeddings, chunks) for pair in zip(slots, chosen, strict=True)]
 
     def _with_residual(self, slots: Any, ratio: Any, embeddings: Tensor, chunks: Chunks) -> Tensor:
-        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), with W = 0 at the start.
+        """z_k = |S_k|^(-1/2) sum_{i in S_k} E(x_i) + W s_k rms(E(x)) / rms(s_k), W = 0 at the start.
 
-        The sum of |S_k| embeddings over sqrt(|S_k|) is about as large as one of them, and so is what W maps. Adam moves
-        each weight of W by the same step, so that larger inputs would move a slot by more than its own size.
+        The sum of |S_k| embeddings over sqrt(|S_k|) is about as large as one of them, and so is what W maps. Adam
+        moves each weight of W by the same step, so that larger inputs would move a slot by more than its own size.
         """
         own = slots.float()
         mask = chunks.attention_mask

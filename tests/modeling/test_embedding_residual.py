@@ -54,7 +54,10 @@ def test_what_the_method_adds_is_what_it_makes_without_the_residual(name, method
         backbone.residual_map, model.config.embedding_residual = residual_map, True
     if residual_map is not None:
         chunks = IDS.split(model.config.chunk_size or IDS.shape[1], dim=1)
-        sizes = [model.get_input_embeddings()(chunk).square().mean().sqrt().expand(-(-chunk.shape[1] // 3)) for chunk in chunks]
+        sizes = [
+            model.get_input_embeddings()(chunk).square().mean().sqrt().expand(-(-chunk.shape[1] // 3))
+            for chunk in chunks
+        ]
         made = made / (made.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * torch.cat(sizes)[:, None]
         made = made @ residual_map.weight.T
     torch.testing.assert_close(slots, made, atol=1e-4, rtol=1e-4)
